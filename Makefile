@@ -1,0 +1,37 @@
+# `make train`: set up and run the main job. `make test`: set up and pass the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NPROC ?= 2
+ARGS ?=
+
+.PHONY: setup train test test-slow lint docs clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, {sys.version.split()[0]} found: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plots,tensorboard]'
+	@touch $@
+
+train: setup
+	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) train_lib.py --config configs/demo.yaml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow" tests
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python arguments.py
+
+clean:
+	rm -rf runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

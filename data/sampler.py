@@ -1,0 +1,90 @@
+"""Which sample is trained on when: a pure function of (seed, epoch, position), whatever the layout.
+
+The *stream* numbers every sample of the run from 0: position ``g`` is place ``g % n`` of epoch ``g // n``, and each
+epoch visits the ``n`` samples in an order of its own. A step takes the next ``global_batch_size`` positions, so the
+last batch of an epoch is completed from the next one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+ROUNDS = 6
+PADDING = -1
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+
+    Args:
+        x: uint64, any shape. A bijection of the 64-bit numbers in which every output bit depends on every input bit.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(places: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Where a keyed permutation of ``range(n)`` sends each place, in memory independent of ``n``.
+
+    A Feistel network (Luby, Rackoff: "How to construct pseudorandom permutations", 1988) over the next power of four,
+    applied again to results beyond ``n`` ("cycle walking": Black, Rogaway: "Ciphers with arbitrary finite domains",
+    2002); ``n`` fills more than a quarter of the domain, which keeps the walks short.
+
+    Args:
+        places: (k,) int64 in [0, n).
+        n: at least 1.
+        seed, epoch: the key; each pair has an order of its own.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    low = np.uint64((1 << int(half)) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
+    out = places.astype(np.uint64)
+    walking = np.arange(len(out))
+    while len(walking):
+        left, right = out[walking] >> half, out[walking] & low
+        for key in keys:
+            left, right = right, left ^ (mix64(right + key) & low)
+        out[walking] = (left << half) | right
+        walking = walking[out[walking] >= n]
+    return out.astype(np.int64)
+
+
+def samples_at(positions: np.ndarray, n: int, *, seed: int, shuffle: bool) -> np.ndarray:
+    """The sample at each stream position.
+
+    Args:
+        positions: (k,) int64, at least 0.
+        n: samples per epoch.
+        shuffle: False keeps the data's own order in every epoch.
+    """
+    epochs, places = np.divmod(positions, n)
+    if not shuffle:
+        return places
+    out = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        out[chosen] = permute(places[chosen], n, seed=seed, epoch=int(epoch))
+    return out
+
+
+def step_positions(start: int, *, batch: int, micro: int, rank: int, size: int) -> list[np.ndarray]:
+    """One rank's micro-batches of the step that begins at stream position ``start``.
+
+    Every rank gets the same number of micro-batches, so that collectives match; where a rank has no sample for one,
+    it holds a single padding row.
+
+    Args:
+        start: first position of the step.
+        batch: samples per step over all ranks.
+        micro: most samples per micro-batch.
+        rank, size: data-parallel rank and number of them.
+
+    Returns:
+        Arrays of stream positions, or ``[PADDING]``.
+    """
+    mine = np.arange(start + batch * rank // size, start + batch * (rank + 1) // size)
+    count = math.ceil(math.ceil(batch / size) / micro)
+    return [part if len(part) else np.array([PADDING]) for part in np.array_split(mine, count)]

@@ -1,0 +1,247 @@
+"""Token files: flat arrays of token ids, memory mapped, made once from slower formats.
+
+A token file is a folder::
+
+    tokens.bin   every id of every row, one after the other (uint16 or uint32)
+    rows.bin     int64, rows + 1 offsets into tokens.bin
+    mask.bin     uint8 beside each token, 1 where it is text; absent when every token is
+    labels.bin   int32 beside each token; absent when labels are the tokens
+    meta.json    counts, number format, highest id
+
+It is written beside its final name, flushed to disk and renamed, so a folder of that name is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp.errors import UserError
+
+FORMAT = 1
+log = logging.getLogger("smp.data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Rows of tokens, one after the other.
+
+    Attributes:
+        tokens: (n,) ids. offsets: (rows + 1,) int64, where each row begins and the last one ends.
+        mask: (n,) 1 where a token is text, or None where all are.
+        labels: (n,) integers, or None where they are the tokens.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    mask: np.ndarray | None
+    labels: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile(Columns):
+    """A memory-mapped token file. Pickles as its path, so a worker process maps the same pages.
+
+    Attributes:
+        folder: where it is.
+        highest: largest id.
+    """
+
+    folder: Path
+    highest: int
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenFile:
+        """Map a folder written by :class:`TokenWriter`.
+
+        Raises:
+            ValueError: a part is missing or has another length than ``meta.json`` says.
+        """
+        meta = json.loads((folder / "meta.json").read_text())
+        dtypes = {"tokens": meta["dtype"], "rows": "int64", "mask": "uint8", "labels": "int32"}
+        parts: dict[str, np.ndarray] = {}
+        for part, count in meta["counts"].items():
+            if (folder / f"{part}.bin").stat().st_size != count * np.dtype(dtypes[part]).itemsize:
+                raise ValueError(f"{folder / part}.bin is damaged")
+            parts[part] = np.memmap(folder / f"{part}.bin", dtype=dtypes[part], mode="r")
+        mask, labels = parts.get("mask"), parts.get("labels")
+        return cls(parts["tokens"], parts["rows"], mask, labels, folder=folder, highest=meta["highest"])
+
+    def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
+        return TokenFile.open, (self.folder,)
+
+
+class TokenWriter:
+    """Writes a token file row by row, in bounded memory.
+
+    Args:
+        folder: an empty folder.
+        dtype: ``uint16`` or ``uint32``.
+    """
+
+    def __init__(self, folder: Path, dtype: str):
+        self.folder, self.dtype = folder, dtype
+        self._parts = {part: open(folder / f"{part}.bin", "wb") for part in ("tokens", "rows")}  # noqa: SIM115
+        self._count, self._rows, self._highest = 0, 0, -1
+        self._parts["rows"].write(np.zeros(1, np.int64).tobytes())
+
+    def add(
+        self,
+        ids: np.ndarray,
+        ends: Sequence[int] | np.ndarray,
+        *,
+        mask: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+    ) -> None:
+        """Append tokens.
+
+        Args:
+            ids: (n,) integers that fit ``dtype``.
+            ends: ascending positions in ``ids`` behind which a row ends; tokens after the last stay open for the next
+                call.
+            mask, labels: (n,) or None for "all text" and "the ids".
+        """
+        for part, values in (("mask", mask), ("labels", labels)):
+            if values is not None or part in self._parts:
+                self._optional(part).write(_column(part, ids, values))
+        self._parts["tokens"].write(ids.astype(self.dtype).tobytes())
+        self._parts["rows"].write((self._count + np.asarray(ends, np.int64)).tobytes())
+        self._count += len(ids)
+        self._rows += len(ends)
+        if len(ids):
+            self._highest = max(self._highest, int(ids.max()))
+
+    def _optional(self, part: str) -> Any:
+        """The file of a column most data does not have; when first needed, what it would have held is made up for."""
+        if part not in self._parts:
+            self._parts["tokens"].flush()
+            self._parts[part] = open(self.folder / f"{part}.bin", "wb")  # noqa: SIM115
+            with open(self.folder / "tokens.bin", "rb") as written:
+                while block := written.read(1 << 22):
+                    self._parts[part].write(_column(part, np.frombuffer(block, self.dtype), None))
+        return self._parts[part]
+
+    @property
+    def rows(self) -> int:
+        """Rows ended so far."""
+        return self._rows
+
+    def close(self) -> None:
+        """Flush every part to disk and write ``meta.json``."""
+        counts = dict.fromkeys(self._parts, self._count) | {"rows": self._rows + 1}
+        (self.folder / "meta.json").write_text(
+            json.dumps({"dtype": self.dtype, "counts": counts, "highest": self._highest})
+        )
+        for handle in self._parts.values():
+            handle.flush()
+            os.fsync(handle.fileno())
+            handle.close()
+
+
+def _column(part: str, ids: np.ndarray, values: np.ndarray | None) -> bytes:
+    if part == "mask":
+        return (np.ones(len(ids), np.uint8) if values is None else values.astype(np.uint8)).tobytes()
+    return (ids if values is None else values).astype(np.int32).tobytes()
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest format that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def digest_of(*identity: Any) -> str:
+    """A short stable hash of what JSON can write."""
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
+
+
+def cached(
+    cache_dir: str | None, name: str, key: list[Any], build: Callable[[TokenWriter], None], *, dtype: str
+) -> TokenFile:
+    """Open the token file of ``key``, building it first if nobody has.
+
+    Processes that ask at once wait for one builder. What a killed builder left is removed, never used.
+
+    Args:
+        cache_dir: the user's folder, or None for ``~/.cache/smp/tokens``.
+        name: readable beginning of the folder's name.
+        key: everything the content depends on, as JSON.
+        build: writes the rows; a UserError from it reaches the caller and leaves no cache.
+        dtype: number format of the ids.
+
+    Raises:
+        UserError: the cache folder cannot be written, or ``build`` refuses the input.
+    """
+    final, lock = _place(cache_dir, name, [dtype, *key])
+    try:
+        with lock:
+            if (opened := _open_whole(final)) is not None:
+                return opened
+            partial = final.with_name(f"{final.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                writer = TokenWriter(partial, dtype)
+                build(writer)
+                writer.close()
+                os.replace(partial, final)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+            return TokenFile.open(final)
+    except OSError as error:
+        raise _unwritable(final.parent, error) from error
+
+
+def recorded(cache_dir: str | None, name: str, key: list[Any], compute: Callable[[], Any]) -> Any:
+    """A small result that is slow to compute, kept as JSON in the cache folder.
+
+    Args and errors as :func:`cached`; ``compute`` returns what JSON can hold.
+    """
+    final, lock = _place(cache_dir, name, key)
+    try:
+        with lock:
+            if final.exists():
+                return json.loads(final.read_text())
+            value = compute()
+            partial = final.with_name(f"{final.name}.partial")
+            partial.write_text(json.dumps(value))
+            os.replace(partial, final)
+            return value
+    except OSError as error:
+        raise _unwritable(final.parent, error) from error
+
+
+def _place(cache_dir: str | None, name: str, key: list[Any]) -> tuple[Path, Any]:
+    """Where a key's content lives, and the lock of those who want it."""
+    from filelock import FileLock
+
+    root = Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "smp" / "tokens"
+    final = root / f"{name[:60]}-{digest_of(FORMAT, *key)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(root, error) from error
+    return final, FileLock(root / f"{final.name}.lock")
+
+
+def _unwritable(root: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write the token cache in {root}: {error}; choose another --data_cache_dir")
+
+
+def _open_whole(folder: Path) -> TokenFile | None:
+    if not folder.exists():
+        return None
+    try:
+        return TokenFile.open(folder)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("token cache %s is damaged (%s); it is built again", folder, error)
+        shutil.rmtree(folder)
+        return None

@@ -1,0 +1,229 @@
+"""The job before it is built: everything that can be refused, checked before any allocation or process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arguments import DEFAULT_MAX_STEPS, TrainConfig
+from data.pipelines.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
+from smp.checkpoint.checkpointer import check_architecture
+from smp.checkpoint.layout import choose_checkpoint, read_state
+from smp.dry_run import report
+from smp.errors import ConfigError, UserError
+from smp.memory_plan import (
+    ModelShape,
+    Workload,
+    available_memory,
+    check_fits,
+    estimate_memory,
+    model_shape,
+    processes_that_fit,
+)
+from smp.mesh import Degrees, resolve_degrees
+from smp.models.model_config import ResolvedModel, resolve_model
+from smp.models.registry import build_model
+from smp.runtime import Launch, choose_backend, choose_device
+from smp.train_state import TrainState
+from smp.transform import compute_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A job that has been checked: what will be built, before anything is."""
+
+    config: TrainConfig
+    launch: Launch
+    device: torch.device
+    dtype: torch.dtype
+    degrees: Degrees
+    model: ResolvedModel
+    run_dir: Path
+    checkpoint_dirs: list[Path]
+    resume: Path | None
+    state: TrainState
+    global_batch_size: int
+    max_steps: int
+    train_data: DataPipeline
+    validation_data: DataPipeline | None
+
+
+def make_plan(config: TrainConfig, launch: Launch) -> Plan:
+    """Check everything that can be checked without allocating a model or starting a process group.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[str] = []
+
+    def attempt(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except ConfigError as error:
+            problems.extend(error.problems)
+        except UserError as error:
+            problems.append(str(error))
+        return None
+
+    device = attempt(choose_device, launch) or torch.device("cpu")
+    attempt(choose_backend, config.comm, device)
+    if config.run.profile_nsys and device.type != "cuda":
+        problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
+    degrees = attempt(
+        resolve_degrees,
+        config.parallel,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+    )
+    model = attempt(resolve_model, config.model)
+    if model is None:
+        raise ConfigError(problems)
+    run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
+    attempt(_probe_directory, run_dir)
+    checkpoint_dirs = [Path(d).absolute() for d in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
+    wanted = config.checkpoint.resume_from_checkpoint
+    resume = None if config.run.dry_run else attempt(choose_checkpoint, wanted, checkpoint_dirs, model.name)
+    saved = attempt(read_state, resume) if resume else None
+    if saved:
+        attempt(check_architecture, resume, saved["architecture"], model.hf_config)
+    state = TrainState.from_state_dict(saved["progress"]) if saved else TrainState()
+    if degrees is None:
+        raise ConfigError(problems)
+    batch_size = attempt(_global_batch_size, config, degrees, saved)
+    dtype = compute_dtype(config.precision, device)
+    train_data = validation_data = None
+    if batch_size is not None:
+        shape = _batch_shape(config, model, degrees, launch, batch_size)
+        train_data = attempt(create_data_pipeline, config.data, split="train", batch=shape, start_sample=state.samples)
+        if config.data.validation_freq is not None:
+            validation_data = attempt(
+                create_data_pipeline, config.data, split="validation", batch=_validation_shape(config, shape)
+            )
+    if problems or train_data is None or batch_size is None:
+        raise ConfigError(problems)
+    return Plan(
+        config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, state, batch_size,
+        _max_steps(config, train_data, batch_size), train_data, validation_data,
+    )  # fmt: skip
+
+
+def _probe_directory(directory: Path) -> None:
+    """Create a directory and a file in it, so that an unwritable one is found before the first step."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe-{time.time_ns()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {directory} cannot be written ({error.strerror}): choose another directory"
+        ) from None
+
+
+def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: dict[str, Any] | None) -> int:
+    """Samples per step over all ranks; a resumed run keeps its own unless told otherwise."""
+    run = config.run
+    size = run.global_batch_size
+    if size is None and saved and not {"train_batch_size", "gradient_accumulation_steps"} & config.given:
+        size = saved["global_batch_size"]
+    if size is None:
+        size = run.train_batch_size * degrees.data_size * run.gradient_accumulation_steps
+    if size < degrees.data_size:
+        raise UserError(
+            f"--global_batch_size {size} is smaller than the {degrees.data_size} data-parallel processes: "
+            f"use at least {degrees.data_size}, or fewer processes"
+        )
+    return size
+
+
+def _batch_shape(
+    config: TrainConfig, model: ResolvedModel, degrees: Degrees, launch: Launch, global_batch_size: int
+) -> BatchShape:
+    return BatchShape(
+        sequence_length=model.sequence_length,
+        vocab_size=model.hf_config.vocab_size,
+        global_batch_size=global_batch_size,
+        micro_batch_size=config.run.train_batch_size,
+        data_rank=launch.rank // degrees.tp,
+        data_size=degrees.data_size,
+        seed=config.run.seed,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _validation_shape(config: TrainConfig, shape: BatchShape) -> BatchShape:
+    size = config.data.val_batch_size
+    return dataclasses.replace(shape, global_batch_size=size * shape.data_size, micro_batch_size=size)
+
+
+def _max_steps(config: TrainConfig, data: DataPipeline, global_batch_size: int) -> int:
+    """The step to stop at: the first of ``--max_steps`` and the end of ``--epochs``."""
+    limits = [config.run.max_steps] if config.run.max_steps else []
+    if config.run.epochs:
+        limits.append(-(-config.run.epochs * data.samples_per_epoch // global_batch_size))
+    return min(limits, default=DEFAULT_MAX_STEPS)
+
+
+def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
+    """The processes to plan for: those started, or as many as ``--dry_run_world_size`` says, eight to a host."""
+    world = config.run.dry_run_world_size
+    return Launch(0, world, 0, min(world, 8)) if world else launch
+
+
+def _sizes(plan: Plan) -> tuple[ModelShape, Workload]:
+    config, family = plan.config, plan.model.family
+    with torch.device("meta"):
+        model = build_model(plan.model.hf_config, attn_implementation=plan.model.attn_implementation)
+    shape = model_shape(
+        model, plan.model.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
+    )
+    return shape, Workload(
+        sequence_length=plan.model.sequence_length,
+        micro_batch_size=config.run.train_batch_size,
+        compute_bytes=plan.dtype.itemsize,
+        activation_checkpointing=config.activation.activation_checkpointing,
+        attention_matrix=plan.model.attn_implementation == "eager",
+    )
+
+
+def refuse_too_large(plan: Plan) -> None:
+    """Refuse a job whose predicted peak is more memory than there is, before allocating.
+
+    Raises:
+        UserError: saying what each process needs, what there is, and how many processes would do.
+    """
+    shape, work = _sizes(plan)
+    available = available_memory(plan.device, plan.launch.local_world_size)
+    enough = processes_that_fit(shape, work, available)
+    advice = (
+        f"{enough} such processes with full sharding would do" if enough else "no number of such processes would do"
+    )
+    check_fits(
+        estimate_memory(shape, plan.degrees, work),
+        available,
+        model=plan.model.name,
+        processes=plan.launch.world_size,
+        advice=f"{advice}; or use a smaller model, batch or sequence (--dry_run 1 shows what needs how much)",
+    )
+
+
+def dry_run(plan: Plan) -> None:
+    """Print what the job would be."""
+    if plan.launch.rank == 0:
+        shape, work = _sizes(plan)
+        planned_here = plan.config.run.dry_run_world_size is None
+        text = report(
+            plan.model,
+            plan.degrees,
+            parallel=plan.config.parallel,
+            activation=plan.config.activation,
+            shape=shape,
+            work=work,
+            available=available_memory(plan.device, plan.launch.local_world_size) if planned_here else None,
+        )
+        print(text)

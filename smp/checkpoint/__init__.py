@@ -1,0 +1,1 @@
+"""Checkpoints: layout on disk, saving, loading, export to Hugging Face."""

@@ -1,0 +1,204 @@
+"""Write a sharded model as a Hugging Face directory, one parameter in memory at a time plus one file's worth."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.errors import UserError
+from smp.models.family import Family
+from smp.models.registry import family_of
+
+# Lists the files of an export, so that a later export may replace them and nothing else.
+MARKER = "smp_export.json"
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _on_main(action: Callable[[], object]) -> None:
+    """Run ``action`` on rank 0; if it fails, every rank raises, so that none waits in a collective."""
+    failure: list[tuple[bool, str] | None] = [None]
+    cause: Exception | None = None
+    if _is_main():
+        try:
+            action()
+        except Exception as error:
+            cause, failure[0] = error, (isinstance(error, (UserError, OSError)), str(error))
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        is_input, text = failure[0]
+        raise (UserError if is_input else RuntimeError)(f"exporting the model failed: {text}") from cause
+
+
+def _beside(directory: pathlib.Path, suffix: str) -> pathlib.Path:
+    return directory.with_name(f".{directory.name}.{suffix}")
+
+
+def _files_of_export(directory: pathlib.Path) -> set[str]:
+    """Names of the files that an earlier export wrote there; none when no export did."""
+    try:
+        return {MARKER, *json.loads((directory / MARKER).read_text())["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _claim(directory: pathlib.Path) -> None:
+    """Check that ``directory`` may be written, undo what a killed export left, and start an empty one beside it."""
+    partial, old = _beside(directory, "partial"), _beside(directory, "old")
+    if old.exists() and not directory.exists():
+        old.rename(directory)
+    if directory.exists():
+        if not directory.is_dir():
+            raise UserError(f"{directory} is a file: give a directory that does not exist yet")
+        present = {path.name for path in directory.iterdir()}
+        if foreign := sorted(present - _files_of_export(directory)):
+            raise UserError(
+                f"{directory} holds {foreign[0]}, which no earlier export wrote, and would be replaced: "
+                f"give another directory, or move the file away"
+            )
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _plan_files(
+    parameters: dict[str, nn.Parameter], *, max_shard_bytes: int, dtype: torch.dtype | None
+) -> dict[str, list[str]]:
+    """File name -> parameter names, in order, each file at most ``max_shard_bytes`` or one parameter."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, parameter in parameters.items():
+        needed = parameter.numel() * (dtype or parameter.dtype).itemsize
+        if groups[-1] and size + needed > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += needed
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _write_configs(
+    partial: pathlib.Path, hf_config: Any, family: Family, *, dtype: torch.dtype, tokenizer_dir: pathlib.Path | None
+) -> None:
+    from transformers import GenerationConfig
+
+    config = copy.deepcopy(hf_config)
+    config.architectures = [family.architecture]
+    config.dtype = dtype
+    config.use_cache = True  # off in training only
+    config.save_pretrained(partial)
+    GenerationConfig.from_model_config(config).save_pretrained(partial)
+    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
+        if (tokenizer_dir / name).is_file():  # type: ignore[operator]
+            shutil.copyfile(tokenizer_dir / name, partial / name)  # type: ignore[operator]
+
+
+def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors makes private files; config.json was made by open(), under the user's umask.
+    path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
+
+
+def _gather_and_write(
+    model: nn.Module, partial: pathlib.Path, family: Family, *, max_shard_bytes: int, dtype: torch.dtype | None
+) -> None:
+    """Write every parameter, a tied one once, and the index if there are several files."""
+    parameters = dict(model.named_parameters())
+    files = _plan_files(parameters, max_shard_bytes=max_shard_bytes, dtype=dtype)
+    weight_map, total_size = {}, 0
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            parameter = parameters[name]
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if _is_main():
+                tensors[family.file_key(name)] = whole.detach().to("cpu", dtype or whole.dtype).contiguous()
+        _on_main(functools.partial(_write_tensors, partial / file, tensors))
+        weight_map.update(dict.fromkeys(tensors, file))
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        text = json.dumps(content, indent=2) + "\n"
+        _on_main(lambda: (partial / "model.safetensors.index.json").write_text(text))
+
+
+def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
+    """Flush the finished export and put it in the place of ``directory``."""
+    names = sorted(path.name for path in partial.iterdir())
+    (partial / MARKER).write_text(json.dumps({"files": names}, indent=2) + "\n")
+    for path in [*partial.iterdir(), partial]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    old = _beside(directory, "old")
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@torch.no_grad()
+def export_hf(
+    model: nn.Module,
+    directory: pathlib.Path,
+    *,
+    hf_config: Any,
+    tokenizer_dir: pathlib.Path | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
+
+    Rank 0 gathers one parameter at a time and writes; the directory appears when it is complete. An earlier export
+    there is replaced; a directory with anything else in it is not touched.
+
+    Args:
+        model: parameters plain or DTensor, of a supported family.
+        directory: where to; its parent is made if missing.
+        hf_config: the model's config.
+        tokenizer_dir: directory whose tokenizer files are copied along.
+        max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
+        dtype: dtype of the files; None: the parameters'.
+
+    Raises:
+        UserError: the directory holds other files or cannot be written; raised on every rank.
+    """
+    directory = pathlib.Path(os.path.abspath(directory))
+    partial, family = _beside(directory, "partial"), family_of(hf_config)
+    stored = dtype or next(model.parameters()).dtype
+
+    def prepare() -> None:
+        _claim(directory)
+        _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)
+
+    _on_main(prepare)
+    try:
+        _gather_and_write(model, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        _on_main(lambda: _publish(partial, directory))
+    except Exception:
+        if _is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise

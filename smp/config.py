@@ -1,0 +1,227 @@
+"""Settings: the base of every configuration section, and the sections that several parts read.
+
+A setting is written once, as a field made by :func:`setting`: its name is the flag and the YAML key, its
+annotation the type, and its metadata the help text and the checks. ``arguments.py`` derives the command line from
+it. A section with a single reader lives in that reader's file; those with several live here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from smp.errors import ConfigError
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    only: tuple = (),
+    otherwise: str = "",
+    no_effect: str = "",
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """Declare one field of a :class:`Section`.
+
+    Args:
+        default: the value when neither a flag nor a YAML key gives one.
+        help: one sentence, in the words of the field.
+        minimum, above, maximum: bounds of a number (``above`` excludes the bound); of each item of a tuple.
+        only: the values that are accepted today; any other is refused with ``otherwise``, which says what to do.
+        no_effect: why the setting changes nothing here by construction (it is accepted, and logged when given).
+        aliases: further flag names.
+    """
+    metadata = {
+        "help": help,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "only": only,
+        "otherwise": otherwise,
+        "no_effect": no_effect,
+        "aliases": aliases,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:
+    minimum, above, maximum = metadata["minimum"], metadata["above"], metadata["maximum"]
+    for item in value if isinstance(value, tuple) else (value,):
+        if item is None or isinstance(item, (str, bool)):
+            continue
+        # Written so that NaN, which compares false with everything, is outside every bound.
+        if minimum is not None and not item >= minimum:
+            return f"--{name} must be at least {minimum}, got {item}"
+        if above is not None and not item > above:
+            return f"--{name} must be greater than {above}, got {item}"
+        if maximum is not None and not item <= maximum:
+            return f"--{name} must be at most {maximum}, got {item}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """A frozen group of settings that checks itself.
+
+    Raises:
+        ConfigError: on construction, naming every problem of the section at once.
+    """
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ConfigError(problems)
+
+    def problems(self) -> list[str]:
+        """One sentence for each setting that cannot be used; subclasses add the checks across fields."""
+        found = []
+        for field in dataclasses.fields(self):
+            value, metadata = getattr(self, field.name), field.metadata
+            if not metadata:
+                continue
+            if problem := _bound_problem(field.name, value, metadata):
+                found.append(problem)
+            if metadata["only"] and value not in metadata["only"]:
+                found.append(f"--{field.name} {_shown(value)} is not available: {metadata['otherwise']}")
+        return found
+
+
+def _shown(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+ShardingStrategy = Literal["no_shard", "shard_grad_op", "hybrid_shard", "_hybrid_shard_zero2", "full_shard"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How the world is divided and how parameters are sharded (SMP v2's words; below, torch's mesh axes)."""
+
+    sharding_strategy: ShardingStrategy = setting(
+        "hybrid_shard",
+        "Which states are sharded, over which ranks: FSDP's names. hybrid_shard shards inside a host.",
+    )
+    hybrid_shard_degree: int = setting(
+        0,
+        "Ranks per sharding group. 0: what --sharding_strategy says; 1: no sharding; k: hybrid sharding over k ranks.",
+        minimum=0,
+        aliases=("shard_degree",),
+    )
+    tensor_parallel_degree: int = setting(
+        1, "Ranks per tensor-parallel group.", only=(1,),
+        otherwise="tensor parallelism is not in this version; leave it at 1 and shard with --hybrid_shard_degree",
+    )  # fmt: skip
+    context_parallel_degree: int = setting(
+        1, "Ranks that split one sequence.", only=(1,),
+        otherwise="context parallelism is out of scope for now; leave it at 1 and shorten --max_context_width",
+    )  # fmt: skip
+    expert_parallel_degree: int = setting(
+        1, "Ranks that split the experts.", only=(1,),
+        otherwise="mixture-of-experts models are out of scope for now; leave it at 1",
+    )  # fmt: skip
+    use_smp_implementation: bool = setting(
+        False, "SMP v2's switch to its own tensor-parallel model code.", only=(False,),
+        otherwise="it switches on tensor parallelism, which is not in this version; leave it at 0",
+    )  # fmt: skip
+    cp_comm_type: Literal["p2p", "all_gather"] = setting(
+        "p2p", "Exchange used by context parallelism.", only=("p2p",),
+        otherwise="context parallelism is out of scope for now; leave it out",
+    )  # fmt: skip
+    forward_prefetch: bool = setting(True, "Gather the next unit's parameters while the current one computes.")
+    backward_fetch_policy: Literal["backward_pre", "backward_post"] = setting(
+        "backward_pre",
+        "Gather the previous unit's parameters before (pre) or after (post) the current unit's backward.",
+    )
+    auto_wrap_policy: Literal["transformer_auto_wrap_policy", "size_based_auto_wrap_policy"] = setting(
+        "transformer_auto_wrap_policy",
+        "Sharding units: embedding, each block, final norm with head; or any subtree of at least 100M parameters.",
+    )
+    defer_gradient_sync: bool = setting(
+        False,
+        "With accumulation, reduce gradients once per step instead of once per micro-batch. Keeps whole gradients.",
+    )
+    limit_all_gathers: bool = setting(
+        True, "FSDP1's rate limiter.", no_effect="fully_shard bounds the gathers in flight by itself"
+    )
+    use_orig_params: bool = setting(
+        False, "FSDP1's switch to original parameters.", no_effect="fully_shard always keeps the original parameters"
+    )
+
+    def problems(self) -> list[str]:
+        """Adds the strategies that contradict an explicit degree."""
+        found = super().problems()
+        strategy, degree = self.sharding_strategy, self.hybrid_shard_degree
+        if strategy == "no_shard" and degree > 1:
+            found.append(
+                f"--sharding_strategy no_shard contradicts --hybrid_shard_degree {degree}: "
+                f"leave the degree at 0 or 1, or choose hybrid_shard"
+            )
+        if strategy in ("full_shard", "shard_grad_op") and degree == 1:
+            found.append(
+                f"--sharding_strategy {strategy} contradicts --hybrid_shard_degree 1, which means no sharding: "
+                f"leave the degree at 0, or choose no_shard"
+            )
+        if strategy == "shard_grad_op" and degree > 1:
+            found.append(
+                f"--sharding_strategy shard_grad_op contradicts --hybrid_shard_degree {degree}: "
+                f"choose _hybrid_shard_zero2, which keeps gathered parameters until backward within {degree} ranks"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """Number formats. Master parameters, optimizer state and gradient reduction are fp32."""
+
+    bf16: bool | None = setting(
+        None, "Compute in bfloat16. Default: 1 on an accelerator, 0 on a CPU. SMP v2 also reduces in bf16; here fp32."
+    )
+    fp8: bool = setting(
+        False, "Compute in fp8.", only=(False,),
+        otherwise="fp8 is out of scope for now; leave it at 0 and use --bf16 1 (SMP v2's default of 1 is not kept)",
+    )  # fmt: skip
+    fp8_amax_history_len: int = setting(
+        1024, "Length of fp8's scaling history.", only=(1024,), otherwise="fp8 is out of scope for now; leave it out"
+    )
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting(
+        "max", "How fp8 scales are computed.", only=("max",), otherwise="fp8 is out of scope for now; leave it out"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationConfig(Section):
+    """What happens to activations between forward and backward, and how blocks are executed."""
+
+    activation_checkpointing: bool = setting(
+        True, "Recompute each block's activations in backward instead of keeping them."
+    )
+    offload_activations: bool = setting(
+        False, "Move activations off the device until backward.", only=(False,),
+        otherwise="activation offloading is not in this version; leave it at 0 and use --activation_checkpointing 1",
+    )  # fmt: skip
+    activation_loading_horizon: int = setting(
+        2, "Blocks whose offloaded inputs may be on the device at once.", only=(2,),
+        otherwise="activation offloading is not in this version; leave it out",
+    )  # fmt: skip
+    compile: bool = setting(False, "Compile each block with torch.compile.")
+    clean_cache: bool = setting(False, "Return the allocator's free memory to the system after every step.")
+    patch_neox_rope: bool = setting(
+        True, "SMP v2's move of GPT-NeoX's rotary cache to the GPU.",
+        no_effect="the rotary embedding is computed on the model's device",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommConfig(Section):
+    """Process group."""
+
+    distributed_backend: Literal["gloo", "nccl", "smddp"] | None = setting(
+        None, "torch.distributed backend. Default: nccl on GPUs, gloo on CPUs.", only=(None, "gloo", "nccl"),
+        otherwise="the smddp backend is not in this version; use nccl on GPUs or gloo on CPUs, or leave it out",
+    )  # fmt: skip
+    distributed_timeout: float = setting(
+        1800.0, "Seconds until a collective that does not finish is an error.", above=0
+    )

@@ -1,0 +1,154 @@
+"""Delayed parameter initialisation: build on the meta device, shard, then draw only what this rank holds.
+
+Every value is a function of (seed, parameter name, position in the parameter), so the weights are the same at any
+layout and no rank ever holds a whole model.
+
+[Note: values by block]
+A parameter is cut, in row-major order, into blocks of ``BLOCK`` elements. Each block has its own generator, seeded
+by a hash of (seed, name, block number), and is always drawn whole, on the CPU. A rank draws the blocks that its
+shard touches and keeps its part of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from smp.errors import UserError
+
+BLOCK = 1 << 16
+
+Initializer = Callable[[nn.Module, str], "tuple[str, float]"]
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Call ``build`` so that parameters are on the meta device and buffers are real.
+
+    Buffers such as rotary frequencies are computed in constructors; from the meta device they could not be
+    restored.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        return build()
+
+
+def materialize_(model: nn.Module, device: torch.device) -> None:
+    """Allocate the local part of every parameter on ``device``, uninitialised, and move the buffers there."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise UserError(
+            f"buffer {lost[0]} is on the meta device, so its value is lost: build the model with real buffers"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+    else:
+        model.to(device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+@functools.lru_cache(maxsize=1)
+def _normal_block(seed: int, name: str, block: int) -> torch.Tensor:
+    """Standard normal values of one block, fp32, ``(BLOCK,)``; cached because neighbouring runs share a block."""
+    digest = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(BLOCK, dtype=torch.float32).normal_(generator=generator)
+
+
+def _contiguous_runs(shape: torch.Size, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Flat ``(start, length)`` ranges, in a tensor of ``shape``, of the box at ``offsets`` with ``sizes``, in order."""
+    split = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
+    inner = math.prod(shape[split + 1 :])
+    outer = [range(offsets[axis], offsets[axis] + sizes[axis]) for axis in range(split)]
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(split)]
+
+    def starts(axis: int, base: int) -> Iterator[int]:
+        if axis == split:
+            yield base
+            return
+        for index in outer[axis]:
+            yield from starts(axis + 1, base + index * strides[axis])
+
+    for base in starts(0, 0):
+        yield base + offsets[split] * inner, sizes[split] * inner
+
+
+def _draw_normal(
+    local: torch.Tensor, global_shape: torch.Size, offsets: tuple[int, ...], *, seed: int, name: str
+) -> None:
+    """Fill ``local``, the box of the parameter at ``offsets``, with its standard normal values."""
+    flat = local.view(-1)
+    filled = 0
+    for start, length in _contiguous_runs(global_shape, offsets, tuple(local.shape)):
+        end = start + length
+        while start < end:
+            block, inside = divmod(start, BLOCK)
+            count = min(BLOCK - inside, end - start)
+            flat[filled : filled + count].copy_(_normal_block(seed, name, block)[inside : inside + count])
+            start, filled = start + count, filled + count
+
+
+@torch.no_grad()
+def initialize_(model: nn.Module, rule: Initializer, *, seed: int) -> None:
+    """Give every parameter its initial value; each rank fills only its shard.
+
+    Args:
+        model: parameters allocated, plain or DTensor.
+        rule: ``(owning module, parameter name) -> (kind, std)`` with kind ``normal``, ``ones`` or ``zeros``.
+        seed: the run's seed.
+
+    Raises:
+        UserError: a parameter has no rule, or is still on the meta device; the text names it.
+    """
+    done: set[int] = set()
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in done:
+                continue
+            done.add(id(parameter))
+            name = f"{module_name}.{parameter_name}" if module_name else parameter_name
+            if parameter.is_meta:
+                raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
+            kind, std = rule(module, parameter_name)
+            _fill(parameter, kind, std, seed=seed, name=name)
+            if kind == "normal" and getattr(module, "padding_idx", None) is not None:
+                _zero_row(parameter, module.padding_idx)  # type: ignore[arg-type]
+
+
+def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The local tensor of a parameter and where it lies in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(offsets)
+
+
+def _fill(parameter: torch.Tensor, kind: str, std: float, *, seed: int, name: str) -> None:
+    local, offsets = _local_box(parameter)
+    match kind:
+        case "ones":
+            local.fill_(1.0)
+        case "zeros":
+            local.zero_()
+        case "normal":
+            if local.numel():
+                _draw_normal(local, parameter.shape, offsets, seed=seed, name=name)
+                local.mul_(std)
+        case _:
+            raise ValueError(f"unknown initialisation {kind!r} of parameter {name}: use normal, ones or zeros")
+
+
+def _zero_row(parameter: torch.Tensor, row: int) -> None:
+    local, offsets = _local_box(parameter)
+    if 0 <= row - offsets[0] < local.shape[0]:
+        local[row - offsets[0]].zero_()

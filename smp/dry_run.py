@@ -1,0 +1,83 @@
+"""Build a job of any size on one machine: meta tensors over torch's fake process group, no memory, no peers."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from smp.config import ActivationConfig, ParallelConfig
+from smp.delayed_init import build_on_meta
+from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, memory_table
+from smp.mesh import Degrees, build_mesh
+from smp.models.model_config import ResolvedModel
+from smp.models.registry import build_model
+from smp.transform import parallelize
+
+
+def sharded_parameters(
+    resolved: ResolvedModel, degrees: Degrees, *, parallel: ParallelConfig, activation: ActivationConfig
+) -> dict[str, tuple[torch.Size, torch.Size]]:
+    """Shard the model as rank 0 of ``degrees`` would; every parameter's whole and local shape by name."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = degrees.data_size * degrees.tp
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
+        model = build_on_meta(build)
+        parallelize(
+            model,
+            resolved.family,
+            mesh=build_mesh(degrees, "cpu"),
+            parallel=parallel,
+            activation=activation,
+            dtype=None,
+        )
+        return {
+            name: (parameter.shape, parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
+            for name, parameter in model.named_parameters()
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def degree_table(shape: ModelShape, work: Workload, data_size: int, chosen: Degrees) -> str:
+    """Predicted peak of every legal sharding degree; the chosen one is marked."""
+    lines = [f"{'hybrid_shard_degree':>20} {'replicas':>9} {'GiB per rank':>13}"]
+    for shard in (d for d in range(1, data_size + 1) if data_size % d == 0):
+        degrees = Degrees(data_size // shard, shard, chosen.tp, chosen.reshard_after_forward and shard > 1)
+        total = sum(estimate_memory(shape, degrees, work).values()) / GIB
+        mark = "  <- this job" if shard == chosen.dp_shard else ""
+        lines.append(f"{shard:>20} {data_size // shard:>9} {total:>13.2f}{mark}")
+    return "\n".join(lines)
+
+
+def report(
+    resolved: ResolvedModel,
+    degrees: Degrees,
+    *,
+    parallel: ParallelConfig,
+    activation: ActivationConfig,
+    shape: ModelShape,
+    work: Workload,
+    available: int | None,
+) -> str:
+    """What a dry run prints: the built mesh, the memory table of one rank and the legal degrees."""
+    shapes = sharded_parameters(resolved, degrees, parallel=parallel, activation=activation)
+    held = sum(local.numel() for _, local in shapes.values())
+    return "\n".join(
+        [
+            f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 holds {held:,}",
+            f"mesh: dp_replicate {degrees.dp_replicate} x dp_shard {degrees.dp_shard} x tp {degrees.tp} "
+            f"= {degrees.data_size * degrees.tp} processes",
+            "",
+            "predicted peak of each rank:",
+            memory_table(estimate_memory(shape, degrees, work), available),
+            "",
+            "legal sharding degrees:",
+            degree_table(shape, work, degrees.data_size, degrees),
+        ]
+    )

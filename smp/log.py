@@ -1,0 +1,102 @@
+"""Log lines: SMP v2's format, one console for the job, a file per rank, and no secret in either.
+
+Everything hangs on the ``smp`` logger. Importing adds no handler, so a program that uses smp as a library sees
+smp's records in its own logging and nothing else changes; :func:`configure_logging` is for smp's own programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from smp.errors import UserError
+
+LINE_FORMAT = "%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s"
+DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+HIDDEN = "***"
+
+# The name of something secret. Tokenizer words (eos_token, tokens, flops_per_token) are not. Written as a look-ahead
+# over the whole name, so that long words without a match cost one pass.
+_SECRET_NAME = (
+    r"(?!(?:bos|eos|pad|unk|sep|cls|mask|additional_special)_token\b)(?!\w*per_token\b)"
+    r"(?=[\w.-]*?(?:(?:secret|password|passwd|passphrase|credential|signature)[\w.-]*"
+    r"|token|(?:api|access|auth|account|private|storage|encryption)key|[_-](?:key|pwd|sig))(?![\w.-]))[\w.-]++"
+)
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&\"'(){}\[\]]+)"
+_NOT_SECRET = r"(?!(?:None|null|True|False|true|false)\b)"
+_RULES = [
+    # name=value, "name": "value", name : value
+    (re.compile(rf"(?<![\w.-])({_SECRET_NAME}[\"']?\s*(?:=|:(?!//))\s*){_NOT_SECRET}{_VALUE}", re.IGNORECASE), True),
+    # --name value
+    (re.compile(rf"((?<![\w.-])--(?=[a-z]){_SECRET_NAME}\s+){_NOT_SECRET}(?!--){_VALUE}", re.IGNORECASE), True),
+    # scheme://user:password@host
+    (re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)"), True),
+    # Authorization: Bearer value
+    (re.compile(r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?Basic\s+)[\w.~+/=-]+", re.IGNORECASE), True),
+    # Hugging Face, AWS and GitHub issue values that tell by themselves what they are.
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), False),
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b"), False),
+    (re.compile(r"\b(?:gh[pousr]_|github_pat_)\w{16,}\b"), False),
+]
+
+
+def redact(text: str) -> str:
+    """``text`` with the values of secrets replaced by ``***``.
+
+    Secrets are: the value of a key that looks like a token, secret, password or key, in ``key=value``,
+    ``"key": "value"`` and ``--key value``; the password of a URL; Hugging Face tokens, AWS access keys, GitHub tokens.
+    """
+    for pattern, keeps_name in _RULES:
+        text = pattern.sub(rf"\g<1>{HIDDEN}" if keeps_name else HIDDEN, text)
+    return text
+
+
+class _Formatter(logging.Formatter):
+    """Redacts the finished line: what a filter on the record would miss is the text of a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger ``name`` in smp's tree: ``smp.loss`` stays itself, ``train_lib`` becomes ``smp.train_lib``."""
+    return logging.getLogger(name if name == "smp" or name.startswith("smp.") else f"smp.{name}")
+
+
+def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: Path | None) -> None:
+    """Send smp's records to the console and to a file; a second call replaces the first.
+
+    The console gets rank 0's lines from INFO on, and from the other hosts' local rank 0 warnings and errors, marked
+    with the rank. Every rank appends all its lines to ``log_dir/rank<k>.log``.
+
+    Raises:
+        UserError: the log file cannot be written.
+    """
+    handlers: list[logging.Handler] = []
+    if local_rank == 0:
+        console = logging.StreamHandler(sys.stdout)
+        console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        prefix = "" if rank == 0 else f"[rank {rank}/{world_size}] "
+        console.setFormatter(_Formatter(prefix + LINE_FORMAT, DATE_FORMAT))
+        handlers.append(console)
+    if log_dir is not None:
+        path = log_dir / f"rank{rank}.log"
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            file = logging.FileHandler(path, encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"cannot write the log file {path} ({error.strerror}): choose an --output_dir you may write to"
+            ) from error
+        file.setFormatter(_Formatter(LINE_FORMAT, DATE_FORMAT))
+        handlers.append(file)
+    logger = logging.getLogger("smp")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    for handler in handlers or [logging.NullHandler()]:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,160 @@
+"""What a job needs on each rank, predicted from shapes before anything is allocated.
+
+An estimate, on purpose a simple one: every term is written out below, and the largest ones (parameters, gradients,
+optimizer state, gathered units, logits) follow exactly from the shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.errors import UserError
+from smp.mesh import Degrees
+
+GIB = 1024**3
+
+# What a process holds before it has a model: interpreter, torch and transformers. Measured on Linux, CPU build.
+BASE_HOST_BYTES = int(0.45 * GIB)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """The sizes that decide memory, counted on the meta device."""
+
+    parameters: int  # all of them, tied ones once
+    largest_unit: int  # parameters of the largest sharding unit (embedding, a block, or norm and head)
+    block: int  # parameters of one block
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+    gated_mlp: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one forward pass holds."""
+
+    sequence_length: int
+    micro_batch_size: int
+    compute_bytes: int  # per element: 4 for fp32, 2 for bf16
+    activation_checkpointing: bool
+    attention_matrix: bool  # whether scores of the whole sequence exist (eager attention)
+
+
+def model_shape(model: torch.nn.Module, hf_config: Any, *, embedding: str, blocks: str, gated_mlp: bool) -> ModelShape:
+    """Count a model built on the meta device."""
+
+    def count(module: torch.nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    total = count(model)
+    block_counts = [count(block) for block in model.get_submodule(blocks).children()]
+    table = count(model.get_submodule(embedding))
+    return ModelShape(
+        parameters=total,
+        largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
+        block=max(block_counts),
+        layers=len(block_counts),
+        hidden=hf_config.hidden_size,
+        intermediate=hf_config.intermediate_size,
+        heads=hf_config.num_attention_heads,
+        vocabulary=hf_config.vocab_size,
+        gated_mlp=gated_mlp,
+    )
+
+
+def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict[str, int]:
+    """Predicted peak bytes of one rank, by category.
+
+    Parameters, gradients and AdamW's two moments are fp32 and sharded. Gathered parameters: two units at a time (the
+    current one and the one fetched ahead) when they are freed after forward, all of them otherwise.
+    Activations follow Korthikanti et al., arXiv:2205.05198, section 4, without the attention matrix, which fused
+    attention does not store.
+    """
+    fp32 = 4
+    shard = -(-shape.parameters // degrees.dp_shard)
+    gathered = min(2 * shape.largest_unit, shape.parameters) if degrees.reshard_after_forward else shape.parameters
+    tokens = work.micro_batch_size * work.sequence_length
+    mlp = (4 if shape.gated_mlp else 3) * shape.intermediate
+    inside_block = tokens * (10 * shape.hidden + mlp) * work.compute_bytes
+    if work.attention_matrix:
+        inside_block += 3 * work.micro_batch_size * shape.heads * work.sequence_length**2 * work.compute_bytes
+    block_input = tokens * shape.hidden * work.compute_bytes
+    kept = shape.layers * (block_input if work.activation_checkpointing else inside_block)
+    return {
+        "parameters": shard * fp32,
+        "gradients": shard * fp32,
+        "optimizer state": 2 * shard * fp32,
+        "gathered parameters": gathered * work.compute_bytes if degrees.dp_shard > 1 else 0,
+        "gradients before reduction": 2 * shape.largest_unit * fp32,
+        "activations": kept + inside_block,
+        # Logits, their log-softmax and their gradient, in fp32.
+        "logits and loss": 3 * tokens * shape.vocabulary * fp32,
+        "process": BASE_HOST_BYTES,
+    }
+
+
+def _cgroup_free() -> int | None:
+    """Bytes left under this process's control group, where one limits it."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        return None if limit == "max" else int(limit) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def available_memory(device: torch.device, local_world_size: int) -> int:
+    """Bytes that one process may use: its GPU's free memory, or its share of what the host has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        pages = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass  # not Linux: free pages are the best there is
+    limits = [pages, _cgroup_free()]
+    share = min(limit for limit in limits if limit is not None) // local_world_size
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return share if soft == resource.RLIM_INFINITY else min(share, soft)
+
+
+def check_fits(needed: dict[str, int], available: int, *, model: str, processes: int, advice: str) -> None:
+    """Refuse a job whose predicted peak is more than there is.
+
+    Raises:
+        UserError: saying what each process needs, what there is, and what would help.
+    """
+    total = sum(needed.values())
+    if total > available:
+        raise UserError(
+            f"{model} on {processes} process(es) needs about {total / GIB:.1f} GiB in each process and there are "
+            f"{available / GIB:.1f} GiB for each: {advice}"
+        )
+
+
+def processes_that_fit(shape: ModelShape, work: Workload, available: int) -> int | None:
+    """The smallest power of two of fully sharded processes whose predicted peak fits in ``available`` bytes each."""
+    for exponent in range(15):
+        needed = estimate_memory(shape, Degrees(1, 2**exponent), work)
+        if sum(needed.values()) <= available:
+            return 2**exponent
+    return None
+
+
+def memory_table(needed: dict[str, int], available: int | None) -> str:
+    """The estimate as text, one category a line."""
+    lines = [f"{name:>28} {size / GIB:10.3f} GiB" for name, size in needed.items()]
+    lines.append(f"{'sum':>28} {sum(needed.values()) / GIB:10.3f} GiB")
+    if available is not None:
+        lines.append(f"{'available here':>28} {available / GIB:10.3f} GiB")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Model families, presets and the settings that choose a model. Imports nothing distributed."""

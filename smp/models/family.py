@@ -1,0 +1,98 @@
+"""What differs between model families, as data: module paths, config keys, file keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+# Settings that every family has, and the config.json key each one sets (a dot reaches into a nested object).
+COMMON_SETTINGS: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_width": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "initializer_range": "initializer_range",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "attn_pdrop": "attention_dropout",
+    "rotary_emb_base": "rope_parameters.rope_theta",
+    "rope_scaling_type": "rope_parameters.rope_type",
+    "rope_scaling_factor": "rope_parameters.factor",
+    "rope_scaling_high_freq_factor": "rope_parameters.high_freq_factor",
+    "rope_scaling_low_freq_factor": "rope_parameters.low_freq_factor",
+    "rope_scaling_original_max_position_embeddings": "rope_parameters.original_max_position_embeddings",
+}
+
+# SMP v2's defaults of the settings above, the starting point of --model_type.
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 50432,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture of Hugging Face, described for the parts that must find their way in it.
+
+    Attributes:
+        name: the name in messages and presets.
+        hf_model_type: ``model_type`` in config.json.
+        architecture: Hugging Face class of the causal language model.
+        base: path of the model without its head; checkpoints of the bare model leave this prefix out.
+        blocks: path of the list of transformer blocks.
+        embedding: path of the token embedding.
+        final_norm: path of the norm after the last block.
+        head: path of the output projection.
+        block_class: class name of a block.
+        gated_mlp: whether the MLP has three matrices (SwiGLU) or two.
+        settings: setting name -> config.json key; settings not named here do not exist in the family.
+        defaults: config.json values that ``--model_type`` starts from.
+        file_prefixes: ``(prefix in checkpoint files, prefix of the module)`` where the two differ.
+        old_buffers: regular expressions of keys in older files that are no parameters and are skipped.
+    """
+
+    name: str
+    hf_model_type: str
+    architecture: str
+    base: str
+    blocks: str
+    embedding: str
+    final_norm: str
+    head: str
+    block_class: str
+    gated_mlp: bool
+    settings: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    file_prefixes: tuple[tuple[str, str], ...] = ()
+    old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
+
+    def module_key(self, file_key: str) -> str:
+        """The parameter name of a key in a checkpoint file."""
+        for in_file, in_module in self.file_prefixes:
+            if file_key.startswith(in_file):
+                return in_module + file_key.removeprefix(in_file)
+        return file_key
+
+    def file_key(self, module_key: str) -> str:
+        """The key in a checkpoint file of a parameter name."""
+        for in_file, in_module in self.file_prefixes:
+            if module_key.startswith(in_module):
+                return in_file + module_key.removeprefix(in_module)
+        return module_key
+
+
+@dataclasses.dataclass(frozen=True)
+class InitRule:
+    """How a parameter gets its first values: ``normal`` with mean 0 and ``std``, ``ones`` or ``zeros``."""
+
+    kind: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+
+    def as_tuple(self) -> tuple[str, float]:
+        """``(kind, std)``."""
+        return self.kind, self.std

@@ -1,0 +1,122 @@
+"""From settings to the values of a Hugging Face config, and what is wrong with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from smp.models.family import Family
+
+# SMP v2's defaults for --rope_scaling_type llama3.
+_LLAMA3_ROPE: Mapping[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+# Settings that pretrained weights fix; each sets a top-level key.
+_FIXED_BY_WEIGHTS = (
+    "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "llama_intermediate_size", "initializer_range",
+)  # fmt: skip
+
+
+def _write(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        values = values.setdefault(key, {})
+    values[last] = value
+
+
+def _derived(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Values that follow from others unless they are given."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    found = {"head_dim": hidden // heads}
+    if "num_key_value_heads" in family.settings:
+        found["num_key_value_heads"] = heads
+    if not family.gated_mlp:
+        found["intermediate_size"] = 4 * hidden
+    return found
+
+
+def _settle_rope(rope: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Complete the rotary embedding's parameters in place; returns problems."""
+    rope.setdefault("rope_type", "default")
+    scaling = sorted(name for name in given if name.startswith("rope_scaling_") and name != "rope_scaling_type")
+    if rope["rope_type"] == "llama3":
+        for key, value in _LLAMA3_ROPE.items():
+            rope.setdefault(key, value)
+    elif scaling:
+        return [f"--{scaling[0]} has no effect without rope scaling: add --rope_scaling_type llama3, or leave it out"]
+    elif "rope_scaling_type" in given:
+        for key in _LLAMA3_ROPE:
+            rope.pop(key, None)
+    return []
+
+
+def apply_settings(
+    base: Mapping[str, Any], family: Family, given: Mapping[str, Any], *, pretrained: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Put settings into config values.
+
+    Args:
+        base: config.json values of the preset, the directory or the family's defaults; complete.
+        family: says which settings exist and which key each one sets.
+        given: settings by name, only those that were given.
+        pretrained: weights will be loaded, so the shape must stay what ``base`` says.
+
+    Returns:
+        The new values, and one sentence for each setting that cannot be used.
+    """
+    values, found = copy.deepcopy(dict(base)), []
+    if not pretrained:
+        for key, value in _derived(base, family).items():
+            if values.get(key) == value:  # it followed from the base's width; now it follows from the given one
+                del values[key]
+    for name, value in given.items():
+        if name not in family.settings:
+            found.append(f"--{name} is no setting of the {family.name} family: leave it out")
+            continue
+        key = family.settings[name]
+        if pretrained and name in _FIXED_BY_WEIGHTS and base.get(key) != value:
+            found.append(f"--{name} {value} differs from the pretrained model's {base.get(key)}: leave it out")
+        else:
+            _write(values, key, value)
+    if len({given[name] for name in ("intermediate_size", "llama_intermediate_size") if name in given}) > 1:
+        found.append("--intermediate_size and --llama_intermediate_size differ: give one of them")
+    if values.get("sliding_window") == 0:
+        values["sliding_window"] = None
+    for key, value in _derived(values, family).items():
+        if key != "head_dim":
+            values.setdefault(key, value)
+    found += _settle_rope(values.setdefault("rope_parameters", {}), given)
+    return values, found
+
+
+def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
+    """One sentence for each combination of config values that no model can be built from."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    key_value_heads = values.get("num_key_value_heads", heads)
+    found = []
+    if hidden % heads:
+        found.append(f"--num_heads {heads} does not divide --hidden_width {hidden}: choose a divisor")
+    if heads % key_value_heads:
+        found.append(
+            f"--num_key_value_heads {key_value_heads} does not divide --num_heads {heads}: choose a divisor, "
+            f"or {heads} for plain multi-head attention"
+        )
+    head_dim = values.get("head_dim") or hidden // heads
+    fraction = values["rope_parameters"].get("partial_rotary_factor", 1.0)
+    rotated = int(head_dim * fraction)
+    if not found and (rotated < 2 or rotated % 2):
+        found.append(
+            f"the rotary embedding turns {rotated} of each head's {head_dim} dimensions, and the number must be even "
+            f"and at least 2: change --hidden_width, --num_heads"
+            + (" or --rotary_pct" if "rotary_pct" in family.settings else "")
+        )
+    padding = values.get("pad_token_id")
+    if padding is not None and not 0 <= padding < values["vocab_size"]:
+        found.append(f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it")
+    return found

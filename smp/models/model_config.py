@@ -1,0 +1,350 @@
+"""The settings that choose a model, and the model they choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import pathlib
+from typing import Any, Literal
+
+from smp.config import Section, setting
+from smp.errors import ConfigError, UserError
+from smp.models.family import Family
+from smp.models.hf_values import apply_settings, value_problems
+from smp.models.preset import list_presets, load_preset
+from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
+from smp.models.weight_files import weight_map
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SEQUENCE_LENGTH = 2048
+
+_NO_MOE = "mixture-of-experts models are out of scope for now; leave it out"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Which model, of what shape, from which weights. Shape settings left out take the chosen model's value."""
+
+    model: str | None = setting(
+        None, "Preset name, or local Hugging Face directory (its config.json; weights only with the finetune settings)."
+    )
+    model_type: Literal["gpt_neox", "llama_v2", "llama_v3", "mistral", "mixtral", "gpt2"] | None = setting(
+        None, "SMP v2's choice of architecture, shaped by the settings below. Default without --model: gpt_neox.",
+        only=(None, *MODEL_TYPES),
+        otherwise="gpt2 and mixtral are out of scope for now; use gpt_neox, llama_v2, llama_v3 or mistral",
+    )  # fmt: skip
+    max_context_width: int | None = setting(
+        None, "Tokens per sample. Default: the preset's; 2048 with --model_type.", minimum=2
+    )
+    vocab_size: int | None = setting(None, "Vocabulary size. 50432 with --model_type.", minimum=1)
+    hidden_width: int | None = setting(None, "Width of the hidden states. 768 with --model_type.", minimum=1)
+    num_layers: int | None = setting(None, "Number of transformer blocks. 12 with --model_type.", minimum=1)
+    num_heads: int | None = setting(None, "Number of attention heads. 12 with --model_type.", minimum=1)
+    num_key_value_heads: int | None = setting(
+        None, "Key/value heads, for grouped-query attention (Llama, Mistral). Default: as many as heads.", minimum=1
+    )
+    llama_intermediate_size: int | None = setting(None, "Llama's MLP width. 11008 with --model_type.", minimum=1)
+    intermediate_size: int | None = setting(
+        None, "MLP width. With --model_type: mistral 14336, gpt_neox 4 x hidden_width, Llama as above.", minimum=1
+    )
+    resid_pdrop: float | None = setting(None, "GPT-NeoX: dropout of hidden states. Default 0.", minimum=0, maximum=1)
+    attn_pdrop: float | None = setting(None, "Dropout of attention weights. Default 0.", minimum=0, maximum=1)
+    embd_pdrop: float | None = setting(
+        None, "GPT-2's embedding dropout.", only=(None,),
+        otherwise="no supported model has it; use --resid_pdrop, which in GPT-NeoX covers the embedding too",
+    )  # fmt: skip
+    summary_first_pdrop: float | None = setting(
+        None, "GPT-2's summary dropout.", only=(None,),
+        otherwise="no supported model has it; use --resid_pdrop or --attn_pdrop",
+    )  # fmt: skip
+    initializer_range: float | None = setting(
+        None, "Standard deviation of initial weights. 0.02 with --model_type.", above=0, maximum=1
+    )
+    tie_word_embeddings: bool | None = setting(None, "Share one weight between embedding and head. Default 0.")
+    rotary_pct: float | None = setting(
+        None, "GPT-NeoX: part of each head that is rotated. 0.25 with --model_type.", above=0, maximum=1
+    )
+    rotary_emb_base: float | None = setting(None, "Base of the rotary embedding. 10000 with --model_type.", minimum=1)
+    rope_scaling_type: Literal["default", "llama3"] | None = setting(
+        None, "Scaling of the rotary embedding to longer sequences; default: none."
+    )
+    rope_scaling_factor: float | None = setting(None, "Factor of llama3 scaling; 8 when not given.", minimum=1)
+    rope_scaling_high_freq_factor: float | None = setting(None, "Of llama3 scaling; 4 when not given.", above=0)
+    rope_scaling_low_freq_factor: float | None = setting(None, "Of llama3 scaling; 1 when not given.", above=0)
+    rope_scaling_original_max_position_embeddings: int | None = setting(
+        None, "Sequence length before llama3 scaling; 8192 when not given.", minimum=1
+    )
+    sliding_window: int | None = setting(None, "Mistral: tokens that attention looks back; 0: all.", minimum=0)
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = setting(
+        "sdpa", "Hugging Face's attention function."
+    )
+    use_smp_flash_attn: bool | None = setting(
+        None, "SMP v2's own flash attention.", only=(None,),
+        otherwise="use --attn_implementation sdpa (the default, which has flash kernels) or flash_attention_2",
+    )  # fmt: skip
+    delayed_param: bool = setting(True, "Build without memory and allocate after sharding, each rank its shard only.")
+    finetune: bool = setting(False, "Start from pretrained weights; give the name or the file below.")
+    pretrained_model_name: str | None = setting(
+        None, "With --finetune 1: the model that --finetune_checkpoint_load_dir holds (preset, directory or name)."
+    )
+    finetune_checkpoint_load_dir: str | None = setting(
+        None, "With --pretrained_model_name: the directory of its safetensors weights."
+    )
+    pretrained_checkpoint_file: str | None = setting(
+        None, "With --finetune 1: a .safetensors file, an .index.json or their directory."
+    )
+    hf_pretrained_model_name_or_dir: str | None = setting(
+        None, "Finetune from this local Hugging Face directory: config and weights."
+    )
+    moe: bool = setting(False, "Mixture of experts.", only=(False,), otherwise=_NO_MOE)
+    num_experts_per_tok: int = setting(2, "Experts per token.", only=(2,), otherwise=_NO_MOE)
+    num_local_experts: int = setting(8, "Experts per block.", only=(8,), otherwise=_NO_MOE)
+    moe_load_balancing: Literal["sinkhorn", "balanced", "aux_loss", "none"] = setting(
+        "sinkhorn", "How tokens are spread over experts.", only=("sinkhorn",), otherwise=_NO_MOE
+    )
+    global_token_shuffle: bool = setting(False, "Shuffle tokens over experts.", only=(False,), otherwise=_NO_MOE)
+    moe_all_to_all_dispatcher: bool = setting(True, "Send tokens by all-to-all.", only=(True,), otherwise=_NO_MOE)
+    moe_fp8_checkpoint_attn: bool = setting(True, "Checkpoint attention on its own.", only=(True,), otherwise=_NO_MOE)
+    moe_fp8_checkpoint_moe: bool = setting(True, "Checkpoint experts on their own.", only=(True,), otherwise=_NO_MOE)
+
+    def problems(self) -> list[str]:
+        """Adds the rules of finetuning."""
+        found = super().problems()
+        name, file = self.pretrained_model_name, self.pretrained_checkpoint_file
+        directory, folder = self.hf_pretrained_model_name_or_dir, self.finetune_checkpoint_load_dir
+        given = {
+            "pretrained_model_name": name,
+            "pretrained_checkpoint_file": file,
+            "finetune_checkpoint_load_dir": folder,
+        }
+        used = [key for key, value in given.items() if value is not None]
+        if directory is not None:
+            if used:
+                found.append(
+                    f"--hf_pretrained_model_name_or_dir and --{used[0]} both name the weights: give one of them"
+                )
+            if self.model is not None:
+                found.append("--hf_pretrained_model_name_or_dir and --model both name the model: give one of them")
+            return found
+        if self.finetune and name is None and file is None:
+            found.append(
+                "--finetune 1 needs --pretrained_model_name with --finetune_checkpoint_load_dir, or "
+                "--pretrained_checkpoint_file (or --hf_pretrained_model_name_or_dir alone)"
+            )
+        if not self.finetune and used:
+            found.append(f"--{used[0]} is for finetuning: add --finetune 1, or leave it out")
+        if name is not None and file is not None:
+            found.append(
+                "--pretrained_model_name and --pretrained_checkpoint_file both name the weights: give one of them"
+            )
+        elif (name is None) != (folder is None):
+            present, missing = ("name", "load_dir") if folder is None else ("load_dir", "name")
+            flags = {"name": "pretrained_model_name", "load_dir": "finetune_checkpoint_load_dir"}
+            found.append(f"--{flags[present]} needs --{flags[missing]}: give both")
+        if name is not None and self.model is not None and self.model != name:
+            found.append(f"--model {self.model} and --pretrained_model_name {name} differ: give one of them")
+        return found
+
+    @property
+    def weights_path(self) -> pathlib.Path | None:
+        """Where the pretrained weights are; None when the model starts from initial values."""
+        path = (
+            self.hf_pretrained_model_name_or_dir or self.pretrained_checkpoint_file or self.finetune_checkpoint_load_dir
+        )
+        return pathlib.Path(path).expanduser() if path else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedModel:
+    """The model a :class:`ModelConfig` stands for.
+
+    Attributes:
+        name: for directories and checkpoints: preset, base name of the directory, or model_type.
+        family: where things are in the model.
+        hf_config: Hugging Face's config object.
+        sequence_length: tokens per sample.
+        weights: pretrained weights, checked to be readable safetensors; None: start from initial values.
+        tokenizer_dir: directory of the tokenizer that belongs to the weights or the config, if there is one.
+        attn_implementation: attention function, checked to be usable here.
+        delayed_param: whether to build on the meta device.
+    """
+
+    name: str
+    family: Family
+    hf_config: Any
+    sequence_length: int
+    weights: pathlib.Path | None
+    tokenizer_dir: pathlib.Path | None
+    attn_implementation: str
+    delayed_param: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where the config values come from, before settings change them."""
+
+    name: str
+    hf_config: Any
+    sequence_length: int
+    directory: pathlib.Path | None = None
+    from_settings: bool = False  # nothing but settings describes the model
+
+
+def _new_config(family: Family, values: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family.hf_model_type].from_dict(values)
+
+
+def _preset_source(name: str) -> _Source:
+    preset = load_preset(name)
+    return _Source(name, _new_config(preset.family, preset.config), preset.sequence_length)
+
+
+def _directory_source(directory: pathlib.Path) -> _Source:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    path = directory / "config.json"
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no readable Hugging Face config ({error}): give another model directory") from error
+    if "auto_map" in content:
+        raise UserError(
+            f"{path} asks to run code from the checkpoint (auto_map), which is never done: use another model"
+        )
+    if "quantization_config" in content:
+        raise UserError(f"{path} describes quantized weights, which cannot be trained: use the model's full weights")
+    family_of(content.get("model_type"))
+    try:
+        hf_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is refused by transformers ({reason}): mend it or give another directory") from error
+    length = min(DEFAULT_SEQUENCE_LENGTH, hf_config.max_position_embeddings)
+    return _Source(directory.resolve().name or "model", hf_config, length, directory)
+
+
+def _type_source(model_type: str) -> _Source:
+    family = FAMILIES[MODEL_TYPES[model_type]]
+    values = {**family.defaults, "max_position_embeddings": DEFAULT_SEQUENCE_LENGTH}
+    return _Source(model_type, _new_config(family, values), DEFAULT_SEQUENCE_LENGTH, from_settings=True)
+
+
+def _named_source(name: str, *, flag: str) -> _Source:
+    """The source a name stands for: a preset, or else a local directory."""
+    if name in list_presets():
+        return _preset_source(name)
+    directory = pathlib.Path(name).expanduser()
+    if (directory / "config.json").is_file():
+        return _directory_source(directory)
+    if directory.is_dir():
+        raise UserError(f"--{flag} {name} is a directory without config.json: give a Hugging Face model directory")
+    near = difflib.get_close_matches(name, list_presets(), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory or one of "
+        f"{', '.join(list_presets())}"
+    )
+
+
+def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
+    if config.hf_pretrained_model_name_or_dir is not None:
+        return _named_source(config.hf_pretrained_model_name_or_dir, flag="hf_pretrained_model_name_or_dir")
+    if config.model is not None:
+        return _named_source(config.model, flag="model")
+    beside = None if weights is None else weights if weights.is_dir() else weights.parent
+    has_config = beside is not None and (beside / "config.json").is_file()
+    if config.pretrained_model_name is not None:
+        try:
+            return _named_source(config.pretrained_model_name, flag="pretrained_model_name")
+        except UserError:
+            # A hub name, as SMP v2's scripts give: the load directory has that model's config.
+            if not has_config or beside is None:
+                raise
+            source = _directory_source(beside)
+            return dataclasses.replace(source, name=config.pretrained_model_name.rstrip("/").rpartition("/")[2])
+    if beside is not None and has_config:
+        return _directory_source(beside)
+    if beside is not None and config.model_type is None:
+        raise UserError(f"no config.json beside the weights {weights}: say which model they are with --model")
+    return _type_source(config.model_type or "gpt_neox")
+
+
+def _attention_problem(config: ModelConfig, dropout: float) -> str | None:
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    flag = f"--attn_implementation {config.attn_implementation}"
+    if config.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        return f"{flag} needs a GPU and the flash-attn package (pip install flash-attn): use sdpa"
+    if config.attn_implementation == "flex_attention":
+        if not torch.cuda.is_available():
+            return f"{flag} has no backward on a CPU: use sdpa"
+        if dropout > 0:
+            return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
+    return None
+
+
+def _tokenizer_dir(*directories: pathlib.Path | None) -> pathlib.Path | None:
+    for directory in directories:
+        if directory is not None and any(
+            (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        ):
+            return directory
+    return None
+
+
+def resolve_model(config: ModelConfig) -> ResolvedModel:
+    """Find the model, put the settings into its config, and check both.
+
+    Nothing is fetched from a hub and no code of a checkpoint is run.
+
+    Raises:
+        UserError: the model or its weights cannot be found or read.
+        ConfigError: settings that do not fit the model, all of them.
+    """
+    weights = config.weights_path
+    source = _find_source(config, weights)
+    family = family_of(source.hf_config)
+    found = []
+    if config.model_type is not None and MODEL_TYPES[config.model_type] != family.name:
+        found.append(f"--model_type {config.model_type} contradicts {source.name}, a {family.name} model: leave it out")
+    if weights is not None:
+        try:
+            weight_map(weights)
+        except UserError as error:
+            found.append(str(error))
+    known = {name for member in FAMILIES.values() for name in member.settings}
+    given = {name: value for name in sorted(known) if (value := getattr(config, name)) is not None}
+    # Without a config of their own, the weights' shape is what the settings say.
+    fixed = weights is not None and not source.from_settings
+    values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)
+    found += problems + value_problems(values, family)
+    if problem := _attention_problem(config, values.get("attention_dropout") or 0.0):
+        found.append(problem)
+    if found:
+        raise ConfigError(found)
+    length = config.max_context_width or source.sequence_length
+    if source.from_settings:
+        values["max_position_embeddings"] = length  # as SMP v2 does
+    elif length > values["max_position_embeddings"]:
+        logger.info("max_position_embeddings raised from %d to %d", values["max_position_embeddings"], length)
+        values["max_position_embeddings"] = length
+    values.update(use_cache=False, architectures=[family.architecture])
+    return ResolvedModel(
+        name=source.name,
+        family=family,
+        hf_config=_new_config(family, values),
+        sequence_length=length,
+        weights=weights,
+        tokenizer_dir=_tokenizer_dir(
+            source.directory, None if weights is None else weights if weights.is_dir() else weights.parent
+        ),
+        attn_implementation=config.attn_implementation,
+        delayed_param=config.delayed_param,
+    )

@@ -1,0 +1,95 @@
+"""The families, and what follows from one: the model, its size, the rule of each initial value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.errors import UserError
+from smp.models import gpt_neox, llama, mistral
+from smp.models.family import Family, InitRule
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt_neox.FAMILY)}
+
+# SMP v2's --model_type -> family.
+MODEL_TYPES: Mapping[str, str] = {
+    "gpt_neox": "gpt_neox",
+    "llama_v2": "llama",
+    "llama_v3": "llama",
+    "mistral": "mistral",
+}
+
+
+def family_of(hf_config: Any) -> Family:
+    """The family of a Hugging Face config.
+
+    Args:
+        hf_config: a ``PreTrainedConfig``, or its ``model_type``.
+
+    Raises:
+        UserError: the architecture is none of the supported ones.
+    """
+    model_type = hf_config if isinstance(hf_config, str) else getattr(hf_config, "model_type", None)
+    for family in FAMILIES.values():
+        if family.hf_model_type == model_type:
+            return family
+    supported = ", ".join(family.hf_model_type for family in FAMILIES.values())
+    raise UserError(f"architecture {model_type!r} is not supported: the config's model_type must be one of {supported}")
+
+
+def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> InitRule:
+    """How Hugging Face's ``_init_weights`` of the supported families starts this parameter.
+
+    Args:
+        module: the module that owns the parameter (not an ancestor of it).
+        parameter_name: its name in ``module``, such as ``weight``.
+        hf_config: gives ``initializer_range``.
+
+    Raises:
+        UserError: there is no rule for the parameter.
+    """
+    is_bias = parameter_name == "bias"
+    if parameter_name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+        # Hugging Face reads an initializer_range of 0 as "not set".
+        return InitRule("normal", hf_config.initializer_range or 0.02)
+    if is_bias and isinstance(module, nn.Linear):
+        return InitRule("zeros")
+    # By name: each family has a norm class of its own, and sharding prefixes class names.
+    class_name = type(module).__name__
+    if parameter_name in ("weight", "bias") and ("LayerNorm" in class_name or "RMSNorm" in class_name):
+        return InitRule("zeros" if is_bias else "ones")
+    raise UserError(
+        f"parameter {parameter_name!r} of a {class_name} has no initialisation rule: only linear, embedding and norm "
+        f"weights and biases of the supported families can be initialised"
+    )
+
+
+def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
+    """Build the causal language model in fp32 under the caller's ``torch.device`` context.
+
+    Args:
+        hf_config: config of a supported family; it is copied, not changed.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    from transformers import AutoModelForCausalLM
+
+    family_of(hf_config)
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
+    )
+    # A cache of keys and values serves generation only, and would hold every layer's during training.
+    model.config.use_cache = False
+    return model
+
+
+def count_parameters(hf_config: Any) -> int:
+    """Number of parameters of the model, a tied weight counted once; nothing is allocated."""
+    with torch.device("meta"):
+        model = build_model(hf_config, attn_implementation="eager")
+    return sum(parameter.numel() for parameter in model.parameters())

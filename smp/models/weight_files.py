@@ -1,0 +1,87 @@
+"""Where a checkpoint's weights are: one safetensors file, several with an index, or a directory of either."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from smp.errors import UserError
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def _refuse_pickle(path: pathlib.Path) -> UserError:
+    return UserError(
+        f"{path} is a pickle, which can run code when it is read: convert the model to safetensors "
+        f"(transformers' save_pretrained writes them) and give that file or directory"
+    )
+
+
+def find_weights(path: pathlib.Path) -> pathlib.Path:
+    """The safetensors file or the index JSON that ``path`` (either of them, or their directory) stands for.
+
+    Raises:
+        UserError: nothing there, pickles only, or several candidates.
+    """
+    if not path.exists():
+        raise UserError(f"no weights at {path}: give a .safetensors file, its .index.json or their directory")
+    if path.is_file():
+        if path.suffix in _PICKLES:
+            raise _refuse_pickle(path)
+        if path.suffix not in (".safetensors", ".json"):
+            raise UserError(f"{path} is no weights file: give a .safetensors file, its .index.json or their directory")
+        return path
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        if (path / name).is_file():
+            return path / name
+    candidates = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise UserError(
+            f"{path} holds {len(candidates)} safetensors files and no model.safetensors.index.json: give one file"
+        )
+    pickles = sorted(file for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise _refuse_pickle(pickles[0])
+    raise UserError(f"{path} holds no .safetensors file: give a directory with model.safetensors or its index")
+
+
+def _keys_of(file: pathlib.Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as content:
+            return list(content.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read as safetensors ({error}): copy or download it again") from error
+
+
+def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Key in the checkpoint -> the safetensors file that holds it; only headers are read.
+
+    Args:
+        path: as for :func:`find_weights`.
+
+    Raises:
+        UserError: nothing usable there, a damaged file, or a shard that the index names and is missing.
+    """
+    path = find_weights(path)
+    if path.suffix == ".safetensors":
+        return dict.fromkeys(_keys_of(path), path)
+    try:
+        entries = json.loads(path.read_text())["weight_map"]
+        files = {name: path.parent / name for name in sorted(set(entries.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no index of safetensors files (it has no usable weight_map)") from error
+    outside = [name for name in files if pathlib.PurePath(name).name != name]
+    if outside:
+        raise UserError(f"{path} names {outside[0]}, which is not in its own directory: shards lie beside the index")
+    for name, file in files.items():
+        if not file.is_file():
+            raise UserError(f"{path} names {name}, which is missing: copy every shard beside the index")
+    found = {key: file for file in files.values() for key in _keys_of(file)}
+    lost = sorted(set(entries) - set(found))
+    if lost:
+        raise UserError(f"{path} names {lost[0]} in {entries[lost[0]]}, but no shard has it: copy the shards again")
+    return found

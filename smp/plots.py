@@ -1,0 +1,97 @@
+"""Draws a run's ``metrics.jsonl``: ``python -m smp.plots RUN_DIR`` writes ``RUN_DIR/curves.png``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp.errors import UserError
+
+_TRAIN, _VALIDATION = "#2c6fbb", "#d1495b"
+
+
+def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
+    """Draw loss (training and validation), learning rate, tokens per second and gradient norm over the steps.
+
+    Raises:
+        UserError: matplotlib is missing, or the file is missing, broken or holds no training step.
+    """
+    records = _read(metrics_jsonl)
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    except ImportError as error:
+        raise UserError("curves need matplotlib: pip install 'smp[plots]'") from error
+    train = [r for r in records if "loss" in r]
+    validation = [r for r in records if "val_loss" in r]
+    # A figure made without pyplot draws with Agg and leaves the program's own backend and figures alone.
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (loss, lr), (speed, norm) = figure.subplots(2, 2, sharex=True)
+    _draw(loss, train, "loss", title="Loss", color=_TRAIN, label="training")
+    if validation:
+        _draw(loss, validation, "val_loss", title="Loss", color=_VALIDATION, label="validation")
+        loss.legend(frameon=False)
+    _draw(lr, train, "lr", title="Learning rate", color=_TRAIN)
+    _draw(speed, train, "tokens_per_sec", title="Tokens per second", color=_TRAIN)
+    _draw(norm, train, "grad_norm", title="Gradient norm, before clipping", color=_TRAIN)
+    lr.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
+    for axes in (lr, speed, norm):
+        axes.set_ylim(bottom=0)
+    for axes in (speed, norm):
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    figure.suptitle(metrics_jsonl.resolve().parent.name)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=120)
+
+
+def _draw(axes: Any, records: list[Mapping[str, Any]], key: str, *, title: str, color: str, label: str = "") -> None:
+    # Few points are marked, for a line through one or two of them shows nothing; "nan" leaves a gap.
+    marker = "o" if len(records) <= 30 else ""
+    values = [float(record[key]) for record in records]
+    axes.plot([r["step"] for r in records], values, color=color, label=label, marker=marker, markersize=3.5, lw=1.5)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _read(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): give the directory of a run") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            # A run that is being written, or was killed, may end in half a line.
+            if number < len(lines):
+                raise UserError(f"{path}:{number} is not JSON: remove the line, or give another run") from error
+    if not any("loss" in record for record in records):
+        raise UserError(f"{path} holds no training step yet: nothing to draw")
+    return records
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the run in ``arguments[0]``; returns the exit status."""
+    if len(arguments) != 1:
+        print("usage: python -m smp.plots RUN_DIR", file=sys.stderr)
+        return 2
+    run_dir = Path(arguments[0])
+    try:
+        plot_metrics(run_dir / "metrics.jsonl", run_dir / "curves.png")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(run_dir / "curves.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""Pretrained weights into a sharded model: each rank reads only its slices out of safetensors files."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from smp.errors import ConfigError, UserError
+from smp.models.family import Family
+from smp.models.registry import family_of
+from smp.models.weight_files import weight_map
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 5
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_Place = tuple[str, pathlib.Path]  # key in the file, file
+_Plan = dict[str, _Place]  # by parameter name
+
+# Rows compared at a time.
+_ROWS = 4096
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _equal(first: _Place, second: _Place) -> bool:
+    """Whether two tensors of the files hold the same values, in bounded memory."""
+    from safetensors import safe_open
+
+    with safe_open(first[1], framework="pt") as one, safe_open(second[1], framework="pt") as other:
+        a, b = one.get_slice(first[0]), other.get_slice(second[0])
+        if a.get_shape() != b.get_shape():
+            return False
+        return all(torch.equal(a[row : row + _ROWS], b[row : row + _ROWS]) for row in range(0, a.get_shape()[0], _ROWS))
+
+
+def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
+    """Find each parameter's key. A tied parameter may be in the files once or, with the same values, twice."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    plan: _Plan = {}
+    unexpected, problems = [], []
+    for key, file in files.items():
+        name = family.module_key(key)
+        if name not in names and f"{family.base}.{name}" in names:
+            name = f"{family.base}.{name}"  # a checkpoint of the model without its head
+        if name in names:
+            twin = plan.setdefault(names[name], (key, file))
+            if twin != (key, file) and not _equal(twin, (key, file)):
+                problems.append(f"{twin[0]} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
+        elif not any(re.search(pattern, key) for pattern in family.old_buffers):
+            unexpected.append(key)
+    missing = [family.file_key(name) for name in canonical.values() if name not in plan]
+    if missing:
+        problems.append(f"the weights lack {_some(missing)}: they are of another model, or incomplete")
+    if unexpected:
+        problems.append(f"the model has no place for {_some(unexpected)}: the weights are of another model")
+    return plan, problems
+
+
+def _check_tensors(parameters: dict[str, nn.Parameter], plan: _Plan) -> list[str]:
+    """Compare shapes and dtypes from the files' headers; logs a conversion."""
+    from safetensors import safe_open
+
+    shapes, dtypes, conversions = [], [], set()
+    for file in sorted({file for _, file in plan.values()}):
+        with safe_open(file, framework="pt") as content:
+            for name, (key, home) in plan.items():
+                if home != file:
+                    continue
+                header, parameter = content.get_slice(key), parameters[name]
+                shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                if shape != tuple(parameter.shape):
+                    shapes.append(f"{key} {list(shape)} instead of {list(parameter.shape)}")
+                if dtype not in _DTYPES:
+                    dtypes.append(f"{key} ({dtype})")
+                elif _DTYPES[dtype] != parameter.dtype:
+                    conversions.add(f"{dtype} to {parameter.dtype}".replace("torch.", ""))
+    if conversions:
+        logger.info("pretrained weights are converted from %s", ", ".join(sorted(conversions)))
+    problems = []
+    if shapes:
+        problems.append(f"weights of another shape: {_some(shapes)}; use the config that belongs to them")
+    if dtypes:
+        problems.append(f"weights of a dtype that cannot be trained: {_some(dtypes)}; use {', '.join(_DTYPES)}")
+    return problems
+
+
+def _local_slices(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter and where it lies in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, size) for size in parameter.shape)
+    for placement in parameter.placements:
+        if not isinstance(placement, Replicate) and type(placement) is not Shard:
+            raise UserError(f"parameter {name} is laid out as {placement}; only Shard and Replicate can be loaded")
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+
+
+@torch.no_grad()
+def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
+    """Fill every parameter from a Hugging Face checkpoint, in place; no rank holds more than its part and one slice.
+
+    Keys are Hugging Face's, with or without the base model's prefix; old buffers are skipped; a head that is tied to
+    the embedding may be left out. Every rank needs to see the files.
+
+    Args:
+        model: parameters allocated, plain or DTensor with ``Shard`` and ``Replicate`` placements.
+        weights: a ``.safetensors`` file, an index JSON, or a directory of them.
+        hf_config: the model's config, names its family.
+
+    Raises:
+        UserError: files that cannot be read, or that do not fit the model: missing and unexpected keys, shapes and
+            dtypes, all reported together before any parameter is changed.
+    """
+    from safetensors import safe_open
+
+    parameters = dict(model.named_parameters())
+    unallocated = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if unallocated:
+        raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")
+    plan, problems = _match_keys(model, family_of(hf_config), weight_map(weights))
+    problems += _check_tensors(parameters, plan)
+    if problems:
+        raise ConfigError([f"{weights}: {problem}" for problem in problems])
+    for file in sorted({file for _, file in plan.values()}):
+        with safe_open(file, framework="pt") as content:
+            for name, (key, home) in plan.items():
+                if home != file:
+                    continue
+                local, slices = _local_slices(name, parameters[name])
+                if local.numel():
+                    local.copy_(content.get_slice(key)[slices])

@@ -1,0 +1,126 @@
+"""The process's place in the job: ranks from the launcher, the process group, the device, seeds.
+
+The only reader of the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import gc
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from smp.config import CommConfig
+from smp.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Where this process stands among the processes of the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes shared files and prints."""
+        return self.rank == 0
+
+
+def read_launch() -> Launch:
+    """Read the ranks that torchrun sets; without them the job is one process.
+
+    Raises:
+        UserError: some of the variables are set and others are not, or one is no number.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = {name: os.environ.get(name) for name in names}
+    if values["RANK"] is None and values["WORLD_SIZE"] is None:
+        return Launch()
+    missing = [name for name, value in values.items() if not (value or "").isdigit()]
+    if missing:
+        raise UserError(
+            f"the environment sets only part of what torchrun sets: {', '.join(missing)} missing or not a number; "
+            f"start with `torchrun --nproc_per_node N train_lib.py ...`, or unset RANK and WORLD_SIZE for one process"
+        )
+    rank, world_size, local_rank, local_world_size = (int(values[name] or 0) for name in names)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(rank, world_size, local_rank, local_world_size, int(restart) if restart.isdigit() else 0)
+
+
+def data_channel(name: str) -> str | None:
+    """The folder that SageMaker mounts for a data channel (``SM_CHANNEL_<NAME>``), if there is one."""
+    return os.environ.get(f"SM_CHANNEL_{name.upper()}")
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """This process's device: the GPU of its local rank, or the CPU.
+
+    Raises:
+        UserError: more processes on this host than GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if launch.local_world_size > count:
+        raise UserError(
+            f"{launch.local_world_size} processes on a host with {count} GPU(s): use --nproc_per_node {count} at most, "
+            f"or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def choose_backend(comm: CommConfig, device: torch.device) -> str:
+    """The process group's backend for this device.
+
+    Raises:
+        UserError: NCCL was asked for on a CPU.
+    """
+    if comm.distributed_backend == "nccl" and device.type == "cpu":
+        raise UserError("--distributed_backend nccl needs GPUs and none is visible: use gloo, or leave it out")
+    return comm.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+
+
+@contextlib.contextmanager
+def process_group(comm: CommConfig, launch: Launch, device: torch.device) -> Iterator[None]:
+    """Start torch.distributed for the job and stop it at the end, also for a job of one process."""
+    backend = choose_backend(comm, device)
+    timeout = datetime.timedelta(seconds=comm.distributed_timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int, data_rank: int) -> None:
+    """Seed torch's generators so that ranks which hold different data draw different dropout masks."""
+    torch.manual_seed(seed + data_rank)
+
+
+def set_default_threads(processes: int) -> None:
+    """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+
+
+def release_cache(device: torch.device) -> None:
+    """Return memory that the allocator keeps for reuse: CUDA's cache, or the C library's free pages."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc only
+        libc.malloc_trim(0)

@@ -1,0 +1,117 @@
+"""Hybrid sharding over torch's ``fully_shard`` (FSDP2), unit by unit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from smp.config import ParallelConfig
+from smp.mesh import Mesh
+
+# FSDP1's size_based_auto_wrap_policy used this default.
+MIN_UNIT_PARAMETERS = 100_000_000
+
+Unit = tuple[list[nn.Module], bool]  # modules that are gathered together, and whether they are freed after forward
+
+
+def transformer_units(
+    *, embedding: nn.Module, blocks: list[nn.Module], final: list[nn.Module], tied: bool, reshard: bool
+) -> list[Unit]:
+    """Units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
+
+    The last unit is used again at once by backward, so it is never freed in between. A head that shares the
+    embedding's weight makes one unit with it: two units would gather it twice and own it twice.
+    """
+    if tied:
+        return [*(([block], reshard) for block in blocks), ([embedding, *final], False)]
+    return [([embedding], reshard), *(([block], reshard) for block in blocks), (final, False)]
+
+
+def size_based_units(model: nn.Module, *, reshard: bool, minimum: int = MIN_UNIT_PARAMETERS) -> list[Unit]:
+    """FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters of its own is a unit.
+
+    Containers that are only iterated over, never called, cannot be units.
+    """
+    units: list[Unit] = []
+
+    def visit(module: nn.Module) -> int:
+        free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
+        if free < minimum or module is model or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return free
+        units.append(([module], reshard))
+        return 0
+
+    visit(model)
+    return units
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that ``fully_shard`` was applied to, outermost first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def shard_model(
+    model: nn.Module, units: list[Unit], *, mesh: Mesh, parallel: ParallelConfig, param_dtype: torch.dtype | None
+) -> nn.Module:
+    """Shard ``model`` in place, each unit over the mesh's data axes.
+
+    Gradients are summed over ranks, not averaged: the loss is divided by the global number of valid tokens, which
+    makes the update the same at any layout.
+
+    Args:
+        model: parameters real or on the meta device.
+        units: from :func:`transformer_units` or :func:`size_based_units`; what they leave is the root's.
+        mesh: the job's mesh.
+        parallel: prefetch settings.
+        param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
+    """
+    reduced = param_dtype is not None and param_dtype != torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype if reduced else None,
+        reduce_dtype=torch.float32 if reduced else None,
+        cast_forward_inputs=False,
+    )
+    for modules, reshard in units:
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh.fsdp_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+        )
+    fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _set_prefetch([cast(FSDPModule, modules[0]) for modules, _ in units], parallel)
+    return model
+
+
+def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:
+    if parallel.forward_prefetch:
+        for unit, following in itertools.pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
+    if parallel.backward_fetch_policy == "backward_post":
+        for unit in units:
+            # An explicit list replaces the default (the unit before this one); a unit that is gathered already is
+            # left alone, so naming itself means no prefetch.
+            unit.set_modules_to_backward_prefetch([unit])
+
+
+def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
+    """Say what backward of the next micro-batch reduces.
+
+    Before the last micro-batch of a step only the sharding group reduces; the all-reduce over replicas waits. With
+    ``defer`` nothing is reduced before the last one, at the price of holding whole gradients.
+    """
+    root = cast(FSDPModule, model)
+    root.set_is_last_backward(last)
+    if defer:
+        root.set_requires_gradient_sync(last)
+    else:
+        root.set_requires_all_reduce(last)

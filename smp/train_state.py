@@ -1,0 +1,29 @@
+"""Where a run stands: the few numbers that, with parameters, optimizer and RNG, make a run resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Progress of a run.
+
+    Attributes:
+        step: optimizer updates done.
+        samples: global samples consumed, which is the position in the data stream.
+        tokens: valid (predicted) tokens consumed over all ranks.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The numbers as JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, int]) -> TrainState:
+        """The inverse of :meth:`state_dict`."""
+        return cls(**state)

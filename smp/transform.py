@@ -1,0 +1,109 @@
+"""From a resolved model to one that trains: the only place that knows the order of the parts.
+
+build (meta) -> checkpoint blocks -> compile blocks -> shard -> materialise -> fill (initial or pretrained values)
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from smp.activation_checkpoint import apply_activation_checkpointing
+from smp.config import ActivationConfig, ParallelConfig, PrecisionConfig
+from smp.delayed_init import build_on_meta, initialize_, materialize_
+from smp.errors import UserError
+from smp.mesh import Mesh
+from smp.models.family import Family
+from smp.models.model_config import ResolvedModel
+from smp.models.registry import build_model, init_rule
+from smp.pretrained import load_pretrained_
+from smp.sharding import Unit, shard_model, size_based_units, transformer_units
+
+
+def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward: bf16 on an accelerator and fp32 on a CPU unless ``--bf16`` says otherwise.
+
+    CPUs without fast bf16 units are slower in bf16 than in fp32.
+    """
+    wanted = device.type != "cpu" if precision.bf16 is None else precision.bf16
+    return torch.bfloat16 if wanted else torch.float32
+
+
+def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
+    """The transformer blocks, in order."""
+    return list(model.get_submodule(family.blocks).children())
+
+
+def _units(model: nn.Module, family: Family, *, parallel: ParallelConfig, reshard: bool) -> list[Unit]:
+    if parallel.auto_wrap_policy == "size_based_auto_wrap_policy":
+        return size_based_units(model, reshard=reshard)
+    embedding, norm, head = (model.get_submodule(p) for p in (family.embedding, family.final_norm, family.head))
+    return transformer_units(
+        embedding=embedding,
+        blocks=model_blocks(model, family),
+        final=[norm, head],
+        tied=head.weight is embedding.weight,
+        reshard=reshard,
+    )
+
+
+def parallelize(
+    model: nn.Module,
+    family: Family,
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    activation: ActivationConfig,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """Apply checkpointing, compilation and sharding to a Hugging Face model, in place.
+
+    Args:
+        model: of ``family``'s architecture, real or on the meta device.
+        dtype: dtype to compute in; None keeps the parameters' own.
+    """
+    blocks = model_blocks(model, family)
+    tied_before = sum(1 for _ in model.parameters())
+    if activation.activation_checkpointing:
+        apply_activation_checkpointing(blocks)
+    if activation.compile:
+        for block in blocks:
+            block.compile()
+    units = _units(model, family, parallel=parallel, reshard=mesh.degrees.reshard_after_forward)
+    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype)
+    if sum(1 for _ in model.parameters()) != tied_before:
+        raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")
+    return model
+
+
+def prepare_model(
+    resolved: ResolvedModel,
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    activation: ActivationConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    load_weights: bool,
+) -> nn.Module:
+    """Build the model on the meta device, shard it, and give each rank's part its values.
+
+    Args:
+        resolved: architecture and, when finetuning, where the weights are.
+        dtype: dtype to compute in; parameters are fp32.
+        seed: of the initial values.
+        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+    """
+    build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
+    model = build_on_meta(build) if resolved.delayed_param else build()
+    parallelize(model, resolved.family, mesh=mesh, parallel=parallel, activation=activation, dtype=dtype)
+    materialize_(model, device)
+    if load_weights and resolved.weights is not None:
+        load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
+    else:
+        rule = functools.partial(init_rule, hf_config=resolved.hf_config)
+        initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=seed)
+    return model.train()

@@ -1,0 +1,176 @@
+"""Parallel training compared with the plain single-process Hugging Face model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from data.pipelines.data_pipeline import StepBatch
+from smp.config import ActivationConfig, ParallelConfig
+from smp.mesh import Mesh, build_mesh, resolve_degrees
+from smp.models.registry import family_of
+from smp.optimizer import OptimConfig, build_optimizer
+from smp.transform import parallelize
+from train_lib import train_step
+
+VOCABULARY = 96
+ROWS, LENGTH = 8, 12
+LR, CLIP = 1e-2, 0.5
+
+
+def tiny_config(name: str):
+    """Small configurations that cover what the families do differently."""
+    from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig
+
+    common: dict = dict(  # noqa: C408
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    match name:
+        case "llama_gqa":
+            return LlamaConfig(**common, num_key_value_heads=2, tie_word_embeddings=False)
+        case "llama_tied":
+            return LlamaConfig(**common, num_key_value_heads=2, tie_word_embeddings=True)
+        case "mistral":
+            return MistralConfig(**common, num_key_value_heads=2, sliding_window=6)
+        case "gpt_neox":
+            return GPTNeoXConfig(**common, use_parallel_residual=True, tie_word_embeddings=False)
+        case "gpt_neox_tied":
+            return GPTNeoXConfig(**common, use_parallel_residual=False, tie_word_embeddings=True)
+        case _:
+            raise ValueError(name)
+
+
+def build_reference(name: str, dtype: torch.dtype) -> nn.Module:
+    """The plain Hugging Face model."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="sdpa").to(dtype)
+
+
+def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels ``(ROWS, LENGTH)`` of one step; ranks get very different numbers of valid tokens."""
+    generator = torch.Generator().manual_seed(100 + step)
+    inputs = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    labels = inputs.clone()
+    labels[0] = -100
+    labels[1, 3:] = -100
+    labels[5, :7] = -100
+    return inputs, labels
+
+
+def rank_batch(step: int, rank: int, size: int, accumulation: int) -> StepBatch:
+    """One rank's part of the global batch, cut into micro-batches."""
+    inputs, labels = (t[rank * ROWS // size : (rank + 1) * ROWS // size] for t in global_batch(step))
+    micro = min(accumulation, len(inputs))
+    parts = zip(inputs.chunk(micro), labels.chunk(micro), strict=True)
+    return StepBatch([{"input_ids": i, "labels": y} for i, y in parts], torch.arange(len(inputs)))
+
+
+@dataclasses.dataclass
+class Trajectory:
+    """What the reference did: each step's loss and norm, and the (clipped) gradients of the first."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def reference_trajectory(model: nn.Module, steps: int) -> Trajectory:
+    """Train a copy of ``model`` with torch's own parts only."""
+    model = copy.deepcopy(model).train()
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    result = Trajectory([], [], {})
+    for step in range(steps):
+        inputs, labels = global_batch(step)
+        logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        if step == 0:
+            result.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        result.losses.append(float(loss))
+        result.norms.append(float(norm))
+    return result
+
+
+def relative(difference: torch.Tensor, of: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float(difference.norm() / of.norm().clamp(min=1e-30))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to lay a job over ranks."""
+
+    strategy: str
+    degree: int = 0
+    accumulation: int = 1
+    checkpointing: bool = False
+    defer: bool = False
+    wrap: str = "transformer_auto_wrap_policy"
+
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(
+            sharding_strategy=self.strategy,  # type: ignore[arg-type]
+            hybrid_shard_degree=self.degree,
+            defer_gradient_sync=self.defer,
+            auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
+        )
+
+    def mesh(self) -> Mesh:
+        world = dist.get_world_size()
+        degrees = resolve_degrees(self.parallel(), world_size=world, local_world_size=world)
+        return build_mesh(degrees, "cpu")
+
+
+def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator[tuple[float, float, dict]]:
+    """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients."""
+    model = copy.deepcopy(reference).train()
+    mesh = layout.mesh()
+    activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
+    parallelize(
+        model, family_of(model.config), mesh=mesh, parallel=layout.parallel(), activation=activation, dtype=None
+    )
+    optimizer = build_optimizer(model, OptimConfig(), lr=LR)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep_gradients(*_) -> None:
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad
+            gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+    hook = optimizer.register_step_pre_hook(keep_gradients)
+    for step in range(steps):
+        batch = rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation)
+        result = train_step(
+            model, optimizer, batch, device=torch.device("cpu"), grad_clip=CLIP, defer_sync=layout.defer
+        )
+        yield result.loss(), float(result.grad_norm), gradients
+        hook.remove()
+
+
+def assert_parity(reference: nn.Module, expected: Trajectory, layout: Layout, tolerance: float) -> None:
+    """Losses, norms and first gradients under ``layout`` agree with the reference's."""
+    run = train_parallel(reference, layout, len(expected.losses))
+    for step, (loss, norm, gradients) in enumerate(run):
+        assert abs(loss - expected.losses[step]) <= tolerance * abs(expected.losses[step]), (layout, step, loss)
+        if step == 0:
+            assert abs(norm - expected.norms[0]) <= tolerance * expected.norms[0], (layout, norm)
+            assert gradients.keys() == expected.gradients.keys()
+            for name, gradient in gradients.items():
+                error = relative(gradient - expected.gradients[name], expected.gradients[name])
+                assert error <= tolerance, (layout, name, error)

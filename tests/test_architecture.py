@@ -1,0 +1,144 @@
+"""The shape of the code: one-way imports, one reader of the environment, one place that parses, size budgets."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# A file imports only from lower layers, or from its own package within one layer.
+LAYERS = {
+    "smp.errors": 0, "smp.config": 0, "smp.log": 0,
+    "smp.runtime": 1, "smp.mesh": 1, "smp.models": 1, "smp.flops": 1,
+    "smp.activation_checkpoint": 2, "smp.sharding": 2, "smp.delayed_init": 2, "smp.pretrained": 2, "smp.loss": 2,
+    "smp.grad_norm": 2, "smp.memory_plan": 2,
+    "smp.transform": 3, "smp.optimizer": 3, "smp.lr_schedule": 3, "smp.memory_tracker": 3, "smp.metrics": 3,
+    "smp.plots": 3, "smp.train_state": 3, "smp.launch": 3, "data": 3,
+    "smp.checkpoint": 4, "smp.api": 4,
+    "smp.dry_run": 4,
+    "smp": 5, "arguments": 5,
+    "job": 6,
+    "train_lib": 7,
+}  # fmt: skip
+
+# Files over 400 lines, each with its reason.
+LONG_FILES: dict[str, str] = {}
+
+
+def sources() -> list[pathlib.Path]:
+    return sorted([*ROOT.glob("*.py"), *ROOT.glob("smp/**/*.py"), *ROOT.glob("data/**/*.py")])
+
+
+def module_name(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(module: str) -> int:
+    while module:
+        if module in LAYERS:
+            return LAYERS[module]
+        module = module.rpartition(".")[0]
+    raise AssertionError("no layer")
+
+
+def imports(path: pathlib.Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def own(name: str) -> str | None:
+    """The project's module that an imported name comes from."""
+    modules = {module_name(p) for p in sources()}
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def test_every_file_has_a_layer():
+    top = {".".join(module_name(p).split(".")[:2]) for p in sources() if module_name(p) != "smp"}
+    assert {m for m in top if m not in LAYERS and m.split(".")[0] not in ("data",)} == set()
+
+
+def test_imports_go_down_only():
+    wrong = []
+    for path in sources():
+        name = module_name(path)
+        for target in filter(None, map(own, imports(path))):
+            same_package = target.split(".")[:2] == name.split(".")[:2]
+            allowed = layer(target) <= layer(name) if same_package else layer(target) < layer(name)
+            if not allowed and target != name:
+                wrong.append(f"{name} (layer {layer(name)}) imports {target} (layer {layer(target)})")
+    assert wrong == []
+
+
+def test_no_import_cycle():
+    graph = {module_name(p): {t for t in map(own, imports(p)) if t and t != module_name(p)} for p in sources()}
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(graph[start])
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += graph[node]
+        return seen
+
+    assert [name for name in graph if name in reachable(name)] == []
+
+
+def test_only_runtime_reads_the_environment():
+    readers = [module_name(p) for p in sources() if re.search(r"\bos\.(environ|getenv)\b", p.read_text())]
+    assert readers == ["smp.runtime"]
+
+
+def test_only_known_places_parse_a_command_line():
+    allowed = {"arguments", "data.prepare", "data.sample.build", "smp.launch.local", "smp.plots"}
+    assert {module_name(p) for p in sources() if "argparse" in imports(p)} <= allowed
+    assert {module_name(p) for p in sources() if "yaml" in imports(p)} <= {
+        "arguments",
+        "train_lib",
+        "smp.models.preset",
+    }
+
+
+def test_models_import_nothing_distributed():
+    for path in ROOT.glob("smp/models/*.py"):
+        assert not [name for name in imports(path) if name.startswith("torch.distributed")], path
+
+
+def test_the_whole_configuration_stays_at_the_top():
+    users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
+    assert users <= {"job", "train_lib"}
+
+
+def test_sizes_stay_readable():
+    for path in sources():
+        lines = path.read_text().count("\n")
+        assert lines <= 400 or str(path.relative_to(ROOT)) in LONG_FILES, f"{path} has {lines} lines"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 100, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_importing_smp_is_light():
+    code = "import sys, smp; print([m for m in ('transformers', 'datasets', 'matplotlib') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_no_unnumbered_todo():
+    for path in sources():
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))", path.read_text()), path

@@ -1,0 +1,49 @@
+"""The global norm over different meshes equals torch's on whole tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from smp.grad_norm import clip_grad_norm_
+from tests.distributed import run_distributed
+
+
+def _check_mixed():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    whole = [torch.randn(6, 5), torch.randn(3, 4), torch.randn(7)]
+    placements = [(mesh, (Shard(0), Shard(1))), (mesh["b"], (Shard(0),)), (mesh, (Replicate(), Shard(0)))]
+    parameters = []
+    for tensor, (where, how) in zip(whole, placements, strict=True):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(tensor), where, how))
+        parameter.grad = distribute_tensor(tensor.clone(), where, how)
+        parameters.append(parameter)
+    plain = nn.Parameter(torch.zeros(2))
+    plain.grad = torch.tensor([3.0, 4.0])
+    reference = [nn.Parameter(torch.zeros_like(t)) for t in [*whole, plain.data]]
+    for parameter, gradient in zip(reference, [*whole, plain.grad], strict=True):
+        parameter.grad = gradient.clone()
+    expected = torch.nn.utils.clip_grad_norm_(reference, 1.0)
+    norm = clip_grad_norm_([*parameters, plain, nn.Parameter(torch.ones(1))], 1.0)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for mine, theirs in zip([*parameters, plain], reference, strict=True):
+        gradient = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        torch.testing.assert_close(gradient, theirs.grad, rtol=1e-6, atol=0)
+
+
+def test_mixed_meshes():
+    run_distributed(_check_mixed, world_size=4)
+
+
+@pytest.mark.parametrize("bound", [0.0, float("inf")])
+def test_no_bound_only_measures(bound):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_([parameter], bound) == 5
+    assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+def test_no_gradient_is_zero():
+    assert clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0) == 0

@@ -1,0 +1,129 @@
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from smp.errors import UserError
+from smp.log import configure_logging, get_logger, redact
+
+
+@pytest.fixture(autouse=True)
+def restored_logger():
+    logger = logging.getLogger("smp")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    for handler in logger.handlers:
+        if handler not in before[0]:
+            handler.close()
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+SECRET = "s3cr3tVALUE9"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"hf_access_token={SECRET}",
+        f"token: {SECRET}",
+        f'{{"password": "{SECRET}", "n": 1}}',
+        f"{{'AWS_SECRET_ACCESS_KEY': '{SECRET}'}}",
+        f"WANDB_API_KEY = {SECRET}",
+        f"apiKey: {SECRET}",
+        f"--api_key {SECRET} --lr 1",
+        f"Arguments [004/101] hf_access_token               : {SECRET}",
+        f"https://user:{SECRET}@host/path",
+        f"redis://:{SECRET}@host",
+        f"https://b.s3.amazonaws.com/x?X-Amz-Security-Token={SECRET}&X-Amz-Signature={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"{{'Authorization': 'Basic {SECRET}'}}",
+        f"db_password='{SECRET} with words'",
+        f"MY_SECRETS={SECRET}",
+        f"got hf_{SECRET}abcdefghij",
+        f"pushed with ghp_{SECRET}abcdefghij",
+    ],
+)
+def test_secrets_are_hidden(text):
+    shown = redact(text)
+    assert SECRET not in shown and "with words" not in shown
+    assert "***" in shown
+
+
+def test_aws_access_key_ids_are_hidden_without_a_name():
+    assert redact("id AKIAIOSFODNN7EXAMPLE used") == "id *** used"
+
+
+def test_only_the_value_is_hidden():
+    assert redact('{"api_token": "abc", "lr": 0.1}') == '{"api_token": ***, "lr": 0.1}'
+    assert redact("s3://user:pw@bucket/key") == "s3://user:***@bucket/key"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Batch 10 Loss: 3.2, Speed: 8.00 samples/sec, Tokens/sec: 4096, Memory: 1.50 GiB",
+        "num_key_value_heads: 8, eos_token: </s>, pad_token='<pad>', vocab_size=50432",
+        "tokens=4096 flops_per_token=1.2e9 tokenizer: data/sample",
+        "hf_access_token: None, --hf_access_token None",
+        "--hf_pretrained_model_name_or_dir /models/llama",
+        "s3://bucket/key/a.jsonl:12: token id 50433 is not below the vocabulary size 50432",
+        "missing key: model.layers.0.mlp.up_proj.weight",
+        "Basic tokenization of ------------ 12 files",
+        "ssh://git@github.com/a/b",
+    ],
+)
+def test_ordinary_text_is_left_alone(text):
+    assert redact(text) == text
+
+
+def test_rank_0_prints_in_smp_format_and_writes_its_file(tmp_path, capsys):
+    configure_logging(rank=0, local_rank=0, world_size=2, log_dir=tmp_path / "logs")
+    get_logger("train_lib").info("hello token=%s", SECRET)
+    line = capsys.readouterr().out.strip()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[test_log.py:\d+\] hello token=\*\*\*", line)
+    assert (tmp_path / "logs/rank0.log").read_text().strip() == line
+
+
+def test_a_traceback_is_redacted_too(tmp_path, capsys):
+    configure_logging(rank=0, local_rank=0, world_size=1, log_dir=tmp_path)
+    try:
+        raise OSError(f"cannot open s3://me:{SECRET}@bucket")
+    except OSError:
+        get_logger("smp.data").exception("failed")
+    shown = capsys.readouterr().out + (tmp_path / "rank0.log").read_text()
+    assert "OSError" in shown and SECRET not in shown
+
+
+def test_other_ranks_are_silent_but_keep_a_file(tmp_path, capsys):
+    configure_logging(rank=1, local_rank=1, world_size=8, log_dir=tmp_path)
+    get_logger("smp.x").error("of rank 1")
+    configure_logging(rank=4, local_rank=0, world_size=8, log_dir=tmp_path)
+    get_logger("smp.x").info("quiet")
+    get_logger("smp.x").warning("loud")
+    out = capsys.readouterr().out
+    assert "of rank 1" not in out and "quiet" not in out
+    assert out.startswith("[rank 4/8] ") and out.rstrip().endswith("loud")
+    assert "of rank 1" in (tmp_path / "rank1.log").read_text()
+    assert "quiet" in (tmp_path / "rank4.log").read_text()
+
+
+def test_configuring_again_does_not_double_the_lines(tmp_path, capsys):
+    for _ in range(2):
+        configure_logging(rank=0, local_rank=0, world_size=1, log_dir=None)
+    get_logger("smp").info("once")
+    assert capsys.readouterr().out.count("once") == 1
+
+
+def test_an_unwritable_folder_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write the log file .*rank0\.log.*--output_dir"):
+        configure_logging(rank=0, local_rank=0, world_size=1, log_dir=tmp_path / "file")
+
+
+def test_importing_adds_no_handler():
+    code = "import logging as g, smp.log as l; l.get_logger('a'); print(g.root.handlers, g.getLogger('smp').handlers)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[] []"

@@ -1,0 +1,234 @@
+import dataclasses
+import json
+import logging
+import math
+
+import pytest
+
+from smp import metrics
+from smp.errors import ConfigError, UserError
+from smp.metrics import LoggingConfig, MetricsLogger, NullMetricsLogger
+
+MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
+KEYS = [
+    "step", "loss", "lr", "grad_norm", "tokens", "samples_per_sec", "tokens_per_sec", "step_time_s",
+    "model_tflops_per_device", "mfu", "mem_allocated_gib", "mem_peak_gib", "host_rss_gib",
+]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Position:
+    step: int
+    samples: int
+    tokens: int
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """The messages logged, whatever logging is set up to do."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    monkeypatch.setattr(metrics.logger, "disabled", False)
+    metrics.logger.addHandler(handler)
+    level = metrics.logger.level
+    metrics.logger.setLevel(logging.INFO)
+    yield found
+    metrics.logger.removeHandler(handler)
+    metrics.logger.setLevel(level)
+
+
+def make(run_dir, *, config=None, max_steps=100, resume_from=None, peak_flops=1e12):
+    return MetricsLogger(
+        config or LoggingConfig(), run_dir=run_dir, flops_per_token=1e9, peak_flops=peak_flops, world_size=2,
+        max_steps=max_steps, resume_from=resume_from,
+    )  # fmt: skip
+
+
+def report(logger, step, *, loss=2.0, seconds=0.5):
+    """Step ``step`` of a run with 8 samples and 400 tokens per step."""
+    logger.train_step(
+        step, loss=loss, lr=1e-4, grad_norm=0.5, tokens=400 * step, samples=8 * step, step_time_s=seconds, memory=MEMORY
+    )
+
+
+def read(run_dir):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def scalars(folder):
+    """Every scalar under a TensorBoard folder, as {tag: [(step, value), ...]}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_line_has_the_agreed_keys_and_numbers(tmp_path):
+    logger = make(tmp_path)
+    report(logger, 1)
+    report(logger, 3)  # two steps at once
+    logger.finish()
+    first, second = read(tmp_path)
+    assert list(first) == KEYS
+    assert (first["samples_per_sec"], first["tokens_per_sec"]) == (16.0, 800.0)
+    assert first["model_tflops_per_device"] == pytest.approx(0.4)  # 800 tokens/s x 1e9 / 2 devices
+    assert first["mfu"] == pytest.approx(0.4)
+    assert first["mem_allocated_gib"] is None and first["mem_peak_gib"] == 1.5
+    assert (second["step"], second["tokens"], second["tokens_per_sec"]) == (3, 1200, 800.0)
+
+
+def test_mfu_is_null_where_the_peak_is_unknown(tmp_path):
+    logger = make(tmp_path, peak_flops=None)
+    report(logger, 1)
+    assert read(tmp_path)[0]["mfu"] is None
+
+
+def test_validation_lines_and_non_finite_numbers_are_strict_json(tmp_path):
+    logger = make(tmp_path)
+    report(logger, 1, loss=float("nan"))
+    logger.validation(1, loss=2.0)
+    logger.validation(2, loss=1000.0)
+    train, good, bad = read(tmp_path)
+    assert math.isnan(float(train["loss"]))
+    assert good == {"step": 1, "val_loss": 2.0, "val_ppl": pytest.approx(math.exp(2))}
+    assert bad["val_ppl"] == "inf" and math.isinf(float(bad["val_ppl"]))
+
+
+def test_the_console_line_keeps_smp_wording(tmp_path, lines):
+    logger = make(tmp_path)
+    report(logger, 1)
+    logger.validation(1, loss=2.0)
+    assert lines == [
+        "Batch 1 Loss: 2.00000, Speed: 16.00 samples/sec, Model TFLOPS/GPU: 0.40, lr: 0.000100, gradnorm: 0.5000, "
+        "Tokens/sec: 800, Memory: 1.50 GiB, Time left: 0:00:50",
+        "Batch 1 Validation loss: 2.00000",
+        "Batch 1 Validation perplexity: 7.3891",
+    ]
+
+
+def test_one_slow_step_does_not_move_the_time_left(tmp_path, lines):
+    logger = make(tmp_path, max_steps=7205)
+    for step in range(1, 6):
+        report(logger, step, seconds=1000.0 if step == 4 else 0.5)
+    assert lines[-1].endswith("Time left: 1:00:00")
+
+
+def test_running_averages_leave_out_the_first_steps(tmp_path, lines):
+    logger = make(tmp_path, config=LoggingConfig(logging_freq_for_avg=10))
+    for step in range(1, 31):
+        report(logger, step, seconds=0.5 if step > 15 else 50.0)
+    averages = [line for line in lines if "Running" in line]
+    assert averages == [
+        f"Batch {n} Running Avg Speed: 16.00 samples/sec, Running Avg Model TFLOPS/GPU: 0.40 (steps 16 to {n})"
+        for n in (20, 30)
+    ]
+
+
+def test_short_runs_average_over_their_second_half(tmp_path, lines):
+    logger = make(tmp_path, config=LoggingConfig(logging_freq_for_avg=10), max_steps=10)
+    for step in range(1, 11):
+        report(logger, step)
+    assert lines[-1].endswith("(steps 6 to 10)")
+
+
+def test_resuming_drops_the_lost_stretch_and_continues(tmp_path, lines):
+    logger = make(tmp_path)
+    for step in range(1, 6):
+        report(logger, step)
+    logger.validation(3, loss=1.0)
+    logger.validation(4, loss=1.0)
+    logger.finish()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # a crash in the middle of a line
+    logger = make(tmp_path, resume_from=Position(3, 24, 1200))
+    report(logger, 4, loss=9.0)
+    assert [(r["step"], r.get("loss")) for r in read(tmp_path)] == [(1, 2.0), (2, 2.0), (3, 2.0), (3, None), (4, 9.0)]
+    assert read(tmp_path)[-1]["tokens_per_sec"] == 800.0
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_a_new_run_refuses_an_old_runs_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl already holds .*--resume_from_checkpoint.*--output_dir"):
+        make(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_an_unwritable_run_directory_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl .*--output_dir"):
+        make(tmp_path / "file")
+
+
+def test_tensorboard_has_smp_tags_in_every_folder(tmp_path):
+    folders = (str(tmp_path / "a"), str(tmp_path / "b"))
+    logger = make(tmp_path, config=LoggingConfig(tensorboard_dir=folders))
+    report(logger, 1)
+    logger.validation(1, loss=2.0)
+    logger.text("Arguments", "hf_access_token: s3cr3t")
+    logger.finish()
+    for folder in folders:
+        found = scalars(folder)
+        assert {"Loss/train", "Perf/SeqPerSec", "Perf/ModelTFLOPs", "LR/learning_rate", "Norms/grad_norm"} < set(found)
+        assert found["Loss/val"] == [(1, 2.0)] and found["Loss/perplexity"][0][1] == pytest.approx(7.389, rel=1e-3)
+    assert {p.name for p in (tmp_path / "a").iterdir() if p.is_dir()} == {"Perf_runtime_total", "Perf_runtime_train"}
+    assert not any(b"s3cr3t" in p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file())
+
+
+def test_tensorboard_hides_the_lost_stretch_after_a_resume(tmp_path):
+    logger = make(tmp_path)
+    for step in range(1, 5):
+        report(logger, step)
+    logger.finish()
+    logger = make(tmp_path, resume_from=Position(2, 16, 800))
+    report(logger, 3, loss=9.0)
+    logger.finish()
+    assert scalars(tmp_path / "tensorboard")["Loss/train"] == [(1, 2.0), (2, 2.0), (3, 9.0)]
+
+
+def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(metrics, "_has_tensorboard", lambda: False)
+    report(make(tmp_path), 1)
+    assert [line for line in lines if "pip install" in line] == [
+        "No TensorBoard curves: pip install 'smp[tensorboard]' to have them."
+    ]
+    with pytest.raises(ConfigError, match="--tensorboard_dir needs TensorBoard: pip install"):
+        LoggingConfig(tensorboard_dir=("x",))
+
+
+def test_nccl_tests_bandwidths_reach_tensorboard(tmp_path):
+    log = tmp_path / "nccl.txt"
+    log.write_text("# Avg bus bandwidth    : 4.5\nx\n 0: # Avg bus bandwidth    : 7.5 \n")
+    make(tmp_path / "run", config=LoggingConfig(nccl_test_log=str(log))).finish()
+    folder = tmp_path / "run/tensorboard"
+    assert scalars(folder)["NCCLTest/len"] == [(0, 2.0)]
+    assert scalars(folder / "NCCLTest_stats_mean")["NCCLTest/stats"] == [(0, 6.0)]
+
+
+@pytest.mark.parametrize(("text", "sentence"), [(None, "cannot be read"), ("nothing", "has no line 'Avg bus")])
+def test_an_nccl_tests_log_without_bandwidths_is_refused(tmp_path, text, sentence):
+    path = tmp_path / "nccl.txt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=f"--nccl_test_log .*{sentence}"):
+        make(tmp_path, config=LoggingConfig(nccl_test_log=str(path)))
+
+
+def test_the_twin_writes_nothing(tmp_path, monkeypatch, lines):
+    monkeypatch.chdir(tmp_path)
+    twin = NullMetricsLogger()
+    report(twin, 1)
+    twin.validation(1, loss=1.0)
+    twin.text("a", "b")
+    twin.writers.scalar("a", 1.0, 1)
+    twin.finish()
+    assert lines == [] and list(tmp_path.iterdir()) == []
+
+
+def test_due_names_the_reported_steps():
+    config = LoggingConfig(logging_freq=4)
+    assert [step for step in range(1, 11) if config.due(step, max_steps=10)] == [4, 8, 10]

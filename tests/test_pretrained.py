@@ -1,0 +1,274 @@
+import contextlib
+import json
+import logging
+import pathlib
+
+import pytest
+import safetensors
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from smp.delayed_init import build_on_meta, materialize_
+from smp.errors import UserError
+from smp.models.registry import build_model, family_of
+from smp.pretrained import load_pretrained_
+from tests.distributed import run_distributed
+
+# 97 is odd, so that two ranks hold parts of different size.
+SHAPE = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64,
+)  # fmt: skip
+CASES = ["llama_gqa", "llama_tied", "mistral", "gpt_neox", "gpt_neox_tied"]
+
+
+def tiny_config(case):
+    from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig
+
+    tied = case.endswith("_tied")
+    if case.startswith("gpt_neox"):
+        return GPTNeoXConfig(**SHAPE, tie_word_embeddings=tied)
+    if case == "mistral":
+        return MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=6)
+    return LlamaConfig(**SHAPE, num_key_value_heads=2, tie_word_embeddings=tied)
+
+
+def reference_model(case, dtype=torch.float32):
+    """A Hugging Face model whose norms and biases are not the initial ones."""
+    torch.manual_seed(3)
+    model = build_model(tiny_config(case), attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.to(dtype).eval()
+
+
+def empty_model(case):
+    """The same architecture, every value NaN."""
+    model = build_model(tiny_config(case), attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model.eval()
+
+
+def shard(model, family, shape=None, dim=0):
+    mesh = init_device_mesh("cpu", shape or (2,), mesh_dim_names=("r", "s")[-len(shape or (2,)) :])
+    placement = (lambda parameter: Shard(min(dim, parameter.ndim - 1))) if dim else None
+    tied = model.get_submodule(family.head).weight is model.get_submodule(family.embedding).weight
+    for block in model.get_submodule(family.blocks):
+        fully_shard(block, mesh=mesh, shard_placement_fn=placement)
+    if not tied:
+        fully_shard(model.get_submodule(family.embedding), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tokens():
+    return torch.arange(24).reshape(2, 12) * 4 % 97
+
+
+def assert_same(model, reference):
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(whole, expected[name].to(whole.dtype)), name
+    assert len(expected) == len(list(model.parameters()))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, reference.float()(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def rewrite(directory, change):
+    """Apply ``change`` to the tensors of a one-file checkpoint."""
+    file = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    save_file(change(tensors) or tensors, file, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_loads_what_hugging_face_saved(tmp_path, case):
+    reference, model = reference_model(case), empty_model(case)
+    reference.save_pretrained(tmp_path)
+    load_pretrained_(model, tmp_path, hf_config=model.config)
+    assert_same(model, reference)
+
+
+def _load_sharded(case, directory, shape, dim):
+    config = tiny_config(case)
+    model = build_on_meta(lambda: build_model(config, attn_implementation="sdpa"))
+    shard(model, family_of(config), shape, dim)
+    materialize_(model, torch.device("cpu"))
+    load_pretrained_(model, pathlib.Path(directory), hf_config=config)
+    assert_same(model.eval(), reference_model(case))
+
+
+def _load_all(folder):
+    for case in CASES:
+        for shape in ((2,), (1, 2), (2, 1)):
+            _load_sharded(case, f"{folder}/{case}", shape, 0)
+    _load_sharded("llama_gqa", f"{folder}/llama_gqa", (2,), 1)
+
+
+def test_two_ranks_load_their_slices_of_several_files(tmp_path):
+    for case in CASES:
+        reference_model(case).save_pretrained(tmp_path / case, max_shard_size="30KB")
+        assert (tmp_path / case / "model.safetensors.index.json").is_file()
+    run_distributed(_load_all, str(tmp_path), world_size=2)
+
+
+class _CountingSlice:
+    """A safetensors slice that counts the elements read through it."""
+
+    elements = 0
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getitem__(self, item):
+        part = self.inner[item]
+        _CountingSlice.elements += part.numel()
+        return part
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class _CountingFile(contextlib.AbstractContextManager):
+    def __init__(self, *args, **kwargs):
+        self.inner = safe_open(*args, **kwargs)
+        self.keys = self.inner.keys
+
+    def __exit__(self, *args):
+        return None
+
+    def get_slice(self, key):
+        return _CountingSlice(self.inner.get_slice(key))
+
+
+def _load_counting(directory):
+    safetensors.safe_open = _CountingFile  # in this process, which ends with the test
+    config = tiny_config("llama_gqa")
+    model = build_on_meta(lambda: build_model(config, attn_implementation="sdpa"))
+    shard(model, family_of(config))
+    materialize_(model, torch.device("cpu"))
+    load_pretrained_(model, pathlib.Path(directory), hf_config=config)
+    assert _CountingSlice.elements == sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def test_a_rank_reads_its_own_elements_only(tmp_path):
+    reference_model("llama_gqa").save_pretrained(tmp_path)
+    run_distributed(_load_counting, str(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_converted_and_said(tmp_path, caplog, dtype):
+    reference, model = reference_model("gpt_neox", dtype), empty_model("gpt_neox")
+    reference.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="smp"):
+        load_pretrained_(model, tmp_path, hf_config=model.config)
+    assert_same(model, reference)
+    assert "F16 to float32" in caplog.text
+
+
+def test_file_keys_are_hugging_faces(tmp_path):
+    reference_model("gpt_neox").save_pretrained(tmp_path)
+    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+    family = family_of("gpt_neox")
+    assert family.module_key("embed_out.weight") == "lm_head.weight"
+    assert family.file_key("lm_head.weight") == "embed_out.weight"
+
+
+def test_old_buffers_are_skipped_and_module_names_accepted(tmp_path):
+    reference, model = reference_model("gpt_neox"), empty_model("gpt_neox")
+    reference.save_pretrained(tmp_path)
+
+    def age(tensors):
+        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+        for layer in range(2):
+            prefix = f"gpt_neox.layers.{layer}.attention"
+            tensors |= {f"{prefix}.bias": torch.ones(4), f"{prefix}.masked_bias": torch.ones(1)}
+            tensors[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(1)
+
+    load_pretrained_(model, rewrite(tmp_path, age), hf_config=model.config)
+    assert_same(model, reference)
+
+
+def test_a_checkpoint_without_the_base_prefix_loads(tmp_path):
+    reference, model = reference_model("llama_tied"), empty_model("llama_tied")
+    reference.model.save_pretrained(tmp_path)
+    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    load_pretrained_(model, tmp_path, hf_config=model.config)
+    assert_same(model, reference)
+
+
+def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path):
+    reference = reference_model("llama_tied")
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    changes = [
+        lambda tensors: tensors.update({head: tensors.pop(embedding)}),
+        lambda tensors: tensors.update({head: tensors[embedding].clone()}),
+    ]
+    for change in changes:
+        reference.save_pretrained(tmp_path)
+        model = empty_model("llama_tied")
+        load_pretrained_(model, rewrite(tmp_path, change), hf_config=model.config)
+        assert_same(model, reference)
+    rewrite(tmp_path, lambda tensors: tensors.update({head: tensors[embedding] + 1}))
+    with pytest.raises(UserError, match="the model ties them"):
+        load_pretrained_(empty_model("llama_tied"), tmp_path, hf_config=model.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: [t.pop(f"model.layers.{i}.mlp.{p}_proj.weight") for i in (0, 1) for p in ("up", "down", "gate")] and t,
+         "and 1 more: they are of another model"),
+        (lambda t: t.pop("lm_head.weight") is None, "lack lm_head.weight"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(1)}), "no place for model.extra.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(5, 32)}), r"lm_head.weight \[5, 32\] instead of \[97, 32\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), r"model.norm.weight \(I8\)"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_change_nothing(tmp_path, change, words):
+    reference_model("llama_gqa").save_pretrained(tmp_path)
+    model = empty_model("llama_gqa")
+
+    def apply(tensors):
+        change(tensors)
+
+    with pytest.raises(UserError, match=words):
+        load_pretrained_(model, rewrite(tmp_path, apply), hf_config=model.config)
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_damaged_checkpoints_are_named(tmp_path):
+    model = empty_model("llama_gqa")
+    reference_model("llama_gqa").save_pretrained(tmp_path, max_shard_size="30KB")
+    index = tmp_path / "model.safetensors.index.json"
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    content = (tmp_path / shards[0]).read_bytes()
+    (tmp_path / shards[0]).write_bytes(content[:-8])
+    with pytest.raises(UserError, match=f"{shards[0]} cannot be read"):
+        load_pretrained_(model, tmp_path, hf_config=model.config)
+    (tmp_path / shards[0]).unlink()
+    with pytest.raises(UserError, match=f"names {shards[0]}, which is missing"):
+        load_pretrained_(model, index, hf_config=model.config)
+    index.write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    with pytest.raises(UserError, match="not in its own directory"):
+        load_pretrained_(model, tmp_path, hf_config=model.config)
+    index.write_text("[]")
+    with pytest.raises(UserError, match="no index"):
+        load_pretrained_(model, tmp_path, hf_config=model.config)
+
+
+def test_parameters_must_be_allocated(tmp_path):
+    config = tiny_config("llama_gqa")
+    with torch.device("meta"):
+        model = build_model(config, attn_implementation="sdpa")
+    with pytest.raises(UserError, match="allocate it"):
+        load_pretrained_(model, tmp_path, hf_config=config)
