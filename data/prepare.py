@@ -78,7 +78,7 @@ class SplitWriter:
         self._stream.close()
         self._file.close()
         feature = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"}
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
             "_fingerprint": os.urandom(8).hex(),
             "_format_columns": None,

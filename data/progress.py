@@ -22,7 +22,7 @@ class Progress:
     def __init__(self, what: str, total: int):
         self.what, self.total = what, total
         self._bar = None
-        self._begin = self._logged = time.monotonic()
+        self._logged = time.monotonic()
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -43,4 +43,4 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         elif kind is None:
-            log.info("%s: done, %.1f MB in %.1f s", self.what, self.total / 1e6, time.monotonic() - self._begin)
+            log.info("%s: done (%.1f MB)", self.what, self.total / 1e6)

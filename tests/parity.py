@@ -102,7 +102,7 @@ def reference_trajectory(model: nn.Module, steps: int) -> Trajectory:
         if step == 0:
             result.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
-        result.losses.append(float(loss))
+        result.losses.append(loss.item())
         result.norms.append(float(norm))
     return result
 

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import pathlib
 
 import pytest
 import torch
@@ -61,8 +62,16 @@ def test_presets_are_listed_and_complete():
     assert all(preset_path(name).is_file() for name in list_presets())
     for name in TINY:
         config = resolve(model=name)
-        assert config.name == name and config.sequence_length == 128 and config.hf_config.vocab_size == 4096
+        assert config.name == name and config.sequence_length == 128
         assert 1_500_000 < count_parameters(config.hf_config) < 2_500_000
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_presets_fit_the_bundled_tokenizer(name):
+    file = pathlib.Path(__file__).parents[1] / "data" / "sample" / "tokenizer" / "tokenizer.json"
+    vocabulary = json.loads(file.read_text())["model"]["vocab"]
+    config = resolve(model=name).hf_config
+    assert config.vocab_size == len(vocabulary) and config.eos_token_id == vocabulary["<|endoftext|>"]
 
 
 def test_published_details():
@@ -111,7 +120,8 @@ def test_scaling_can_be_taken_off_a_preset():
 
 def test_tied_weights_count_once_and_longer_context_raises_positions():
     tied = resolve(model="llama_tiny", tie_word_embeddings=True, max_context_width=1024)
-    assert count_parameters(resolve(model="llama_tiny").hf_config) - count_parameters(tied.hf_config) == 4096 * 128
+    untied = resolve(model="llama_tiny").hf_config
+    assert count_parameters(untied) - count_parameters(tied.hf_config) == untied.vocab_size * untied.hidden_size
     assert tied.sequence_length == 1024 and tied.hf_config.max_position_embeddings == 1024
 
 
@@ -119,12 +129,12 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
     ("settings", "words"),
     [
         ({"model": "lama7b"}, "did you mean llama7b"),
-        ({"model": "llama_tiny", "num_heads": 3}, "--num_heads 3 does not divide --hidden_width 128"),
+        ({"model": "llama_tiny", "num_heads": 3}, "--num_heads 3 does not divide --hidden_width 160"),
         ({"model": "llama_tiny", "num_key_value_heads": 3}, "--num_key_value_heads 3 does not divide --num_heads 4"),
         ({"model": "llama_tiny", "num_layers": 0}, "--num_layers must be at least 1"),
         ({"model": "llama_tiny", "sliding_window": 4}, "--sliding_window is no setting of the llama family"),
         ({"model": "gpt_neox_tiny", "num_key_value_heads": 2}, "no setting of the gpt_neox family"),
-        ({"model": "gpt_neox_tiny", "rotary_pct": 0.05}, "turns 1 of each head's 32 dimensions"),
+        ({"model": "gpt_neox_tiny", "rotary_pct": 0.03}, "turns 1 of each head's 40 dimensions"),
         ({"model": "llama_tiny", "rope_scaling_factor": 2.0}, "add --rope_scaling_type llama3"),
         ({"model": "mistral7b", "model_type": "llama_v2"}, "contradicts mistral7b"),
         ({"model_type": "gpt2"}, "use gpt_neox, llama_v2, llama_v3 or mistral"),
@@ -187,7 +197,7 @@ def test_directories_without_usable_config_are_refused(tmp_path):
 
 
 def test_every_spelling_of_finetuning_finds_config_and_weights(tmp_path):
-    directory = save_weights(save_config(tmp_path / "base"))
+    directory = save_weights(save_config(tmp_path / "base", num_hidden_layers=3))
     text, file = str(directory), str(directory / "model.safetensors")
     hub_name = {"pretrained_model_name": "org/base", "finetune_checkpoint_load_dir": text}
     spellings = [
@@ -198,14 +208,14 @@ def test_every_spelling_of_finetuning_finds_config_and_weights(tmp_path):
     ]
     for spelling in spellings:
         resolved = resolve(**spelling)
-        assert resolved.name == "base" and resolved.weights is not None and resolved.hf_config.hidden_size == 128
+        assert resolved.name == "base" and resolved.weights is not None and resolved.hf_config.num_hidden_layers == 3
     preset = resolve(finetune=True, pretrained_model_name="llama7b", finetune_checkpoint_load_dir=text)
     assert preset.name == "llama7b" and str(preset.weights) == text
 
 
 def test_finetuning_keeps_the_pretrained_shape(tmp_path):
-    directory = save_weights(save_config(tmp_path / "base"))
-    settings = {"hf_pretrained_model_name_or_dir": str(directory), "hidden_width": 128, "attn_pdrop": 0.1}
+    directory = save_weights(save_config(tmp_path / "base", hidden_size=64, num_hidden_layers=4))
+    settings = {"hf_pretrained_model_name_or_dir": str(directory), "hidden_width": 64, "attn_pdrop": 0.1}
     assert resolve(**settings).hf_config.attention_dropout == 0.1
     assert "--num_layers 2 differs from the pretrained model's 4" in refusal(num_layers=2, **settings)
 
@@ -278,3 +288,15 @@ def test_buffers_are_real_when_parameters_are_on_meta(family_name):
     for (name, buffer), expected in zip(model.named_buffers(), real.buffers(), strict=True):
         assert torch.equal(buffer, expected), name
     assert not model.config.use_cache
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_tied_weights_stay_tied_on_meta(family_name):
+    from accelerate import init_empty_weights
+
+    config = tiny(family_name).hf_config
+    config.tie_word_embeddings = True
+    with init_empty_weights(include_buffers=False):
+        model = build_model(config, attn_implementation="sdpa")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert model.get_input_embeddings().weight.is_meta

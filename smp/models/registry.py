@@ -79,12 +79,17 @@ def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
-    family_of(hf_config)
+    family = family_of(hf_config)
     model = AutoModelForCausalLM.from_config(
         hf_config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
     )
     # A cache of keys and values serves generation only, and would hold every layer's during training.
     model.config.use_cache = False
+    if hf_config.tie_word_embeddings:
+        # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
+        # assigned by a new one, and so takes the tie apart.
+        embedding, head = (model.get_submodule(path) for path in (family.embedding, family.head))
+        head._parameters["weight"] = embedding._parameters["weight"]
     return model
 
 

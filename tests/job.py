@@ -1,0 +1,95 @@
+"""Run the training job of ``train_lib.py`` in forked processes, as torchrun would start it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import socket
+import sys
+import tempfile
+
+import torch
+
+import train_lib
+from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
+
+# A model small enough for a test, in SMP v2's own flags.
+LLAMA = (
+    "--model_type llama_v2 --hidden_width 32 --num_layers 2 --num_heads 4 --num_key_value_heads 2 "
+    "--llama_intermediate_size 48 --vocab_size 64 --max_context_width 16"
+).split()
+NEOX = (
+    "--model_type gpt_neox --hidden_width 32 --num_layers 2 --num_heads 4 --vocab_size 64 --max_context_width 16"
+).split()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a job did: each process's exit status, and what all of them printed."""
+
+    statuses: list[int]
+    output: str
+
+    def succeeded(self) -> Outcome:
+        assert set(self.statuses) == {0}, self.output
+        return self
+
+
+def _process(rank: int, world_size: int, port: int, argv: list[str], output: str) -> None:
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    status = 1
+    try:
+        status = train_lib.main(argv)
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.stdout.flush()
+        if status == 1:
+            import traceback
+
+            traceback.print_exc()
+        os._exit(status)
+
+
+def run_job(*argv: object, world_size: int = 1) -> Outcome:
+    """Run the job with the given words; everything in fresh processes that inherit this one's imports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [str(word) for word in argv]
+    with tempfile.NamedTemporaryFile("r") as output:
+        context = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=_process, args=(rank, world_size, port, words, output.name))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        statuses = [-1 if process.exitcode is None else process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        return Outcome(statuses, pathlib.Path(output.name).read_text())
+
+
+def read_metrics(run_dir: pathlib.Path) -> list[dict]:
+    """The training lines of ``metrics.jsonl``."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def losses(run_dir: pathlib.Path) -> list[float]:
+    """The loss of every logged step, in order."""
+    return [line["loss"] for line in read_metrics(run_dir)]

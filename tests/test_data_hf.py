@@ -1,0 +1,136 @@
+"""Saved Hugging Face datasets and parquet: data/pipelines/hf.py."""
+
+import pickle
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data.pipelines.hf import MappedRows, open_hf
+from smp.errors import UserError
+
+ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
+
+
+def save(path, columns, shards=1):
+    import datasets
+
+    datasets.Dataset.from_dict(columns).save_to_disk(str(path), num_shards=shards)
+
+
+def open_all(path, cache, split="train", width=4, vocab=100):
+    return open_hf(str(path), split, sequence_length=width, vocab_size=vocab, cache_dir=str(cache))
+
+
+def tokens_of(source):
+    return [source.row(index).tokens.tolist() for index in range(len(source))]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_saved_dataset_is_mapped_in_place(tmp_path, shards):
+    save(tmp_path / "d", {"input_ids": ROWS, "text": ["a"] * 4}, shards)
+    source = open_all(tmp_path / "d", tmp_path / "cache")
+    assert tokens_of(source) == [[1, 2, 3], [4], [5, 6, 7, 8], [9], [10, 11]]
+    assert isinstance(source, MappedRows) and not source.row(0).tokens.flags.owndata
+    assert not list((tmp_path / "cache").glob("*/tokens.bin"))
+
+
+def test_a_mapped_dataset_pickles_as_its_path(tmp_path):
+    save(tmp_path / "d", {"input_ids": [list(range(1, 90))] * 200})
+    source = open_all(tmp_path / "d", tmp_path / "cache")
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 2000
+    assert tokens_of(pickle.loads(pickled)) == tokens_of(source)
+
+
+def test_parquet_and_remote_files_give_the_same_rows(tmp_path):
+    columns = {"input_ids": ROWS, "attention_mask": [[1] * len(row) for row in ROWS], "labels": ROWS}
+    save(tmp_path / "d", columns)
+    (tmp_path / "p").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "p" / "a.parquet", row_group_size=3)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "d"), "/hf", recursive=True)
+    for path in (tmp_path / "p", tmp_path / "p" / "a.parquet", "memory://hf"):
+        source = open_all(path, tmp_path / "cache")
+        assert tokens_of(source) == tokens_of(open_all(tmp_path / "d", tmp_path / "cache"))
+        assert source.row(2).mask.tolist() == [1, 1, 1, 1] and source.row(2).labels.tolist() == [5, 6, 7, 8]
+
+
+def test_fixed_and_large_lists_and_masks_are_read(tmp_path):
+    ids = pa.array([[1, 2], [3, 4]], pa.list_(pa.uint16(), 2))
+    mask = pa.array([[True, True], [False, True]], pa.large_list(pa.bool_()))
+    pq.write_table(pa.table({"input_ids": ids, "attention_mask": mask}), tmp_path / "a.parquet")
+    source = open_all(tmp_path, tmp_path / "cache")
+    assert tokens_of(source) == [[1, 2], [3, 4]] and source.row(1).mask.tolist() == [0, 1]
+
+
+def test_a_dataset_dict_gives_the_split(tmp_path):
+    import datasets
+
+    parts = {name: datasets.Dataset.from_dict({"input_ids": [[n]]}) for n, name in enumerate(("train", "test"))}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    assert tokens_of(open_all(tmp_path / "d", tmp_path / "c")) == [[0]]
+    assert tokens_of(open_all(tmp_path / "d", tmp_path / "c", "validation")) == [[1]]
+    datasets.DatasetDict({"other": parts["test"]}).save_to_disk(str(tmp_path / "o"))
+    with pytest.raises(UserError, match="has the splits other, but no train"):
+        open_all(tmp_path / "o", tmp_path / "c")
+
+
+BAD = {
+    "has no column input_ids; columns found: ids": {"ids": [[1]]},
+    "column input_ids must hold lists of integers, it holds .*double": {"input_ids": [[1.5]]},
+    "column input_ids must hold lists": {"input_ids": [1, 2]},
+    "row 2: has no input_ids": {"input_ids": [[1], None]},
+    "row 2: input_ids has an empty place": {"input_ids": [[1], [2, None]]},
+    "row 3: input_ids is empty": {"input_ids": [[1], [2], []]},
+    "row 2: token id -3 is negative": {"input_ids": [[1, 2], [4, -3, 5], [300]]},
+    "row 3: token id 100 is outside the model's vocabulary of 100": {"input_ids": [[1, 2], [4], [5, 100]]},
+    "row 2: attention_mask has 1 entries, input_ids 2": {"input_ids": [[1], [2, 3]], "attention_mask": [[1], [1]]},
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_rows_are_named_with_their_file(tmp_path, words):
+    if "input_ids" in BAD[words]:
+        save(tmp_path / "d", BAD[words])
+        with pytest.raises(UserError, match=rf"arrow.*{words}"):
+            open_all(tmp_path / "d", tmp_path / "cache")
+    names = {"ids": "input_ids"} if "ids" in BAD[words] else {}
+    pq.write_table(pa.table(BAD[words]).rename_columns(list(BAD[words])), tmp_path / "a.parquet")
+    expected = words.replace("ids: ids", "none") if names else words
+    with pytest.raises(UserError, match=rf"a.parquet.*{expected.split(';')[0]}"):
+        open_all(tmp_path / "a.parquet", tmp_path / "cache")
+
+
+def test_rows_are_numbered_over_record_batches(tmp_path):
+    rows = [[1, 2]] * 2500
+    rows[2400] = [1, 77]
+    save(tmp_path / "d", {"input_ids": rows})
+    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "a.parquet")
+    for path in (tmp_path / "d", tmp_path / "a.parquet"):
+        open_all(path, tmp_path / "cache", vocab=78)
+        with pytest.raises(UserError, match="row 2401: token id 77"):
+            open_all(path, tmp_path / "cache", vocab=77)
+
+
+def test_files_of_another_kind_are_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"a.parquet is not a readable file"):
+        open_all(tmp_path, tmp_path / "cache")
+    save(tmp_path / "d", {"input_ids": ROWS})
+    (arrow,) = (tmp_path / "d").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:200])
+    with pytest.raises(UserError, match="arrow"):
+        open_all(tmp_path / "d", tmp_path / "cache")
+
+
+def test_many_rows_need_no_object_each(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 9, 20_000)
+    values = pa.array(np.arange(lengths.sum()) % 100, pa.int32())
+    column = pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), values)
+    pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
+    source = open_all(tmp_path, tmp_path / "cache")
+    assert len(source) == np.ceil(lengths / 4).sum()
+    assert sum(len(source.row(i).tokens) for i in range(len(source))) == lengths.sum()

@@ -1,0 +1,118 @@
+"""Rows, windows, padding and documents: data/packing.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.packing import Collator, PackedRows, Row, WindowRows
+from data.token_cache import Columns
+
+END = 1
+
+
+def columns(*rows, mask=None):
+    tokens = np.concatenate([np.array(row) for row in rows])
+    offsets = np.cumsum([0, *map(len, rows)])
+    return Columns(tokens, offsets, mask, None)
+
+
+def tokens_of(source):
+    return [source.row(index).tokens.tolist() for index in range(len(source))]
+
+
+def tiny(family):
+    from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "attn_implementation": "sdpa",
+    }  # fmt: skip
+    config = LlamaConfig(**sizes, num_key_value_heads=2) if family == "llama" else GPTNeoXConfig(**sizes)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def test_long_rows_become_windows_and_short_ones_stay_alone():
+    source = WindowRows([columns([1, 2, 3, 4, 5], [6]), columns([7, 8])], 2, "x")
+    assert tokens_of(source) == [[1, 2], [3, 4], [5], [6], [7, 8]]
+
+
+def test_packed_rows_cross_file_boundaries_and_drop_nothing():
+    source = PackedRows([columns([1, 2, 3]), columns([4]), columns([5, 6, 7, 8])], 3, "x")
+    assert tokens_of(source) == [[1, 2, 3], [4, 5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 4), (50, 7)])
+def test_every_token_is_in_exactly_one_row(rows, width):
+    lengths = np.random.default_rng(rows).integers(1, 20, rows)
+    stored = np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])
+    for kind in (WindowRows, PackedRows):
+        source = kind(
+            [columns(*stored[: rows // 2 + 1]), *([columns(*stored[rows // 2 + 1 :])] if rows > 2 else [])], width, "x"
+        )
+        assert np.concatenate(tokens_of(source)).tolist() == list(range(lengths.sum()))
+        assert max(map(len, tokens_of(source))) <= width
+
+
+def test_padding_is_on_the_right_without_labels_and_needs_no_mask():
+    batch = Collator(sequence_length=4, pad_token_id=9)([Row(np.array([5, 6])), None])
+    assert batch["input_ids"].tolist() == [[5, 6, 9, 9], [9, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[5, 6, -100, -100], [-100] * 4]
+    assert set(batch) == {"input_ids", "labels"}
+
+
+def test_masked_tokens_leave_the_loss():
+    """The original trained on padding; here trailing masked tokens need no mask, leading ones do."""
+    collate = Collator(sequence_length=4, pad_token_id=0)
+    right = collate([Row(np.array([5, 6, 0, 0]), np.array([1, 1, 0, 0]))])
+    left = collate([Row(np.array([0, 0, 5, 6]), np.array([0, 0, 1, 1])), Row(np.array([5])), None])
+    assert right["labels"].tolist() == [[5, 6, -100, -100]] and "attention_mask" not in right
+    # 5 has nothing before it to be predicted from.
+    assert left["labels"][0].tolist() == [-100, -100, -100, 6]
+    assert left["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
+
+
+def test_own_labels_are_kept_and_masked():
+    batch = Collator(sequence_length=3, pad_token_id=0)(
+        [Row(np.array([5, 6, 7]), np.array([1, 1, 0]), np.array([-100, 6, 7]))]
+    )
+    assert batch["labels"].tolist() == [[-100, 6, -100]]
+
+
+def test_positions_restart_at_each_document():
+    collate = Collator(sequence_length=7, pad_token_id=END, document_end=END)
+    batch = collate([Row(np.array([5, 6, END, 7, 8])), Row(np.array([0, 5, 6]), np.array([0, 1, 1])), None])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 0, 1, 0, 1, 2, 3], list(range(7))]
+    assert batch["labels"][0].tolist() == [5, 6, END, -100, 8, -100, -100]
+    assert batch["labels"][1].tolist() == [-100, -100, 6, -100, -100, -100, -100]
+    assert "attention_mask" not in batch
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_packed_documents_have_the_logits_they_have_apart(family, size):
+    model = tiny(family)
+    first, second = np.array([5, 6, 7, END]), np.array([9, 8, 10, 11, END])
+    collate = Collator(sequence_length=9, pad_token_id=0, document_end=END)
+    batch = collate([Row(np.concatenate([first, second]))] * size)
+    labels = batch.pop("labels")
+    packed = model(**batch, use_cache=False).logits
+    for begin, document in ((0, first), (4, second)):
+        apart = model(torch.from_numpy(document)[None], use_cache=False).logits[0]
+        for row in packed:
+            torch.testing.assert_close(row[begin : begin + len(document)], apart, rtol=1e-9, atol=1e-12)
+    assert (labels[:, 4] == -100).all()
+    joined = model(batch["input_ids"], use_cache=False).logits[0, 4:]
+    assert (joined - packed[0, 4:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_left_padding_and_padding_rows_have_finite_gradients(family):
+    model = tiny(family)
+    collate = Collator(sequence_length=5, pad_token_id=0)
+    batch = collate([Row(np.array([0, 0, 5, 6, 7]), np.array([0, 0, 1, 1, 1])), Row(np.array([5, 6])), None])
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    alone = model(**collate([Row(np.array([5, 6, 7])), Row(np.array([5, 6]))]), use_cache=False).loss
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    torch.testing.assert_close(loss, alone, rtol=1e-9, atol=0)

@@ -1,0 +1,160 @@
+"""What the training loop gets: data/pipelines/data_pipeline.py."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.errors import ConfigError, UserError
+
+WIDTH = 4
+
+
+@pytest.fixture
+def config(tmp_path):
+    """23 rows of 4 tokens; row i begins with i."""
+    lines = [json.dumps({"input_ids": [i, 30 + i, 60, 61]}) for i in range(23)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    return DataConfig(training_dir=str(tmp_path), test_dir=str(tmp_path), data_cache_dir=str(tmp_path / "cache"))
+
+
+def shape(batch=6, micro=2, rank=0, size=1, **more):
+    return BatchShape(
+        sequence_length=WIDTH, vocab_size=64, global_batch_size=batch, micro_batch_size=micro, data_rank=rank,
+        data_size=size, seed=3, **more,
+    )  # fmt: skip
+
+
+def take(config, steps, *, start=0, split="train", **shaped):
+    """The samples of each step, by their first token, in the order of ranks."""
+    size = shaped.pop("size", 1)
+    found = [[] for _ in range(steps)]
+    for rank in range(size):
+        pipeline = create_data_pipeline(
+            config, split=split, batch=shape(rank=rank, size=size, **shaped), start_sample=start
+        )
+        for step, mine in zip(range(steps), pipeline, strict=False):
+            for micro in mine.microbatches:
+                found[step] += micro["input_ids"][micro["sample_ids"] >= 0, 0].tolist()
+        pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("size,micro", [(1, 1), (1, 6), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2)])
+def test_order_is_the_same_at_any_layout_and_accumulation(config, size, micro):
+    assert take(config, 6, size=size, micro=micro) == take(config, 6, micro=2)
+
+
+def test_every_sample_once_per_epoch_and_the_last_batch_is_completed(config):
+    stream = list(itertools.chain(*take(config, 23, batch=5, size=3)))
+    epochs = [stream[i : i + 23] for i in range(0, 115, 23)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("start", [1, 22, 23, 40, 7_000_000_000])
+def test_resuming_anywhere_equals_the_tail(config, start):
+    tail = list(itertools.chain(*take(config, 4, batch=5, start=start - start % 5)))[start % 5 :]
+    assert list(itertools.chain(*take(config, 3, batch=5, start=start, size=2)))[:15] == tail[:15]
+
+
+def test_resuming_with_another_batch_size_continues_the_stream(config):
+    whole = list(itertools.chain(*take(config, 10, batch=6)))
+    assert list(itertools.chain(*take(config, 3, batch=6), *take(config, 4, batch=4, start=18))) == whole[:34]
+
+
+def test_workers_change_nothing(config):
+    with_workers = dataclasses.replace(config, data_num_workers=2)
+    assert take(with_workers, 9, start=17) == take(config, 9, start=17)
+
+
+def test_ranks_without_samples_hold_a_padding_row(config):
+    pipeline = create_data_pipeline(config, split="train", batch=shape(batch=2, micro=1, rank=0, size=4))
+    step = next(iter(pipeline))
+    assert len(step.sample_ids) == 0 and len(step.microbatches) == 1
+    assert step.microbatches[0]["sample_ids"].tolist() == [-1]
+    assert (step.microbatches[0]["labels"] == -100).all()
+    assert step.microbatches[0]["input_ids"].shape == (1, WIDTH)
+
+
+def test_sample_ids_are_stream_positions(config):
+    pipeline = create_data_pipeline(config, split="train", batch=shape(batch=5, rank=1, size=2), start_sample=21)
+    steps = list(itertools.islice(pipeline, 2))
+    assert [step.sample_ids.tolist() for step in steps] == [[23, 24, 25], [28, 29, 30]]
+    assert [len(step.microbatches) for step in steps] == [2, 2]
+
+
+def test_each_iteration_begins_again(config):
+    pipeline = create_data_pipeline(config, split="validation", batch=shape())
+    first = next(iter(pipeline)).microbatches[0]["input_ids"]
+    assert torch.equal(first, next(iter(pipeline)).microbatches[0]["input_ids"])
+    assert first[:, 0].tolist() == [0, 1]  # validation is not shuffled
+
+
+def test_shuffling_off_keeps_the_order_of_the_data(config):
+    plain = dataclasses.replace(config, shuffle_data=False)
+    assert list(itertools.chain(*take(plain, 4)))[:24] == [*range(23), 0]
+
+
+def test_fingerprint_names_data_and_cut_but_not_place_or_layout(config, tmp_path):
+    def fingerprint(settings=config, width=WIDTH, **shaped):
+        batch = dataclasses.replace(shape(**shaped), sequence_length=width)
+        return create_data_pipeline(settings, split="train", batch=batch).fingerprint
+
+    other = tmp_path / "moved"
+    other.mkdir()
+    (other / "train.jsonl").write_bytes((tmp_path / "train.jsonl").read_bytes())
+    moved = DataConfig(training_dir=str(other), data_cache_dir=str(tmp_path / "cache"))
+    assert fingerprint() == fingerprint(moved) == fingerprint(size=2, micro=1)
+    assert fingerprint() != fingerprint(width=2)
+    (other / "train.jsonl").write_text(json.dumps({"input_ids": [1]}))
+    assert fingerprint(moved) != fingerprint()
+
+
+def test_synthetic_data_is_the_same_at_any_layout_and_differs_by_rank_split_and_seed():
+    """The original drew the same tokens on every rank."""
+    config = DataConfig(use_synthetic_data=True, synthetic_samples=50, shuffle_data=False)
+
+    def ids(rank, size, split="train", seed=3):
+        batch = dataclasses.replace(shape(rank=rank, size=size, batch=4, micro=4), seed=seed)
+        return next(iter(create_data_pipeline(config, split=split, batch=batch))).microbatches[0]["input_ids"]
+
+    whole = ids(0, 1)
+    assert torch.equal(torch.cat([ids(0, 2), ids(1, 2)]), whole)
+    assert not torch.equal(ids(0, 2), ids(1, 2))
+    assert not torch.equal(ids(0, 1, "validation"), whole) and not torch.equal(ids(0, 1, seed=4), whole)
+    assert len(np.unique(whole.numpy(), axis=0)) == 4
+
+
+def test_synthetic_tokens_cover_the_vocabulary_evenly():
+    config = DataConfig(use_synthetic_data=True, synthetic_samples=2000)
+    step = next(iter(create_data_pipeline(config, split="train", batch=shape(batch=2000, micro=2000))))
+    counts = torch.bincount(step.microbatches[0]["input_ids"].flatten(), minlength=64)
+    assert counts.min() > 80 and counts.max() < 175  # 125 expected, 11 standard deviation
+
+
+def test_settings_that_cannot_work_are_named_together():
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(dataset_type="text", validation_freq=5, synthetic_samples=0)
+    assert len(caught.value.problems) == 4
+    for words in ("--training_dir", "--test_dir", "--tokenizer_name_or_dir", "--synthetic_samples"):
+        assert words in str(caught.value)
+    DataConfig(use_synthetic_data=True, validation_freq=5)
+
+
+def test_document_mask_needs_an_end_of_document(config):
+    masked = dataclasses.replace(config, document_mask=True)
+    with pytest.raises(UserError, match="which token ends a document"):
+        create_data_pipeline(masked, split="train", batch=shape())
+    step = next(iter(create_data_pipeline(masked, split="train", batch=shape(eos_token_id=60))))
+    assert step.microbatches[0]["position_ids"].tolist() == [[0, 1, 2, 0]] * 2
+
+
+def test_an_unknown_type_is_an_error(config):
+    object.__setattr__(config, "dataset_type", "mystery")
+    with pytest.raises(ValueError, match="mystery"):
+        create_data_pipeline(config, split="train", batch=shape())

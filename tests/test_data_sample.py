@@ -1,0 +1,34 @@
+"""The bundled text: data/sample."""
+
+import json
+from pathlib import Path
+
+from data.sample.build import HERE, baseline
+
+ROOT = Path(HERE)
+
+
+def test_the_baseline_is_what_the_files_say():
+    assert json.loads((ROOT / "baseline.json").read_text()) == baseline()
+
+
+def test_training_and_validation_share_no_paragraph():
+    paragraphs = [
+        {line for line in (ROOT / name).read_text().splitlines() if len(line) > 60}
+        for name in ("train.txt", "validation.txt")
+    ]
+    assert all(paragraphs) and not paragraphs[0] & paragraphs[1]
+
+
+def test_the_sample_is_small_but_large_enough():
+    assert sum(path.stat().st_size for path in ROOT.rglob("*") if "__pycache__" not in path.parts) <= 2_000_000
+    assert json.loads((ROOT / "baseline.json").read_text())["train_tokens"] >= 400_000
+
+
+def test_the_tokenizer_loads_as_a_hugging_face_tokenizer():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
+    text = "It is a truth, universally — acknowledged.\n\nNaïve £5"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer) == 2048 and tokenizer.eos_token_id == 0

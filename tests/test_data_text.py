@@ -1,0 +1,120 @@
+"""Raw text: data/pipelines/text.py."""
+
+import gzip
+import json
+import shutil
+
+import fsspec
+import pytest
+
+from data.pipelines import text as module
+from data.pipelines.text import TextTokenizer, open_text, read_documents
+from data.sample.build import HERE
+from data.storage import list_files
+from smp.errors import UserError
+
+TOKENIZER = HERE / "tokenizer"
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return TextTokenizer(str(TOKENIZER))
+
+
+def open_all(path, cache, tokenizer, width=8, separator=None):
+    files = list_files(str(path), extensions=(".txt",))
+    return open_text(files, tokenizer, sequence_length=width, separator=separator, cache_dir=str(cache))
+
+
+def ids_of(source):
+    return [token for index in range(len(source)) for token in source.row(index).tokens.tolist()]
+
+
+def decoded(source, tokenizer):
+    """The documents' texts."""
+    found = tokenizer._tokenizer.decode(ids_of(source)).split("<|endoftext|>")
+    assert found.pop() == ""
+    return found
+
+
+def test_a_file_is_a_document_and_rows_cross_files(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("One day.\n\nAnother day.\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\ufeffNaïve £5\r\nend".encode()))
+    source = open_all(tmp_path, tmp_path / "cache", tokenizer, width=7)
+    assert decoded(source, tokenizer) == ["One day.\n\nAnother day.\n", "Naïve £5\nend"]
+    assert {len(source.row(index).tokens) for index in range(len(source) - 1)} == {7}
+
+
+@pytest.mark.parametrize("separator,content", [("", "a b\nc\n\n \n\nd\n"), ("---", "a b\nc\n---\n--- \nd\n")])
+def test_a_separator_line_ends_a_document(tmp_path, tokenizer, separator, content):
+    (tmp_path / "a.txt").write_text(content)
+    assert decoded(open_all(tmp_path, tmp_path, tokenizer, separator=separator), tokenizer) == ["a b\nc\n", "d\n"]
+
+
+def test_other_file_systems(tmp_path, tokenizer):
+    with fsspec.open("memory://texts/a.txt", "w") as handle:
+        handle.write("Hello there.")
+    assert decoded(open_all("memory://texts", tmp_path, tokenizer), tokenizer) == ["Hello there."]
+
+
+def test_the_sample_has_the_tokens_its_baseline_counts(tmp_path, tokenizer):
+    expected = json.loads((HERE / "baseline.json").read_text())
+    for name, key in (("train.txt", "train_tokens"), ("validation.txt", "validation_tokens")):
+        assert len(ids_of(open_all(HERE / name, tmp_path, tokenizer, width=256))) == expected[key]
+
+
+@pytest.mark.parametrize("content", ["word " * 40, "é" * 90, "line one\nline two\n" * 9, "\n" * 50 + "x"])
+def test_large_documents_are_read_in_bounded_pieces(tmp_path, tokenizer, monkeypatch, content):
+    """Even a file that is one long line, and whatever bytes a piece ends in."""
+    monkeypatch.setattr(module, "PIECE", 17)
+    monkeypatch.setattr(module, "BATCH", 40)
+    (tmp_path / "a.txt").write_text(content)
+    pieces = [len(text) for text, _ in module.read_text(list_files(str(tmp_path), extensions=(".txt",))[0], None)]
+    assert max(pieces) <= 2 * 17 and len(pieces) > 2
+    assert decoded(open_all(tmp_path, tmp_path, tokenizer), tokenizer)[0].lstrip() == content.lstrip()
+
+
+@pytest.mark.parametrize(
+    "content,words",
+    [(b"fine\nbad \xff byte\n", "line 2: not UTF-8"), (b"fine\ncaf\xc3", "line 2: ends inside"), (b" \n", "no text")],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, tokenizer, content, words):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=rf"a.txt.*{words}"):
+        open_all(tmp_path, tmp_path / "cache", tokenizer)
+
+
+def test_line_numbers_count_lines_not_pieces():
+    parts = [b"one", b" still one\n", b"two\n", b"\xff"]
+    with pytest.raises(UserError, match="f, line 3"):
+        list(read_documents(parts, None, "f"))
+
+
+def test_another_tokenizer_is_another_cache(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("Hello there.")
+    first = open_all(tmp_path, tmp_path / "cache", tokenizer)
+    shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
+    spec = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    spec["model"]["merges"] = []
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(spec))
+    second = open_all(tmp_path, tmp_path / "cache", TextTokenizer(str(tmp_path / "tokenizer")))
+    assert len(ids_of(second)) == len("Hello there.") + 1 != len(ids_of(first))
+    assert first.fingerprint != second.fingerprint
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(tmp_path, tokenizer):
+    with pytest.raises(UserError, match="has 2048 tokens, the model's vocabulary 1000: set --vocab_size"):
+        tokenizer.require_below(1000)
+    with pytest.raises(UserError, match="no tokenizer in .*nowhere"):
+        TextTokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        TextTokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_is_named(tmp_path):
+    shutil.copytree(TOKENIZER, tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(UserError, match="no eos_token"):
+        TextTokenizer(str(tmp_path / "t"))
