@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 
-from arguments import parse_args
+from arguments import TrainConfig, parse_args
 from data.pipelines.data_pipeline import StepBatch
 from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
@@ -29,11 +30,12 @@ from smp.grad_norm import clip_grad_norm_
 from smp.log import configure_logging, get_logger
 from smp.loss import causal_lm_loss_sum, count_valid_tokens
 from smp.lr_schedule import LRSchedule
-from smp.memory_tracker import MemoryTracker, build_memory_tracker, memory_stats
+from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
 from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.models.registry import count_parameters
 from smp.optimizer import build_optimizer
+from smp.plots import plot_metrics
 from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
 from smp.sharding import set_gradient_sync
 from smp.train_state import TrainState
@@ -70,7 +72,6 @@ def run(plan: Plan) -> None:
     )
     with process_group(config.comm, launch, plan.device):
         mesh = build_mesh(plan.degrees, plan.device.type)
-        memory.record("Before model creation", plan.state.step)
         model = prepare_model(
             plan.model,
             mesh=mesh,
@@ -80,8 +81,8 @@ def run(plan: Plan) -> None:
             device=plan.device,
             seed=config.run.seed,
             load_weights=plan.resume is None,
+            record=functools.partial(memory.record, step=plan.state.step),
         )
-        memory.record("After FSDP wrapper", plan.state.step)
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.data_rank)
         state = plan.state
@@ -90,6 +91,7 @@ def run(plan: Plan) -> None:
         schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory)
         _announce(trainer)
+        metrics.text("Arguments", _arguments_table(config))
         train(trainer)
         finish(trainer)
 
@@ -105,6 +107,8 @@ def train(trainer: Trainer) -> None:
     while state.step < plan.max_steps:
         if config.run.profile_nsys and state.step == plan.state.step + 2:
             torch.cuda.profiler.start()
+        # As SMP v2: the first steps show where memory goes, later ones would only repeat it.
+        memory = trainer.memory if state.step < plan.state.step + 5 else NullMemoryTracker()
         lr = trainer.schedule.apply(state.step)
         result = train_step(
             trainer.model,
@@ -113,7 +117,7 @@ def train(trainer: Trainer) -> None:
             device=plan.device,
             grad_clip=config.optim.grad_clip,
             defer_sync=config.parallel.defer_gradient_sync,
-            record=functools.partial(trainer.memory.record, step=state.step),
+            record=functools.partial(memory.record, step=state.step),
         )
         if config.activation.clean_cache:
             release_cache(plan.device)
@@ -288,11 +292,44 @@ def finish(trainer: Trainer) -> None:
     plan.train_data.close()
     if plan.validation_data is not None:
         plan.validation_data.close()
+    if plan.launch.is_main:
+        _draw_curves(plan)
+        _say_what_next(plan, final if settings.save_final_model else None)
+
+
+def _draw_curves(plan: Plan) -> None:
+    try:
+        plot_metrics(plan.run_dir / "metrics.jsonl", plan.run_dir / "curves.png")
+    except UserError as error:  # no matplotlib, or a run that ended before its first logged step
+        logger.info("No curves.png: %s", error)
+
+
+def _say_what_next(plan: Plan, final: Path | None) -> None:
+    run_dir = _shown(plan.run_dir)
+    logger.info("Done: step %d of %d. What next:", plan.max_steps, plan.max_steps)
+    logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
+    logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * plan.max_steps)
+    if final is not None:
+        logger.info(
+            "  finetune:  torchrun --nproc_per_node %d train_lib.py --hf_pretrained_model_name_or_dir %s "
+            "--training_dir DATA --output_dir runs/finetuned",
+            plan.launch.local_world_size, _shown(final),
+        )  # fmt: skip
+
+
+def _shown(path: Path) -> str:
+    """A path as the user would type it from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _write_config(plan: Plan, formula: str) -> None:
     text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
     (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {formula}\n{text}", encoding="utf-8")
+
+
+def _arguments_table(config: TrainConfig) -> str:
+    """Every setting as a markdown table, for TensorBoard."""
+    return "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in config.flat().items())])
 
 
 def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
@@ -302,7 +339,7 @@ def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
         plan.config.logging,
         run_dir=plan.run_dir,
         flops_per_token=flops_per_token,
-        peak_flops=peak_flops(device_name, plan.dtype),
+        peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
         world_size=plan.launch.world_size,
         max_steps=plan.max_steps,
         # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.

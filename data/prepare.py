@@ -25,10 +25,10 @@ import numpy as np
 from data.pipelines.jsonl import checked_row, read_objects
 from data.pipelines.text import TextTokenizer, read_text, tokenized
 from data.sampler import mix64
-from data.storage import DataFile, list_files
+from data.storage import JSONL, TEXT, DataFile, list_files
 from smp.errors import UserError
 
-EXTENSIONS = {"text": (".txt",), "jsonl": (".json", ".jsonl")}
+EXTENSIONS = {"text": TEXT, "jsonl": JSONL}
 ROWS_PER_BATCH = 1000
 SPLITS = ("train", "validation")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import io
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 
 from smp.errors import UserError
 
+JSONL, TEXT, PARQUET = (".json", ".jsonl"), (".txt",), (".parquet",)
 GLOB_CHARACTERS = "*?["
 
 
@@ -63,6 +65,18 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         raise UserError(f"cannot read {url}: {error}; give a local path or a URL that fsspec knows") from error
 
 
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn what a file system complains about into a UserError that names ``path``."""
+    try:
+        yield
+    except Exception as error:
+        # The S3 client's errors, such as missing credentials, are no OSError.
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("botocore"):
+            raise
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
 def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = None) -> list[DataFile]:
     """The data files behind a file, a folder (its direct children), a glob or a URL of any of them, sorted by path.
 
@@ -75,7 +89,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
         UserError: nothing is there, or nothing of it is data, or a file is empty.
     """
     fs, inner = filesystem_of(path)
-    try:
+    with reading(path):
         found, chosen_by_name = _candidates(fs, inner)
         if not found:
             raise UserError(f"no such file or folder: {path}")
@@ -86,8 +100,6 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
         if not wanted:
             raise UserError(_nothing_found(path, endings, filtered=len(kept), zipped=zipped))
         files = [_describe(fs, each) for each in sorted(wanted)]
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error}") from error
     _refuse_twins(path, files)
     for file in files:
         if file.size == 0:
@@ -149,22 +161,16 @@ def open_file(file: DataFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         UserError: it is gone, cannot be read, or is a ``.gz`` that is no gzip file or ends too early.
     """
     fs, inner = filesystem_of(file.url)
-    try:
-        with fs.open(inner, "rb") as raw:
-            if not file.zipped:
-                yield raw, raw
-                return
+    with reading(file.url), fs.open(inner, "rb") as raw:
+        if not file.zipped:
+            yield raw, raw
+            return
+        try:
             with gzip.GzipFile(fileobj=raw) as unzipped, io.BufferedReader(unzipped, 1 << 20) as content:
                 yield content, raw  # type: ignore[misc]
-    except EOFError as error:
-        raise UserError(f"{file.url} is truncated: its gzip stream ends too early; copy it again") from error
-    except (gzip.BadGzipFile, _zlib_error()) as error:
-        raise UserError(f"{file.url} is not a valid gzip file ({error}); compress it again, or drop the .gz") from error
-    except OSError as error:
-        raise UserError(f"cannot read {file.url}: {error}") from error
-
-
-def _zlib_error() -> type[Exception]:
-    import zlib
-
-    return zlib.error
+        except EOFError as error:
+            raise UserError(f"{file.url} is truncated: its gzip stream ends too early; copy it again") from error
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(
+                f"{file.url} is not a valid gzip file ({error}); compress it again, or drop the .gz"
+            ) from error

@@ -181,10 +181,13 @@ def cached(
         UserError: the cache folder cannot be written, or ``build`` refuses the input.
     """
     final, lock = _place(cache_dir, name, [dtype, *key])
+    if (opened := _open_whole(final)) is not None:  # without the lock: the folder may be read-only
+        return opened
     try:
         with lock:
             if (opened := _open_whole(final)) is not None:
                 return opened
+            shutil.rmtree(final, ignore_errors=True)
             partial = final.with_name(f"{final.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -206,6 +209,8 @@ def recorded(cache_dir: str | None, name: str, key: list[Any], compute: Callable
     Args and errors as :func:`cached`; ``compute`` returns what JSON can hold.
     """
     final, lock = _place(cache_dir, name, key)
+    if final.exists():
+        return json.loads(final.read_text())
     try:
         with lock:
             if final.exists():
@@ -243,5 +248,4 @@ def _open_whole(folder: Path) -> TokenFile | None:
         return TokenFile.open(folder)
     except (OSError, ValueError, KeyError) as error:
         log.warning("token cache %s is damaged (%s); it is built again", folder, error)
-        shutil.rmtree(folder)
         return None

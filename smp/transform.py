@@ -6,6 +6,7 @@ build (meta) -> checkpoint blocks -> compile blocks -> shard -> materialise -> f
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -88,6 +89,7 @@ def prepare_model(
     device: torch.device,
     seed: int,
     load_weights: bool,
+    record: Callable[[str], None] = lambda tag: None,
 ) -> nn.Module:
     """Build the model on the meta device, shard it, and give each rank's part its values.
 
@@ -96,9 +98,12 @@ def prepare_model(
         dtype: dtype to compute in; parameters are fp32.
         seed: of the initial values.
         load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+        record: called with the name of each phase, for the memory tracker.
     """
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
+    record("Before model creation")
     model = build_on_meta(build) if resolved.delayed_param else build()
+    record("Before FSDP wrapper")
     parallelize(model, resolved.family, mesh=mesh, parallel=parallel, activation=activation, dtype=dtype)
     materialize_(model, device)
     if load_weights and resolved.weights is not None:
@@ -106,4 +111,5 @@ def prepare_model(
     else:
         rule = functools.partial(init_rule, hf_config=resolved.hf_config)
         initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=seed)
+    record("After FSDP wrapper")
     return model.train()

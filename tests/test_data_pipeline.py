@@ -72,6 +72,13 @@ def test_workers_change_nothing(config):
     assert take(with_workers, 9, start=17) == take(config, 9, start=17)
 
 
+def test_iterating_leaves_the_global_random_numbers_alone(config):
+    """Dropout after a resume continues where it was only if loading data draws nothing."""
+    before = torch.get_rng_state()
+    take(config, 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_ranks_without_samples_hold_a_padding_row(config):
     pipeline = create_data_pipeline(config, split="train", batch=shape(batch=2, micro=1, rank=0, size=4))
     step = next(iter(pipeline))

@@ -106,7 +106,7 @@ def test_another_tokenizer_is_another_cache(tmp_path, tokenizer):
 def test_a_tokenizer_that_does_not_fit_is_named(tmp_path, tokenizer):
     with pytest.raises(UserError, match="has 2048 tokens, the model's vocabulary 1000: set --vocab_size"):
         tokenizer.require_below(1000)
-    with pytest.raises(UserError, match="no tokenizer in .*nowhere"):
+    with pytest.raises(UserError, match=r"no tokenizer in .*nowhere"):
         TextTokenizer(str(tmp_path / "nowhere"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot load the tokenizer"):

@@ -19,7 +19,7 @@ from data.pipelines.jsonl import open_jsonl
 from data.pipelines.synthetic import SyntheticRows
 from data.pipelines.text import TextTokenizer, open_text
 from data.sampler import PADDING, samples_at, step_positions
-from data.storage import list_files
+from data.storage import JSONL, TEXT, list_files
 from smp.config import Section, setting
 from smp.errors import UserError
 
@@ -44,7 +44,9 @@ class DataConfig(Section):
     zipped_data: bool | None = setting(
         None, "Which files of a folder to read: 1 only .gz, 0 only uncompressed. Default: both (SMP v2: only .gz)."
     )
-    tokenizer_name_or_dir: str | None = setting(None, "Local tokenizer directory, for --dataset_type text.")
+    tokenizer_name_or_dir: str | None = setting(
+        None, "Local tokenizer directory, for --dataset_type text and --document_mask 1."
+    )
     text_document_separator: str | None = setting(
         None, "Line that separates documents in a text file; '' is a blank line. Default: a file is one document."
     )
@@ -190,6 +192,7 @@ class DataPipeline:
             multiprocessing_context="forkserver" if workers else None,
             prefetch_factor=2 * self._microbatches_per_step if workers else None,
             pin_memory=batch.pin_memory,
+            generator=torch.Generator(),  # its own: DataLoader draws a number that must not be the model's
             # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
             generator=torch.Generator(),
         )
@@ -269,6 +272,8 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         tokenizer = TextTokenizer(config.tokenizer_name_or_dir)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     if config.use_synthetic_data:
+        if split == "train" and config.training_dir is not None:
+            log.info("--use_synthetic_data 1: %s is not read", config.training_dir)
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
     path = _path(config, split)
@@ -279,10 +284,10 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         )
         return source, eos
     if config.dataset_type == "gpt_jsonl":
-        files = list_files(path, extensions=(".json", ".jsonl"), zipped=config.zipped_data)[-1 if last_only else 0 :]
+        files = list_files(path, extensions=JSONL, zipped=config.zipped_data)[-1 if last_only else 0 :]
         return open_jsonl(files, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir), eos
     if config.dataset_type == "text":
-        files = list_files(path, extensions=(".txt",), zipped=config.zipped_data)[-1 if last_only else 0 :]
+        files = list_files(path, extensions=TEXT, zipped=config.zipped_data)[-1 if last_only else 0 :]
         assert tokenizer is not None  # DataConfig refuses text without one
         tokenizer.require_below(vocab)
         text = open_text(

@@ -15,7 +15,7 @@ import numpy as np
 from data.packing import WindowRows
 from data.pipelines.jsonl import beyond_vocabulary
 from data.progress import Progress
-from data.storage import DataFile, filesystem_of, list_files, open_file
+from data.storage import PARQUET, DataFile, filesystem_of, list_files, open_file, reading
 from data.token_cache import Columns, TokenWriter, cached, digest_of, recorded, token_dtype
 from smp.errors import UserError
 
@@ -141,7 +141,8 @@ def _batches(file: DataFile) -> Iterator[Any]:
             else:
                 parquet = pq.ParquetFile(content)
                 wanted = [name for name in COLUMNS if name in parquet.schema_arrow.names]
-                batches = parquet.iter_batches(batch_size=1024, columns=wanted)
+                # Without input_ids every column is read, so that the complaint can name them.
+                batches = parquet.iter_batches(batch_size=1024, columns=wanted if "input_ids" in wanted else None)
             for batch in batches:
                 yield batch
                 progress.reach(raw.tell())
@@ -187,21 +188,27 @@ def saved_files(path: str, split: str) -> list[DataFile] | None:
     Raises:
         UserError: it is a saved DatasetDict without that split.
     """
-    fs, inner = filesystem_of(path)
-    inner = inner.rstrip("/")
-    if fs.exists(f"{inner}/dataset_dict.json"):
-        names = json.loads(fs.cat_file(f"{inner}/dataset_dict.json"))["splits"]
+    if (described := _described(path, "dataset_dict.json")) is not None:
+        names = described["splits"]
         chosen = next((name for name in SPLIT_NAMES[split] if name in names), None)
         if chosen is None:
             raise UserError(
                 f"{path} has the splits {', '.join(names)}, but no {' or '.join(SPLIT_NAMES[split])}: give the folder "
                 f"of one split"
             )
-        path, inner = f"{path.rstrip('/')}/{chosen}", f"{inner}/{chosen}"
-    if not fs.exists(f"{inner}/state.json"):
+        path = f"{path.rstrip('/')}/{chosen}"
+    if (described := _described(path, "state.json")) is None:
         return None
-    names = [each["filename"] for each in json.loads(fs.cat_file(f"{inner}/state.json"))["_data_files"]]
+    names = [each["filename"] for each in described["_data_files"]]
     return [list_files(f"{path.rstrip('/')}/{name}", extensions=(".arrow",))[0] for name in names]
+
+
+def _described(path: str, name: str) -> dict[str, Any] | None:
+    """One of the JSON files that ``save_to_disk`` leaves in a folder, or None."""
+    fs, inner = filesystem_of(path)
+    file = f"{inner.rstrip('/')}/{name}"
+    with reading(path):
+        return json.loads(fs.cat_file(file)) if fs.exists(file) else None
 
 
 def open_hf(
@@ -221,5 +228,5 @@ def open_hf(
     if files is not None and "://" not in path:
         return open_mapped(files, sequence_length, vocab_size, cache_dir)
     if files is None:
-        files = list_files(path, extensions=(".parquet",))[-1 if last_only else 0 :]
+        files = list_files(path, extensions=PARQUET)[-1 if last_only else 0 :]
     return open_converted(files, sequence_length=sequence_length, vocab_size=vocab_size, cache_dir=cache_dir)

@@ -14,7 +14,6 @@ from data.storage import DataFile, open_file
 from data.token_cache import TokenFile, TokenWriter, cached, digest_of, token_dtype
 from smp.errors import UserError
 
-EXTENSIONS = (".json", ".jsonl")
 BOM = b"\xef\xbb\xbf"
 
 

@@ -16,7 +16,6 @@ from data.storage import DataFile, open_file
 from data.token_cache import TokenWriter, cached, digest_of, token_dtype
 from smp.errors import UserError
 
-EXTENSIONS = (".txt",)
 PIECE = 2_000_000  # characters that are tokenised at once; longer documents are split at a line end
 BATCH = 8_000_000  # characters that are tokenised side by side
 

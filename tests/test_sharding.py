@@ -1,0 +1,151 @@
+"""Sharding units, and exactly the collectives that a layout needs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers  # noqa: F401  imported before the ranks are forked
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from smp.config import ActivationConfig, ParallelConfig
+from smp.models.registry import family_of
+from smp.sharding import fsdp_modules, set_gradient_sync, size_based_units
+from smp.transform import parallelize
+from tests.distributed import run_distributed
+from tests.parity import Layout, build_reference, rank_batch
+from train_lib import forward
+
+# torch names the same collective differently from version to version.
+KINDS = {
+    "all_gather": ("_allgather_base", "all_gather"),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_reduce": ("allreduce", "all_reduce"),
+}
+BLOCKS = 3
+UNITS = BLOCKS + 2  # embedding and (norm, head) besides
+
+
+def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
+    model = copy.deepcopy(build_reference(name, torch.float32)).train()
+    config = ParallelConfig(sharding_strategy=layout.strategy, hybrid_shard_degree=layout.degree, **parallel)
+    activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
+    return parallelize(
+        model, family_of(model.config), mesh=layout.mesh(), parallel=config, activation=activation, dtype=None
+    )
+
+
+def collectives(model: nn.Module, *, microbatches: int, defer: bool) -> dict[str, int]:
+    """Collectives of forward and backward over some micro-batches, by name."""
+    batch = rank_batch(0, dist.get_rank(), dist.get_world_size(), microbatches)
+    forward(model, batch.microbatches[0], torch.device("cpu")).backward()  # sets up what is set up once
+    with CommDebugMode() as counter:
+        for index, microbatch in enumerate(batch.microbatches):
+            set_gradient_sync(model, last=index == microbatches - 1, defer=defer)
+            forward(model, microbatch, torch.device("cpu")).backward()
+    counts: dict[str, int] = {}
+    for op, count in counter.get_comm_counts().items():
+        kind = next(kind for kind, words in KINDS.items() if any(word in str(op) for word in words))
+        counts[kind] = counts.get(kind, 0) + count
+    return counts
+
+
+def _check_counts(cases):
+    for layout, defer, microbatches, expected in cases:
+        found = collectives(sharded(layout), microbatches=microbatches, defer=defer)
+        assert found == expected, (layout, defer, microbatches, found)
+
+
+def names(gathers: int, scatters: int, reduces: int = 0) -> dict[str, int]:
+    counts = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": reduces}
+    return {name: count for name, count in counts.items() if count}
+
+
+def test_full_shard_gathers_twice_but_the_last_unit():
+    # Forward gathers every unit; backward gathers again those that were freed, which the last is not.
+    gathers = UNITS + UNITS - 1
+    full, zero2 = Layout("full_shard"), Layout("shard_grad_op")
+    cases = [
+        (full, False, 1, names(gathers, UNITS)),
+        (Layout("full_shard", checkpointing=True), False, 1, names(gathers, UNITS)),
+        (full, False, 2, names(2 * gathers, 2 * UNITS)),
+        # Gradients are kept whole until the last micro-batch.
+        (full, True, 2, names(2 * gathers, UNITS)),
+        (zero2, False, 1, names(UNITS, UNITS)),
+    ]
+    run_distributed(_check_counts, cases, world_size=2)
+
+
+def test_replicas_reduce_once_per_step():
+    gathers = UNITS + UNITS - 1
+    hybrid = Layout("hybrid_shard", 2)
+    cases = [
+        (hybrid, False, 1, names(gathers, UNITS, UNITS)),
+        # The sharding group reduces every micro-batch, the replicas only the last.
+        (hybrid, False, 2, names(2 * gathers, 2 * UNITS, UNITS)),
+        (hybrid, True, 2, names(2 * gathers, UNITS, UNITS)),
+    ]
+    run_distributed(_check_counts, cases, world_size=4)
+
+
+def _check_tied():
+    model = sharded(Layout("full_shard"), "llama_tied")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    # The tied unit is gathered once and kept; blocks are gathered twice.
+    assert collectives(model, microbatches=1, defer=False) == names(1 + 2 * BLOCKS, 1 + BLOCKS)
+
+
+def test_tied_weights_make_one_unit():
+    run_distributed(_check_tied, world_size=2)
+
+
+def _check_local_share():
+    model = sharded(Layout("full_shard"))
+    local = sum(p.to_local().numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    assert abs(local - whole / 4) <= 0.02 * whole
+
+
+def test_each_rank_holds_its_share():
+    run_distributed(_check_local_share, world_size=4)
+
+
+def _check_prefetch():
+    model = sharded(Layout("full_shard"), forward_prefetch=False, backward_fetch_policy="backward_post")
+    states = [m._get_fsdp_state() for m in fsdp_modules(model)]
+    assert not any(s._states_to_forward_prefetch for s in states)
+    order: list[str] = []
+    for index, block in enumerate(model.model.layers):
+        group = block._get_fsdp_state()._fsdp_param_group
+        unshard = group.unshard
+        group.unshard = lambda *a, u=unshard, i=index, **k: (order.append(f"gather {i}"), u(*a, **k))
+        block.register_full_backward_pre_hook(lambda *_, i=index: order.append(f"backward {i}"))
+    batch = rank_batch(0, dist.get_rank(), 2, 1)
+    loss = forward(model, batch.microbatches[0], torch.device("cpu"))
+    order.clear()
+    loss.backward()
+    # Without prefetch, no block's parameters are asked for before the block after it has begun its backward.
+    assert order.index("gather 1") > order.index("backward 2")
+
+
+def test_backward_post_fetches_late():
+    run_distributed(_check_prefetch, world_size=2)
+
+
+def test_size_based_units():
+    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(20, 20), nn.Linear(3, 3)), nn.Linear(20, 20))
+    units = [modules[0] for modules, _ in size_based_units(model, reshard=True, minimum=400)]
+    assert units == [model[1][0], model[2]]
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox_tied"])
+def test_size_based_units_keep_ties(name):
+    run_distributed(_check_size_based_tie, name, world_size=2)
+
+
+def _check_size_based_tie(name):
+    model = sharded(Layout("full_shard"), name, auto_wrap_policy="size_based_auto_wrap_policy")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
