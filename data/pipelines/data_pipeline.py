@@ -192,9 +192,6 @@ class DataPipeline:
             multiprocessing_context="forkserver" if workers else None,
             prefetch_factor=2 * self._microbatches_per_step if workers else None,
             pin_memory=batch.pin_memory,
-            generator=torch.Generator(),  # its own: DataLoader draws a number that must not be the model's
-            # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
-            generator=torch.Generator(),
         )
         self._steps: Iterator[StepBatch] | None = None
 
