@@ -35,17 +35,8 @@ class RowSource(Protocol):
     def __len__(self) -> int:
         """Rows."""
 
-    def row(self, index: int) -> Row:
-        """Row ``index``."""
-
-
-def _slice(store: Columns, start: int, stop: int) -> Row:
-    mask, labels = store.mask, store.labels
-    return Row(
-        store.tokens[start:stop],
-        None if mask is None else mask[start:stop],
-        None if labels is None else labels[start:stop],
-    )
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """The rows of these numbers, (k,) int64."""
 
 
 class WindowRows:
@@ -54,19 +45,30 @@ class WindowRows:
     def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
         windows = [-(-np.diff(store.offsets) // sequence_length) for store in stores]
-        self._firsts = [np.concatenate([[0], np.cumsum(each)]) for each in windows]  # first window of each row
-        self._stores_first = np.concatenate([[0], np.cumsum([firsts[-1] for firsts in self._firsts])])
+        self._first_window = np.concatenate([[0], *windows]).cumsum()  # of each row, over all stores
+        self._first_row = np.cumsum([0, *map(len, windows)])  # of each store
 
     def __len__(self) -> int:
-        return int(self._stores_first[-1])
+        return int(self._first_window[-1])
 
-    def row(self, index: int) -> Row:
-        """Window ``index`` over all files."""
-        which = int(np.searchsorted(self._stores_first, index, side="right")) - 1
-        store, firsts, window = self.stores[which], self._firsts[which], index - self._stores_first[which]
-        row = int(np.searchsorted(firsts, window, side="right")) - 1
-        start = int(store.offsets[row] + (window - firsts[row]) * self.sequence_length)
-        return _slice(store, start, min(start + self.sequence_length, int(store.offsets[row + 1])))
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Windows by number over all stores."""
+        rows = np.searchsorted(self._first_window, indices, side="right") - 1
+        stores = np.searchsorted(self._first_row, rows, side="right") - 1
+        skipped = (indices - self._first_window[rows]) * self.sequence_length
+        inside = rows - self._first_row[stores]
+        return [self._cut(*each) for each in zip(stores.tolist(), inside.tolist(), skipped.tolist(), strict=True)]
+
+    def _cut(self, which: int, row: int, skipped: int) -> Row:
+        store = self.stores[which]
+        start = int(store.offsets[row]) + skipped
+        stop = min(start + self.sequence_length, int(store.offsets[row + 1]))
+        mask, labels = store.mask, store.labels
+        return Row(
+            store.tokens[start:stop],
+            None if mask is None else mask[start:stop],
+            None if labels is None else labels[start:stop],
+        )
 
 
 class PackedRows:
@@ -74,21 +76,24 @@ class PackedRows:
 
     def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
-        self._first_token = np.concatenate([[0], np.cumsum([len(store.tokens) for store in stores])])
+        self._first_token = np.cumsum([0, *(len(store.tokens) for store in stores)])
 
     def __len__(self) -> int:
         return -(-int(self._first_token[-1]) // self.sequence_length)
 
-    def row(self, index: int) -> Row:
-        """Row ``index``: the end of one file may share it with the beginning of the next."""
-        start = index * self.sequence_length
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Rows by number: the end of one file may share its row with the beginning of the next."""
+        starts = indices * self.sequence_length
+        stores = np.searchsorted(self._first_token, starts, side="right") - 1
+        return [self._cut(*each) for each in zip(stores.tolist(), starts.tolist(), strict=True)]
+
+    def _cut(self, which: int, start: int) -> Row:
         stop = min(start + self.sequence_length, int(self._first_token[-1]))
-        first = int(np.searchsorted(self._first_token, start, side="right")) - 1
         pieces = []
-        for store, offset in zip(self.stores[first:], self._first_token[first:], strict=False):
-            if offset >= stop:
-                break
-            pieces.append(store.tokens[max(0, start - offset) : stop - offset])
+        while start < stop:
+            begin, end = int(self._first_token[which]), int(self._first_token[which + 1])
+            pieces.append(self.stores[which].tokens[start - begin : stop - begin])
+            start, which = end, which + 1
         return Row(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
 
 
@@ -120,28 +125,35 @@ class Collator:
         """
         shape = (len(rows), self.sequence_length)
         ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
-        real = np.zeros(shape, bool)
         for b, row in enumerate(rows):
             if row is not None:
                 n = len(row.tokens)
                 ids[b, :n] = row.tokens
-                labels[b, :n] = row.tokens if row.labels is None else row.labels
-                real[b, :n] = True if row.mask is None else row.mask
+                labels[b, :n] = ids[b, :n] if row.labels is None else row.labels
+        batch = {"input_ids": ids, "labels": labels}
+        if self.document_end is not None or any(row is not None and row.mask is not None for row in rows):
+            self._apply_masks(batch, rows)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _apply_masks(self, batch: dict[str, np.ndarray], rows: list[Row | None]) -> None:
+        """Take masked tokens and the first ones of documents out of the labels; add what attention needs."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        real = np.zeros(ids.shape, bool)
+        for b, row in enumerate(rows):
+            if row is not None:
+                real[b, : len(row.tokens)] = True if row.mask is None else row.mask
         # A token behind a masked one would be predicted from a position that saw nothing.
-        after_masked = np.zeros(shape, bool)
+        after_masked = np.zeros(ids.shape, bool)
         after_masked[:, 1:] = real[:, 1:] & ~real[:, :-1]
         labels[~real | after_masked] = IGNORED
-        batch = {"input_ids": ids}
         if self.document_end is not None:
             starts = after_masked
             starts[:, 1:] |= real[:, :-1] & ((ids[:, :-1] == self.document_end) | ~real[:, 1:])
             labels[starts] = IGNORED
-            columns = np.broadcast_to(np.arange(shape[1]), shape)
+            columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
             batch["position_ids"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
         elif after_masked.any():
             # Rows that are padded on the right keep an unmasked beginning, so no query of theirs is without a key;
             # a padding row has none at all and is left unmasked for the same reason.
             real[~real.any(axis=1)] = True
             batch["attention_mask"] = real.astype(np.int64)
-        batch["labels"] = labels
-        return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -70,21 +70,20 @@ def samples_at(positions: np.ndarray, n: int, *, seed: int, shuffle: bool) -> np
     return out
 
 
-def step_positions(start: int, *, batch: int, micro: int, rank: int, size: int) -> list[np.ndarray]:
-    """One rank's micro-batches of the step that begins at stream position ``start``.
+def step_positions(*, batch: int, micro: int, rank: int, size: int) -> list[np.ndarray]:
+    """One rank's micro-batches of a step, as positions counted from the step's first.
 
     Every rank gets the same number of micro-batches, so that collectives match; where a rank has no sample for one,
     it holds a single padding row.
 
     Args:
-        start: first position of the step.
         batch: samples per step over all ranks.
         micro: most samples per micro-batch.
         rank, size: data-parallel rank and number of them.
 
     Returns:
-        Arrays of stream positions, or ``[PADDING]``.
+        Arrays of positions in [0, batch), or ``[PADDING]``.
     """
-    mine = np.arange(start + batch * rank // size, start + batch * (rank + 1) // size)
+    mine = np.arange(batch * rank // size, batch * (rank + 1) // size)
     count = math.ceil(math.ceil(batch / size) / micro)
     return [part if len(part) else np.array([PADDING]) for part in np.array_split(mine, count)]

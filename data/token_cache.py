@@ -72,7 +72,8 @@ class TokenFile(Columns):
         for part, count in meta["counts"].items():
             if (folder / f"{part}.bin").stat().st_size != count * np.dtype(dtypes[part]).itemsize:
                 raise ValueError(f"{folder / part}.bin is damaged")
-            parts[part] = np.memmap(folder / f"{part}.bin", dtype=dtypes[part], mode="r")
+            # A plain view: slicing the memmap class itself costs several times as much.
+            parts[part] = np.memmap(folder / f"{part}.bin", dtype=dtypes[part], mode="r").view(np.ndarray)
         mask, labels = parts.get("mask"), parts.get("labels")
         return cls(parts["tokens"], parts["rows"], mask, labels, folder=folder, highest=meta["highest"])
 

@@ -108,9 +108,11 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
 
     Before the last micro-batch of a step only the sharding group reduces; the all-reduce over replicas waits. With
     ``defer`` nothing is reduced before the last one, at the price of holding whole gradients.
+
+    ``set_is_last_backward(False)`` is left alone on purpose: it keeps the forward order of the micro-batch before,
+    and the first unit's backward then prefetches a unit that nothing needs (one all-gather per micro-batch).
     """
     root = cast(FSDPModule, model)
-    root.set_is_last_backward(last)
     if defer:
         root.set_requires_gradient_sync(last)
     else:

@@ -25,7 +25,7 @@ def open_all(path, cache, split="train", width=4, vocab=100):
 
 
 def tokens_of(source):
-    return [source.row(index).tokens.tolist() for index in range(len(source))]
+    return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -33,7 +33,7 @@ def test_a_saved_dataset_is_mapped_in_place(tmp_path, shards):
     save(tmp_path / "d", {"input_ids": ROWS, "text": ["a"] * 4}, shards)
     source = open_all(tmp_path / "d", tmp_path / "cache")
     assert tokens_of(source) == [[1, 2, 3], [4], [5, 6, 7, 8], [9], [10, 11]]
-    assert isinstance(source, MappedRows) and not source.row(0).tokens.flags.owndata
+    assert isinstance(source, MappedRows) and not source.rows(np.array([0]))[0].tokens.flags.owndata
     assert not list((tmp_path / "cache").glob("*/tokens.bin"))
 
 
@@ -55,7 +55,10 @@ def test_parquet_and_remote_files_give_the_same_rows(tmp_path):
     for path in (tmp_path / "p", tmp_path / "p" / "a.parquet", "memory://hf"):
         source = open_all(path, tmp_path / "cache")
         assert tokens_of(source) == tokens_of(open_all(tmp_path / "d", tmp_path / "cache"))
-        assert source.row(2).mask.tolist() == [1, 1, 1, 1] and source.row(2).labels.tolist() == [5, 6, 7, 8]
+        row = source.rows(np.array([2]))[0]
+        assert row.mask.tolist() == [1, 1, 1, 1] and row.labels.tolist() == [5, 6, 7, 8]
+            0
+        ].labels.tolist() == [5, 6, 7, 8]
 
 
 def test_fixed_and_large_lists_and_masks_are_read(tmp_path):
@@ -63,7 +66,7 @@ def test_fixed_and_large_lists_and_masks_are_read(tmp_path):
     mask = pa.array([[True, True], [False, True]], pa.large_list(pa.bool_()))
     pq.write_table(pa.table({"input_ids": ids, "attention_mask": mask}), tmp_path / "a.parquet")
     source = open_all(tmp_path, tmp_path / "cache")
-    assert tokens_of(source) == [[1, 2], [3, 4]] and source.row(1).mask.tolist() == [0, 1]
+    assert tokens_of(source) == [[1, 2], [3, 4]] and source.rows(np.array([1]))[0].mask.tolist() == [0, 1]
 
 
 def test_a_dataset_dict_gives_the_split(tmp_path):
@@ -130,4 +133,4 @@ def test_many_rows_need_no_object_each(tmp_path):
     pq.write_table(pa.table({"input_ids": column}), tmp_path / "a.parquet")
     source = open_all(tmp_path, tmp_path / "cache")
     assert len(source) == np.ceil(lengths / 4).sum()
-    assert sum(len(source.row(i).tokens) for i in range(len(source))) == lengths.sum()
+    assert sum(len(source.rows(np.array([i]))[0].tokens) for i in range(len(source))) == lengths.sum()

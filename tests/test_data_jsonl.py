@@ -4,6 +4,7 @@ import gzip
 import json
 
 import fsspec
+import numpy as np
 import pytest
 
 from data.pipelines.jsonl import open_jsonl
@@ -17,7 +18,7 @@ def open_all(path, cache, width=4, vocab=100):
 
 
 def tokens_of(source):
-    return [source.row(index).tokens.tolist() for index in range(len(source))]
+    return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
 
 
 def test_plain_gzip_and_remote_files_give_the_same_rows(tmp_path):
@@ -41,7 +42,7 @@ def test_masks_and_labels_come_along(tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = open_all(tmp_path, tmp_path / "cache")
-    found = [source.row(index) for index in range(len(source))]
+    found = [source.rows(np.array([index]))[0] for index in range(len(source))]
     assert [row.mask.tolist() for row in found] == [[0, 1, 1, 1], [1], [1, 1], [1]]
     assert [row.labels.tolist() for row in found] == [[1, 2, 3, 4], [5], [-100, 8], [9]]
 

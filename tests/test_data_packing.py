@@ -17,7 +17,7 @@ def columns(*rows, mask=None):
 
 
 def tokens_of(source):
-    return [source.row(index).tokens.tolist() for index in range(len(source))]
+    return [source.rows(np.array([index]))[0].tokens.tolist() for index in range(len(source))]
 
 
 def tiny(family):

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import fsspec
+import numpy as np
 import pytest
 
 from data.pipelines import text as module
@@ -28,7 +29,7 @@ def open_all(path, cache, tokenizer, width=8, separator=None):
 
 
 def ids_of(source):
-    return [token for index in range(len(source)) for token in source.row(index).tokens.tolist()]
+    return [token for index in range(len(source)) for token in source.rows(np.array([index]))[0].tokens.tolist()]
 
 
 def decoded(source, tokenizer):
@@ -43,7 +44,7 @@ def test_a_file_is_a_document_and_rows_cross_files(tmp_path, tokenizer):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\ufeffNaïve £5\r\nend".encode()))
     source = open_all(tmp_path, tmp_path / "cache", tokenizer, width=7)
     assert decoded(source, tokenizer) == ["One day.\n\nAnother day.\n", "Naïve £5\nend"]
-    assert {len(source.row(index).tokens) for index in range(len(source) - 1)} == {7}
+    assert {len(source.rows(np.array([index]))[0].tokens) for index in range(len(source) - 1)} == {7}
 
 
 @pytest.mark.parametrize("separator,content", [("", "a b\nc\n\n \n\nd\n"), ("---", "a b\nc\n---\n--- \nd\n")])

@@ -51,7 +51,7 @@ def test_what_was_written_comes_back_and_is_not_built_twice(tmp_path):
     assert store.tokens.tolist() == [1, 2, 3, 4, 5, 6, 70000]
     assert store.offsets.tolist() == [0, 3, 6, 7]
     assert (store.highest, store.mask, store.labels) == (70000, None, None)
-    assert isinstance(store.tokens, np.memmap)
+    assert isinstance(store.tokens.base, np.memmap) and not store.tokens.flags.writeable
 
 
 def test_another_key_or_format_is_another_file(tmp_path):

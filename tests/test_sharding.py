@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers  # noqa: F401  imported before the ranks are forked
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.config import ActivationConfig, ParallelConfig
 from smp.models.registry import family_of
@@ -29,6 +29,20 @@ BLOCKS = 3
 UNITS = BLOCKS + 2  # embedding and (norm, head) besides
 
 
+class CountCollectives(TorchDispatchMode):
+    """Counts collectives by kind. (torch's CommDebugMode breaks on recomputed modules.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            kind = next((kind for kind, words in KINDS.items() if any(word in str(func) for word in words)), str(func))
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
 def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
     model = copy.deepcopy(build_reference(name, torch.float32)).train()
     config = ParallelConfig(sharding_strategy=layout.strategy, hybrid_shard_degree=layout.degree, **parallel)
@@ -42,15 +56,11 @@ def collectives(model: nn.Module, *, microbatches: int, defer: bool) -> dict[str
     """Collectives of forward and backward over some micro-batches, by name."""
     batch = rank_batch(0, dist.get_rank(), dist.get_world_size(), microbatches)
     forward(model, batch.microbatches[0], torch.device("cpu")).backward()  # sets up what is set up once
-    with CommDebugMode() as counter:
+    with CountCollectives() as counter:
         for index, microbatch in enumerate(batch.microbatches):
             set_gradient_sync(model, last=index == microbatches - 1, defer=defer)
             forward(model, microbatch, torch.device("cpu")).backward()
-    counts: dict[str, int] = {}
-    for op, count in counter.get_comm_counts().items():
-        kind = next(kind for kind, words in KINDS.items() if any(word in str(op) for word in words))
-        counts[kind] = counts.get(kind, 0) + count
-    return counts
+    return counter.counts
 
 
 def _check_counts(cases):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.packing import Collator, RowSource
+from data.packing import Collator, Row, RowSource
 from data.pipelines.hf import open_hf
 from data.pipelines.jsonl import open_jsonl
 from data.pipelines.synthetic import SyntheticRows
@@ -24,6 +25,7 @@ from smp.config import Section, setting
 from smp.errors import UserError
 
 Split = Literal["train", "validation"]
+LOOKED_UP_AT_ONCE = 1024
 log = logging.getLogger("smp.data")
 
 
@@ -128,40 +130,55 @@ class StepBatch:
     sample_ids: Tensor
 
 
+Positions = tuple[np.ndarray, np.ndarray]  # of one micro-batch: stream positions, and the samples of the real ones
+
+
 @dataclasses.dataclass(frozen=True)
 class _Microbatches(Dataset):
-    """Map-style: indexed by an array of stream positions; in the same words in a worker and at home."""
+    """Map-style, with a whole micro-batch as the index; in the same words in a worker and at home."""
 
     source: RowSource
     collate: Collator
-    seed: int
-    shuffle: bool
 
-    def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
-        real = positions[positions != PADDING]
-        samples = iter(samples_at(real, len(self.source), seed=self.seed, shuffle=self.shuffle))
-        rows = [None if position == PADDING else self.source.row(int(next(samples))) for position in positions]
-        return {**self.collate(rows), "sample_ids": torch.from_numpy(positions.astype(np.int64))}
+    def __getitem__(self, index: Positions) -> dict[str, Tensor]:
+        positions, samples = index
+        # Padding rows are alone in their micro-batch.
+        rows: list[Row | None] = [*self.source.rows(samples)] if len(samples) else [None]
+        return {**self.collate(rows), "sample_ids": torch.from_numpy(positions)}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Positions:
-    """The endless stream of one rank's micro-batches, as positions: what DataLoader calls a sampler."""
+class _Order:
+    """The endless stream of one rank's micro-batches, from any position: what DataLoader calls a sampler."""
 
-    batch: BatchShape
+    step: list[np.ndarray]
+    global_batch_size: int
+    samples: int
+    seed: int
+    shuffle: bool
     start: int
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        start, shape = self.start, self.batch
+    def __iter__(self) -> Iterator[Positions]:
+        mine = np.concatenate(self.step)
+        # Looking up many positions at once costs little more than one.
+        ahead = np.arange(max(1, LOOKED_UP_AT_ONCE // len(mine))) * self.global_batch_size
+        start = self.start
         while True:
-            yield from step_positions(
-                start,
-                batch=shape.global_batch_size,
-                micro=shape.micro_batch_size,
-                rank=shape.data_rank,
-                size=shape.data_size,
+            block = np.where(mine == PADDING, PADDING, start + ahead[:, None] + mine)
+            found = np.full(block.shape, PADDING)
+            found[block != PADDING] = samples_at(
+                block[block != PADDING], self.samples, seed=self.seed, shuffle=self.shuffle
             )
-            start += shape.global_batch_size
+            edges = np.cumsum([0, *map(len, self.step)]).tolist()
+            for positions, samples in zip(block, found, strict=True):
+                for begin, end in itertools.pairwise(edges):
+                    chosen = samples[begin:end]
+                    yield positions[begin:end], chosen if chosen[0] != PADDING else chosen[:0]
+            start += len(ahead) * self.global_batch_size
+
+
+def _as_it_is(microbatch: Any) -> Any:
+    return microbatch
 
 
 class DataPipeline:
@@ -180,18 +197,23 @@ class DataPipeline:
         self.samples_per_epoch = len(source)
         identity = f"{source.fingerprint} {batch.sequence_length} {collate.document_end}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:20]
-        self._microbatches_per_step = len(
-            step_positions(0, batch=batch.global_batch_size, micro=batch.micro_batch_size, rank=0, size=batch.data_size)
+        step = step_positions(
+            batch=batch.global_batch_size, micro=batch.micro_batch_size, rank=batch.data_rank, size=batch.data_size
         )
+        self._microbatches_per_step = len(step)
+        order = _Order(step, batch.global_batch_size, len(source), batch.seed, shuffle, start_sample)
         # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on.
         self._loader = DataLoader(
-            _Microbatches(source, collate, batch.seed, shuffle),
+            _Microbatches(source, collate),
+            sampler=order,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=_Positions(batch, start_sample),  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
             num_workers=workers,
             multiprocessing_context="forkserver" if workers else None,
             prefetch_factor=2 * self._microbatches_per_step if workers else None,
             pin_memory=batch.pin_memory,
+            # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
+            generator=torch.Generator(),
         )
         self._steps: Iterator[StepBatch] | None = None
 

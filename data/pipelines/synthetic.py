@@ -7,6 +7,8 @@ import numpy as np
 from data.packing import Row
 from data.sampler import mix64
 
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
+
 
 class SyntheticRows:
     """Rows of uniform random tokens; each is a pure function of (seed, stream, index, position in the row).
@@ -20,14 +22,16 @@ class SyntheticRows:
 
     def __init__(self, samples: int, sequence_length: int, *, vocab_size: int, seed: int, stream: str):
         self.samples, self.sequence_length, self.vocab_size = samples, sequence_length, vocab_size
-        key = np.random.SeedSequence([seed, *stream.encode()]).generate_state(1, np.uint64)
-        self._key = key
+        self._key = np.random.SeedSequence([seed, *stream.encode()]).generate_state(1, np.uint64)
         self.fingerprint = f"synthetic-{stream}-{seed}-{samples}x{sequence_length}-{vocab_size}"
 
     def __len__(self) -> int:
         return self.samples
 
-    def row(self, index: int) -> Row:
-        """Row ``index``."""
-        counter = np.arange(index * self.sequence_length, (index + 1) * self.sequence_length, dtype=np.uint64)
-        return Row((mix64(mix64(counter + self._key)) % np.uint64(self.vocab_size)).astype(np.int64))
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Rows by number. Each 64-bit output of splitmix64 makes two tokens, scaled down by multiplication."""
+        words = -(-self.sequence_length // 2)
+        counters = indices.astype(np.uint64)[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)
+        halves = mix64(counters * GOLDEN_GAMMA + self._key).view(np.uint32)[:, : self.sequence_length]
+        tokens = (halves.astype(np.uint64) * np.uint64(self.vocab_size)) >> np.uint64(32)
+        return [Row(each) for each in tokens.astype(np.int64)]
