@@ -57,8 +57,6 @@ def test_parquet_and_remote_files_give_the_same_rows(tmp_path):
         assert tokens_of(source) == tokens_of(open_all(tmp_path / "d", tmp_path / "cache"))
         row = source.rows(np.array([2]))[0]
         assert row.mask.tolist() == [1, 1, 1, 1] and row.labels.tolist() == [5, 6, 7, 8]
-            0
-        ].labels.tolist() == [5, 6, 7, 8]
 
 
 def test_fixed_and_large_lists_and_masks_are_read(tmp_path):

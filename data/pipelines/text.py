@@ -16,8 +16,9 @@ from data.storage import DataFile, open_file
 from data.token_cache import TokenWriter, cached, digest_of, token_dtype
 from smp.errors import UserError
 
-PIECE = 2_000_000  # characters that are tokenised at once; longer documents are split at a line end
-BATCH = 8_000_000  # characters that are tokenised side by side
+PIECE = 256_000  # characters that are tokenised at once; longer documents are split at a line end
+BATCH = 8_000_000  # characters that are tokenised side by side, on all cores
+MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
 
 
 class TextTokenizer:
@@ -81,7 +82,7 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
         name: for messages.
 
     Yields:
-        (text, ends): at most about ``PIECE`` characters, and whether its document ends there.
+        (text, ends): at most ``3 * PIECE`` characters, and whether its document ends there.
 
     Raises:
         UserError: a line is not UTF-8.
@@ -103,7 +104,8 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
             continue
         held.append(line)
         size += len(line)
-        if size >= PIECE:
+        # Not among blank lines, which tokenizers join; but a file of nothing else has to be split as well.
+        if size >= PIECE and (line.strip() or size >= 2 * PIECE):
             yield "".join(held), False
             held, size = [], 0
     try:
@@ -145,7 +147,7 @@ def tokenized(pieces: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> I
             batch.append(piece)
             begun = not piece[1]
             size += len(piece[0])
-        if batch and (piece is None or size >= BATCH):
+        if batch and (piece is None or size >= BATCH or len(batch) >= MOST_DOCUMENTS):
             for ids, (_, ends) in zip(tokenizer([text for text, _ in batch]), batch, strict=True):
                 yield np.array([*ids, tokenizer.eos_token_id] if ends else ids, np.int64), ends
             batch, size = [], 0
