@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import functools
 import json
 import multiprocessing
 import os
@@ -24,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import accelerate
@@ -32,65 +30,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from step_variants import SHARDED, SIZES, VARIANTS, Case, resolved_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from smp.errors import UserError
+from smp.models.registry import count_parameters
 
-from data.pipelines.data_pipeline import StepBatch  # noqa: E402
-from smp.config import ActivationConfig, ParallelConfig  # noqa: E402
-from smp.delayed_init import initialize_  # noqa: E402
-from smp.errors import UserError  # noqa: E402
-from smp.mesh import build_mesh, resolve_degrees  # noqa: E402
-from smp.models.model_config import ResolvedModel  # noqa: E402
-from smp.models.registry import build_model, count_parameters, family_of, init_rule  # noqa: E402
-from smp.optimizer import OptimConfig, build_optimizer  # noqa: E402
-from smp.transform import model_blocks, prepare_model  # noqa: E402
-from train_lib import train_step  # noqa: E402
-
-SEED, LR, WARMUP_STEPS = 0, 3e-4, 2
-OPTIM = OptimConfig()  # the job's own: AdamW, decay on matrices, clipping at 1
+WARMUP_STEPS = 2
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # relative; in bf16 the peers cast in other places
-CPU = torch.device("cpu")
-
-# Hidden width, blocks, intermediate width, vocabulary, tokens per sample.
-SIZES = {
-    "llama70m": (640, 10, 1728, 16_384, 256),
-    "neox70m": (640, 10, 2560, 16_384, 256),
-    "llama_tiny": (64, 2, 128, 512, 32),
-    "neox_tiny": (64, 2, 256, 512, 32),
-}
-
-Step = Callable[[int], Tensor]  # from the step's number to this process's mean loss, 0-d
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One measurement: a variant of the step on one model, in fresh processes."""
-
-    model: str
-    precision: str
-    variant: str
-    processes: int
-    threads: int  # of each process
-    steps: int
-    rows: int  # samples of each process and step
-    isa: str  # ceiling of oneDNN's instruction set; "" is none
-
-    @property
-    def bf16(self) -> bool:
-        """Whether to compute in bfloat16."""
-        return self.precision == "bf16"
-
-    @property
-    def length(self) -> int:
-        """Tokens per sample."""
-        return SIZES[self.model][-1]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the timed steps, over all processes."""
-        return self.processes * self.rows * self.length * self.steps
+Results = dict[tuple[str, str], dict[str, list["Result"]]]  # (model, precision) -> variant -> a result for each round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,190 +48,6 @@ class Result:
     peak_mib: float  # of the largest process
     imported_mib: float  # what of it was resident before the model was built: libraries
     losses: list[float]  # of each step with the warm-up, mean over processes
-
-
-def resolved_model(name: str) -> ResolvedModel:
-    """The benchmark's model in the form the job plans with."""
-    hidden, blocks, intermediate, vocabulary, length = SIZES[name]
-    config_class = transformers.LlamaConfig if name.startswith("llama") else transformers.GPTNeoXConfig
-    hf_config = config_class(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=blocks,
-        num_attention_heads=hidden // 64 or 1, max_position_embeddings=length, tie_word_embeddings=False,
-        use_cache=False,
-    )  # fmt: skip
-    return ResolvedModel(
-        name=name, family=family_of(hf_config), hf_config=hf_config, sequence_length=length, weights=None,
-        tokenizer_dir=None, attn_implementation="sdpa", delayed_param=True,
-    )  # fmt: skip
-
-
-def batch(case: Case, rank: int, step: int) -> Tensor:
-    """This process's token ids ``(rows, length)``: its part of one global batch, the same in every variant."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    total = case.rows * case.processes
-    ids = torch.randint(SIZES[case.model][3], (total, case.length), generator=generator)
-    return ids[rank * case.rows : (rank + 1) * case.rows]
-
-
-# --- the variants -----------------------------------------------------------------------------------------------------
-
-
-def smp_step(case: Case, rank: int) -> Step:
-    """The job's own parts, put together as ``train_lib.run`` does."""
-    parallel = ParallelConfig(sharding_strategy="full_shard")
-    degrees = resolve_degrees(parallel, world_size=case.processes, local_world_size=case.processes)
-    model = prepare_model(
-        resolved_model(case.model),
-        mesh=build_mesh(degrees, "cpu"),
-        parallel=parallel,
-        activation=ActivationConfig(activation_checkpointing=False),
-        dtype=torch.bfloat16 if case.bf16 else torch.float32,
-        device=CPU,
-        seed=SEED,
-        load_weights=False,
-    )
-    _require_fsdp2(model, case)
-    optimizer = build_optimizer(model, OPTIM, lr=LR)
-
-    def step(number: int) -> Tensor:
-        ids = batch(case, rank, number)
-        rows = StepBatch([{"input_ids": ids, "labels": ids}], torch.arange(len(ids)))
-        result = train_step(model, optimizer, rows, device=CPU, grad_clip=OPTIM.grad_clip)
-        return result.loss_sum / (result.tokens / case.processes)
-
-    return step
-
-
-def fsdp2_step(case: Case, rank: int, *, fused: bool) -> Step:
-    """The loop of torch's FSDP2 tutorial: each block and the root sharded, the defaults otherwise."""
-    model, family = _plain_model(case), resolved_model(case.model).family
-    policy = _fsdp2_policy(case)
-    for block in model_blocks(model, family):
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    _require_fsdp2(model, case)
-    return _plain_loop(case, rank, model, _adamw(model.parameters(), fused=fused))
-
-
-def accelerate_step(case: Case, rank: int) -> Step:
-    """Accelerate's prepare, backward and clipping, with its FSDP2 plug-in."""
-    # Without it Accelerate makes a CPU run DDP, even when given the plug-in.
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True, cpu_offload=False,
-        cpu_ram_efficient_loading=False, mixed_precision_policy=_fsdp2_policy(case),
-    )  # fmt: skip
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16" if case.bf16 else "no", fsdp_plugin=plugin)
-    model = _plain_model(case)
-    model, optimizer = accelerator.prepare(model, _adamw(model.parameters(), fused=True))
-    _require_fsdp2(model, case)
-    return _plain_loop(case, rank, model, optimizer, backward=accelerator.backward, clip=accelerator.clip_grad_norm_)
-
-
-def one_process_step(case: Case, rank: int) -> Step:
-    """The plain Hugging Face model, all cores as threads of one process; bf16 is autocast's."""
-    model = _plain_model(case)
-    return _plain_loop(case, rank, model, _adamw(model.parameters(), fused=True))
-
-
-def floor_step(case: Case, rank: int) -> Step:
-    """No exchange: forward and backward of the whole model, AdamW on this process's part of it, without clipping."""
-    model = _plain_model(case)
-    parameters = list(model.parameters())
-    # The rows that FSDP2 would leave to this rank, in fp32. In fp32 they are views: no copy in either direction.
-    parts = [p.detach().chunk(case.processes)[rank].float() for p in parameters]
-    if case.bf16:
-        model.to(torch.bfloat16)
-    working = [p.detach().chunk(case.processes)[rank] for p in parameters]
-    optimizer = _adamw(parts, fused=True)
-
-    def step(number: int) -> Tensor:
-        ids = batch(case, rank, number)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        for parameter, part in zip(parameters, parts, strict=True):
-            part.grad = parameter.grad.chunk(case.processes)[rank].to(part.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()
-        if case.bf16:
-            torch._foreach_copy_(working, parts)
-        return loss.detach()
-
-    return step
-
-
-def _plain_model(case: Case) -> nn.Module:
-    """The whole Hugging Face model, with the values that the job gives its shards."""
-    resolved = resolved_model(case.model)
-    model = build_model(resolved.hf_config, attn_implementation=resolved.attn_implementation)
-    rule = functools.partial(init_rule, hf_config=resolved.hf_config)
-    initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=SEED)
-    return model.train()
-
-
-def _plain_loop(
-    case: Case,
-    rank: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    backward: Callable[[Tensor], None] = Tensor.backward,
-    clip: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
-) -> Step:
-    """The loop most people write, with Hugging Face's own loss."""
-    autocast = case.bf16 and not isinstance(model, FSDPModule)
-
-    def step(number: int) -> Tensor:
-        ids = batch(case, rank, number)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        backward(loss)
-        clip(model.parameters(), OPTIM.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.AdamW:
-    """The job's groups and settings: weight decay on matrices only."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": OPTIM.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # None and not False: torch then chooses its default implementation.
-    return torch.optim.AdamW(groups, lr=LR, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.adam_eps, fused=fused or None)
-
-
-def _fsdp2_policy(case: Case) -> MixedPrecisionPolicy:
-    if case.bf16:
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()
-
-
-def _require_fsdp2(model: nn.Module, case: Case) -> None:
-    blocks = model_blocks(model, resolved_model(case.model).family) if isinstance(model, FSDPModule) else [model]
-    if not all(isinstance(module, FSDPModule) for module in blocks):
-        raise UserError(
-            f"{case.variant}: the model is {type(model).__name__}, not sharded by FSDP2: nothing to compare"
-        )
-
-
-VARIANTS: dict[str, tuple[str, Callable[[Case, int], Step]]] = {
-    "smp": ("smp", smp_step),
-    "fsdp2": ("plain FSDP2 loop, AdamW", functools.partial(fsdp2_step, fused=False)),
-    "fsdp2_fused": ("plain FSDP2 loop, fused AdamW", functools.partial(fsdp2_step, fused=True)),
-    "accelerate": ("Accelerate, FSDP2, fused AdamW", accelerate_step),
-    "one_process": ("one process, all cores as threads", one_process_step),
-    "floor": ("floor: no exchange", floor_step),
-}
-SHARDED = ("smp", "fsdp2", "fsdp2_fused", "accelerate")
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 def _peak_mib() -> float:
@@ -350,9 +113,10 @@ def usable_isa() -> str | None:
         process = multiprocessing.get_context("fork").Process(target=_bf16_product, args=(isa,))
         process.start()
         process.join()
-        if process.exitcode == 0:
+        status = process.exitcode or 0
+        if status == 0:
             return isa
-        reason = signal.Signals(-process.exitcode).name if process.exitcode < 0 else f"status {process.exitcode}"
+        reason = signal.Signals(-status).name if status < 0 else f"status {status}"
         print(f"bf16 with ONEDNN_MAX_CPU_ISA={isa or 'unset'} dies: {reason}", file=sys.stderr)
     return None
 
@@ -368,7 +132,7 @@ def check_losses(case: Case, losses: list[float], expected: list[float]) -> None
             )
 
 
-def run(arguments: argparse.Namespace) -> tuple[dict[tuple[str, str], dict[str, list[Result]]], list[str]]:
+def run(arguments: argparse.Namespace) -> tuple[Results, list[str]]:
     """All rounds of all variants, in turn; the results of each (model, precision), and remarks."""
     isa = usable_isa() if "bf16" in arguments.precision else ""
     notes = []
@@ -378,7 +142,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[tuple[str, str], dict[str, 
         notes.append(f"bf16 under ONEDNN_MAX_CPU_ISA={isa}: without it a bf16 matrix product kills the process.")
     precisions = [p for p in arguments.precision if not (p == "bf16" and isa is None)]
     pairs = [(model, precision) for model in arguments.models for precision in precisions]
-    results: dict[tuple[str, str], dict[str, list[Result]]] = {pair: defaultdict(list) for pair in pairs}
+    results: Results = {pair: defaultdict(list) for pair in pairs}
     todo = [(pair, number, variant) for pair in pairs for number in range(arguments.rounds) for variant in VARIANTS]
     started = time.perf_counter()
     for done, (pair, number, variant) in enumerate(todo):
@@ -398,9 +162,6 @@ def run(arguments: argparse.Namespace) -> tuple[dict[tuple[str, str], dict[str, 
             f"{result.tokens_per_second:.0f} tokens/s, {result.peak_mib:.0f} MiB", file=sys.stderr
         )  # fmt: skip
     return results, notes
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def _paired(results: dict[str, list[Result]], variant: str, other: str) -> float:
@@ -434,18 +195,17 @@ def table(results: dict[str, list[Result]]) -> list[str]:
     ]
 
 
-def report(
-    results: dict[tuple[str, str], dict[str, list[Result]]], arguments: argparse.Namespace, notes: list[str]
-) -> str:
+def report(results: Results, arguments: argparse.Namespace, notes: list[str]) -> str:
     """The page for ``benchmarks/results``."""
-    cores = len(os.sched_getaffinity(0))
+    machine = f"{len(os.sched_getaffinity(0))}-core {platform.machine().replace('_', '-')} machine"
     lines = [
         "# One training step: speed and memory", "",
-        f"{datetime.date.today()}, {cores}-core {platform.machine().replace('_', '-')} machine, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, accelerate {accelerate.__version__}; {arguments.processes} processes of "
-        f"{arguments.threads} thread(s); {arguments.rounds} rounds of {arguments.steps} steps after {WARMUP_STEPS} to warm up.",
+        f"{datetime.date.today()}, {machine}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"accelerate {accelerate.__version__}; {arguments.processes} processes of {arguments.threads} thread(s); "
+        f"{arguments.rounds} rounds of {arguments.steps} steps after {WARMUP_STEPS} to warm up.",
         "", f"    python {shlex.join(sys.argv)}", "",
-        "Ratios are medians over rounds of the two speeds in one round. Variants and rules: benchmarks/README.md.", *notes,
+        "Ratios are medians over rounds of the two speeds in one round; benchmarks/README.md describes the variants.",
+        *notes,
     ]  # fmt: skip
     for (model, precision), found in results.items():
         hidden, blocks, intermediate, vocabulary, length = SIZES[model]

@@ -72,6 +72,11 @@ def test_workers_change_nothing(config):
     assert take(with_workers, 9, start=17) == take(config, 9, start=17)
 
 
+def test_more_workers_than_a_machine_can_hold_are_refused(config):
+    with pytest.raises(UserError, match="--data_num_workers 100000 is more than this machine can use: at most"):
+        take(dataclasses.replace(config, data_num_workers=100_000), 1)
+
+
 def test_iterating_leaves_the_global_random_numbers_alone(config):
     """Dropout after a resume continues where it was only if loading data draws nothing."""
     before = torch.get_rng_state()

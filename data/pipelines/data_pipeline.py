@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ from smp.errors import UserError
 
 Split = Literal["train", "validation"]
 LOOKED_UP_AT_ONCE = 1024
+FEWEST_WORKERS_ALLOWED = 8
 log = logging.getLogger("smp.data")
 
 
@@ -202,14 +205,18 @@ class DataPipeline:
         )
         self._microbatches_per_step = len(step)
         order = _Order(step, batch.global_batch_size, len(source), batch.seed, shuffle, start_sample)
-        # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on.
+        # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on. The
+        # server imports torch once for all workers, which share its memory.
+        context = multiprocessing.get_context("forkserver") if workers else None
+        if context is not None:
+            context.set_forkserver_preload([__name__])
         self._loader = DataLoader(
             _Microbatches(source, collate),
             sampler=order,  # type: ignore[arg-type]
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=workers,
-            multiprocessing_context="forkserver" if workers else None,
+            multiprocessing_context=context,
             prefetch_factor=2 * self._microbatches_per_step if workers else None,
             pin_memory=batch.pin_memory,
             # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
@@ -253,6 +260,12 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape,
     Raises:
         UserError: the data is missing, empty, malformed or does not fit the model; with file and line.
     """
+    most = max(FEWEST_WORKERS_ALLOWED, os.cpu_count() or 1)
+    if config.data_num_workers > most:
+        raise UserError(
+            f"--data_num_workers {config.data_num_workers} is more than this machine can use: at most {most} here; "
+            f"0 to 4 are enough for most data"
+        )
     source, eos = _open_source(config, split, batch)
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:

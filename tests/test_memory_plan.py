@@ -1,0 +1,92 @@
+"""The memory prediction: exact where it can be, and on the right side of the refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smp.config import ActivationConfig, ParallelConfig
+from smp.dry_run import report, sharded_parameters
+from smp.errors import UserError
+from smp.memory_plan import (
+    GIB,
+    Workload,
+    available_memory,
+    check_fits,
+    estimate_memory,
+    model_shape,
+    processes_that_fit,
+)
+from smp.mesh import Degrees
+from smp.models.model_config import ModelConfig, resolve_model
+from smp.models.registry import build_model
+
+WORK = Workload(
+    sequence_length=4096, micro_batch_size=2, compute_bytes=2, activation_checkpointing=True, attention_matrix=False
+)
+
+
+def shape_of(name):
+    resolved = resolve_model(ModelConfig(model=name))
+    with torch.device("meta"):
+        model = build_model(resolved.hf_config, attn_implementation="sdpa")
+    family = resolved.family
+    shape = model_shape(
+        model, resolved.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
+    )
+    return resolved, shape
+
+
+def test_states_follow_from_the_parameter_count():
+    _, shape = shape_of("llama70b")
+    assert (shape.parameters, shape.layers, shape.hidden) == (68_976_648_192, 80, 8192)
+    needed = estimate_memory(shape, Degrees(1, 64), WORK)
+    share = 68_976_648_192 // 64 * 4
+    assert needed["parameters"] == needed["gradients"] == share and needed["optimizer state"] == 2 * share
+    assert needed["gathered parameters"] == 2 * shape.largest_unit * 2
+    assert needed["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
+
+
+def test_more_work_needs_more():
+    _, shape = shape_of("llama_tiny")
+    two = Degrees(1, 2)
+
+    def total(degrees=two, **change):
+        values = {**WORK.__dict__, **change}
+        return sum(estimate_memory(shape, degrees, Workload(**values)).values())
+
+    base = total()
+    assert total(micro_batch_size=4) > base and total(sequence_length=8192) > base and total(compute_bytes=4) > base
+    assert total(activation_checkpointing=False) > base and total(attention_matrix=True) > base
+    assert total(Degrees(2, 1)) > base > total(Degrees(1, 4))
+    assert total(Degrees(1, 2, reshard_after_forward=False)) > base
+
+
+def test_refusal_says_what_is_needed_and_what_there_is():
+    _, shape = shape_of("llama_tiny")
+    needed = estimate_memory(shape, Degrees(1, 1), WORK)
+    check_fits(needed, 10**12, model="m", processes=1, advice="none")
+    with pytest.raises(UserError, match=r"m on 2 process.* needs about \d+\.\d GiB .* there are 0\.5 GiB for each: go"):
+        check_fits(needed, GIB // 2, model="m", processes=2, advice="go")
+    enough = processes_that_fit(shape, WORK, sum(estimate_memory(shape, Degrees(1, 8), WORK).values()))
+    assert enough == 8
+    assert processes_that_fit(shape, WORK, GIB // 10) is None
+
+
+def test_available_memory_is_shared_by_the_host():
+    one, four = (available_memory(torch.device("cpu"), n) for n in (1, 4))
+    assert 0 < four < one
+
+
+@pytest.mark.parametrize(("name", "world"), [("llama70b", 64), ("llama70b", 256), ("gpt_neox_20b", 64)])
+def test_large_meshes_are_built_without_machines(name, world):
+    resolved, shape = shape_of(name)
+    parallel, activation = ParallelConfig(sharding_strategy="full_shard"), ActivationConfig()
+    degrees = Degrees(1, world)
+    shapes = sharded_parameters(resolved, degrees, parallel=parallel, activation=activation)
+    assert sum(whole.numel() for whole, _ in shapes.values()) == shape.parameters
+    for key, (whole, local) in shapes.items():
+        assert local[0] == -(-whole[0] // world) and local[1:] == whole[1:], key
+    text = report(resolved, degrees, parallel=parallel, activation=activation, shape=shape, work=WORK, available=None)
+    assert f"dp_shard {world} x tp 1 = {world} processes" in text
+    assert text.count("<- this job") == 1 and f"{shape.parameters:,}" in text
