@@ -62,12 +62,12 @@ class RunConfig(Section):
         "Default: train_batch_size x data ranks x gradient_accumulation_steps.",
         minimum=1,
     )
-    seed: int = setting(12345, "Seed of initial values, data order and dropout.", minimum=0)
+    seed: int = setting(12345, "Seed of initial values, data order and dropout.", minimum=0, maximum=2**63 - 1)
     dry_run: bool = setting(
         False, "Check everything, print the memory each rank needs and the legal degrees, and stop."
     )
     dry_run_world_size: int | None = setting(
-        None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1
+        None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1, maximum=65536
     )
     profile_nsys: bool = setting(False, "Start the CUDA profiler (nsys) at the third step; needs a GPU.")
 
@@ -205,8 +205,10 @@ def _convert(name: str, values: list[Any]) -> Any:
         raise UserError(f"--{name} takes {flag.allowed}, got {got}")
     converted = []
     for value in values:
-        text = str(value)
+        text = "null" if value is None else str(value)
         try:
+            if value is None or isinstance(value, (dict, list)):  # YAML knows more than words
+                raise ValueError
             converted.append(_convert_one(item, text))
         except ValueError:
             near = difflib.get_close_matches(text, typing.get_args(item), n=1)
@@ -218,9 +220,11 @@ def _convert(name: str, values: list[Any]) -> Any:
 def _unknown(name: str, where: str) -> str:
     if name in RETIRED:
         return f"{where} is not used any more: {RETIRED[name]}"
-    near = difflib.get_close_matches(name.replace("-", "_"), [*FLAGS, "config"], n=1, cutoff=0.6)
+    is_flag = where.startswith("--")
+    known = [*FLAGS, "config"] if is_flag else [*FLAGS]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists all of them"
-    return f"unknown {'flag' if where.startswith('--') else 'key'} {where}: {hint}"
+    return f"unknown {'flag' if is_flag else 'key'} {where}: {hint}"
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
@@ -233,7 +237,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date of month 13 is a ValueError to PyYAML
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"--config {path}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
@@ -288,17 +292,21 @@ def _read_words(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
     if path is not None:
         try:
             for key, value in _read_yaml(path).items():
+                if key in FLAGS and value == [] and FLAGS[key].field.default == ():
+                    continue  # how an empty list is written by flat()
                 if key in FLAGS:
                     words[FLAGS[key].field.name] = value if isinstance(value, list) else [value]
                 else:
                     problems.append(f"{path}: {_unknown(key, key)}")
         except UserError as error:
             problems.append(str(error))
+    after_unknown = False
     for word in extra:
-        if word.startswith("--"):
+        if word.startswith("--") and word != "--":
             name = word[2:].split("=")[0]
             problems.append(_unknown(name, f"--{name}"))
-        elif not extra[max(0, extra.index(word) - 1)].startswith("--"):
+            after_unknown = True
+        elif not after_unknown:  # else it is a value of the unknown flag
             problems.append(f"{word!r} belongs to no flag: flags are written --name value")
     words.update(flags)
     for name, channel in CHANNELS.items():
@@ -352,6 +360,15 @@ def flags_markdown() -> str:
         for name, flag in FLAGS.items():
             if flag.section == section and name == flag.field.name:
                 lines.append(_flag_row(name, flag))
+    lines += [
+        "", "## What the prefetch flags do", "",
+        "| flag | FSDP1 | here, with `fully_shard` |", "|---|---|---|",
+        "| `--forward_prefetch 1` | gathers one unit ahead | `set_modules_to_forward_prefetch`, one unit ahead |",
+        "| `--forward_prefetch 0` | gathers when needed | the same |",
+        "| `--backward_fetch_policy backward_pre` | gathers the next unit before the current backward | the same |",
+        "| `--backward_fetch_policy backward_post` | gathers it after | no explicit prefetch: it is gathered when used |",
+        "| `--limit_all_gathers` | holds back gathers | no effect: bounded by construction |",
+    ]  # fmt: skip
     lines += ["", "## Retired", "", "Refused with the sentence shown.", "", "| flag | |", "|---|---|"]
     lines += [f"| `--{name}` | {text} |" for name, text in sorted(RETIRED.items())]
     return "\n".join(lines) + "\n"

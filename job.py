@@ -32,6 +32,9 @@ from smp.runtime import Launch, choose_backend, choose_device
 from smp.train_state import TrainState
 from smp.transform import compute_dtype
 
+# Each rank lists a step's samples.
+MAX_BATCH = 2**24
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -46,6 +49,7 @@ class Plan:
     run_dir: Path
     checkpoint_dirs: list[Path]
     resume: Path | None
+    saved: dict[str, Any] | None  # the checkpoint's state.json
     state: TrainState
     global_batch_size: int
     max_steps: int
@@ -84,10 +88,9 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
     if model is None:
         raise ConfigError(problems)
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
-    attempt(_probe_directory, run_dir)
     checkpoint_dirs = [Path(d).absolute() for d in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
-    wanted = config.checkpoint.resume_from_checkpoint
-    resume = None if config.run.dry_run else attempt(choose_checkpoint, wanted, checkpoint_dirs, model.name)
+    attempt(_check_output, config, run_dir)
+    resume = None if config.run.dry_run else attempt(_choose_start, config, run_dir, checkpoint_dirs, model.name)
     saved = attempt(read_state, resume) if resume else None
     if saved:
         attempt(check_architecture, resume, saved["architecture"], model.hf_config)
@@ -107,12 +110,46 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
     if problems or train_data is None or batch_size is None:
         raise ConfigError(problems)
     return Plan(
-        config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, state, batch_size,
+        config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
         _max_steps(config, train_data, batch_size), train_data, validation_data,
     )  # fmt: skip
 
 
-def _probe_directory(directory: Path) -> None:
+def _check_output(config: TrainConfig, run_dir: Path) -> None:
+    """Refuse directories that cannot be written.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    final = [config.checkpoint.model_dir] if config.checkpoint.save_final_model and config.checkpoint.model_dir else []
+    places = [("output_dir", run_dir)]
+    places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
+    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
+    places += [("model_dir", Path(folder).absolute().parent) for folder in final]
+    problems = []
+    for flag, directory in places:
+        try:
+            _probe_directory(flag, directory)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _choose_start(config: TrainConfig, run_dir: Path, checkpoint_dirs: list[Path], model_name: str) -> Path | None:
+    """The checkpoint to resume from, or None; refuses to start anew over a run, whether or not it has checkpoints."""
+    wanted = config.checkpoint.resume_from_checkpoint
+    chosen = choose_checkpoint(wanted, checkpoint_dirs, model_name)
+    metrics = run_dir / "metrics.jsonl"
+    if wanted is None and metrics.is_file() and metrics.stat().st_size:
+        raise UserError(
+            f"{metrics} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
+            f"or choose another --output_dir"
+        )
+    return chosen
+
+
+def _probe_directory(flag: str, directory: Path) -> None:
     """Create a directory and a file in it, so that an unwritable one is found before the first step."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -121,7 +158,7 @@ def _probe_directory(directory: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"--output_dir {directory} cannot be written ({error.strerror}): choose another directory"
+            f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"
         ) from None
 
 
@@ -133,6 +170,8 @@ def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: dict[str, A
         size = saved["global_batch_size"]
     if size is None:
         size = run.train_batch_size * degrees.data_size * run.gradient_accumulation_steps
+    if size > MAX_BATCH:
+        raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
     if size < degrees.data_size:
         raise UserError(
             f"--global_batch_size {size} is smaller than the {degrees.data_size} data-parallel processes: "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import nn
 
-from arguments import TrainConfig, parse_args
+from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
 from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
+from reporting import announce, arguments_table, draw_curves, say_what_next, write_config
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import ConfigError, UserError
@@ -33,9 +32,7 @@ from smp.lr_schedule import LRSchedule
 from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
 from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
-from smp.models.registry import count_parameters
 from smp.optimizer import build_optimizer
-from smp.plots import plot_metrics
 from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
 from smp.sharding import set_gradient_sync
 from smp.train_state import TrainState
@@ -65,7 +62,7 @@ def run(plan: Plan) -> None:
     )
     flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
     if launch.is_main:
-        _write_config(plan, flops.formula)
+        write_config(plan, flops.formula)
     metrics = _build_metrics(plan, flops.total) if launch.is_main else NullMetricsLogger()
     memory = build_memory_tracker(
         plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=metrics.writers
@@ -85,13 +82,13 @@ def run(plan: Plan) -> None:
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.data_rank)
-        state = plan.state
+        state = dataclasses.replace(plan.state)  # the plan keeps where the run began
         if plan.resume is not None:
             state = load_checkpoint(plan.resume, model=model, optimizer=optimizer, seed=config.run.seed)
         schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory)
-        _announce(trainer)
-        metrics.text("Arguments", _arguments_table(config))
+        announce(plan)
+        metrics.text("Arguments", arguments_table(config))
         train(trainer)
         finish(trainer)
 
@@ -293,43 +290,8 @@ def finish(trainer: Trainer) -> None:
     if plan.validation_data is not None:
         plan.validation_data.close()
     if plan.launch.is_main:
-        _draw_curves(plan)
-        _say_what_next(plan, final if settings.save_final_model else None)
-
-
-def _draw_curves(plan: Plan) -> None:
-    try:
-        plot_metrics(plan.run_dir / "metrics.jsonl", plan.run_dir / "curves.png")
-    except UserError as error:  # no matplotlib, or a run that ended before its first logged step
-        logger.info("No curves.png: %s", error)
-
-
-def _say_what_next(plan: Plan, final: Path | None) -> None:
-    run_dir = _shown(plan.run_dir)
-    logger.info("Done: step %d of %d. What next:", plan.max_steps, plan.max_steps)
-    logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
-    logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * plan.max_steps)
-    if final is not None:
-        logger.info(
-            "  finetune:  torchrun --nproc_per_node %d train_lib.py --hf_pretrained_model_name_or_dir %s "
-            "--training_dir DATA --output_dir runs/finetuned",
-            plan.launch.local_world_size, _shown(final),
-        )  # fmt: skip
-
-
-def _shown(path: Path) -> str:
-    """A path as the user would type it from here."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _write_config(plan: Plan, formula: str) -> None:
-    text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
-    (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {formula}\n{text}", encoding="utf-8")
-
-
-def _arguments_table(config: TrainConfig) -> str:
-    """Every setting as a markdown table, for TensorBoard."""
-    return "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in config.flat().items())])
+        draw_curves(plan)
+        say_what_next(plan, final if settings.save_final_model else None)
 
 
 def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
@@ -345,26 +307,6 @@ def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
         # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
         resume_from=plan.state if continues else None,
     )
-
-
-def _announce(trainer: Trainer) -> None:
-    plan, degrees = trainer.plan, trainer.plan.degrees
-    parameters = count_parameters(plan.model.hf_config)
-    logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
-    logger.info(
-        "World size = %d: dp_replicate %d x dp_shard %d x tp %d on %s, computing in %s",
-        plan.launch.world_size, degrees.dp_replicate, degrees.dp_shard, degrees.tp, plan.device.type,
-        str(plan.dtype).removeprefix("torch."),
-    )  # fmt: skip
-    tokens = plan.global_batch_size * plan.model.sequence_length
-    logger.info(
-        "Global batch: %d samples, %d tokens; %d samples per epoch; training to step %d",
-        plan.global_batch_size, tokens, plan.train_data.samples_per_epoch, plan.max_steps,
-    )  # fmt: skip
-    for sentence in plan.config.without_effect():
-        logger.info(sentence)
-    if plan.resume is not None:
-        logger.info("Resumed from %s at step %d, sample %d", plan.resume, trainer.state.step, trainer.state.samples)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,9 +38,9 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"smp.init: {config} is no readable JSON ({error}): give a dict or a JSON file") from None
-    if not isinstance(config or {}, dict):
-        raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got a {type(config).__name__}")
-    values = dict(config or {})
+    values = {} if config is None else config
+    if not isinstance(values, dict):
+        raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got a {type(values).__name__}")
     known = {f.name: f.name for f in dataclasses.fields(ParallelConfig)}
     known |= {alias: f.name for f in dataclasses.fields(ParallelConfig) for alias in f.metadata["aliases"]}
     for key in values:

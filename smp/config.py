@@ -223,5 +223,5 @@ class CommConfig(Section):
         otherwise="the smddp backend is not in this version; use nccl on GPUs or gloo on CPUs, or leave it out",
     )  # fmt: skip
     distributed_timeout: float = setting(
-        1800.0, "Seconds until a collective that does not finish is an error.", above=0
+        1800.0, "Seconds until a collective that does not finish is an error.", above=0, maximum=1e8
     )

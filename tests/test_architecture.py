@@ -21,8 +21,8 @@ LAYERS = {
     "smp.train_state": 4, "data": 4,
     "smp.checkpoint": 5, "smp.api": 5, "smp.dry_run": 5, "smp.memory_tracker": 5,
     "smp": 6, "arguments": 6,
-    "job": 7,
-    "train_lib": 8,
+    "job": 7, "reporting": 8,
+    "train_lib": 9,
 }  # fmt: skip
 
 # Files over 400 lines, each with its reason.
@@ -126,7 +126,7 @@ def test_models_import_nothing_distributed():
 
 def test_the_whole_configuration_stays_at_the_top():
     users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
-    assert users <= {"job", "train_lib"}
+    assert users <= {"job", "reporting", "train_lib"}
 
 
 def test_sizes_stay_readable():

@@ -96,6 +96,8 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {path}: {STATE_FILE} cannot be read ({error}); resume from another one") from None
+    if not isinstance(state, dict) or "files" not in state:
+        raise UserError(f"checkpoint {path} is damaged: {STATE_FILE} lists no files; resume from another one")
     if state.get("format") != FORMAT:
         raise UserError(
             f"checkpoint {path} has format {state.get('format')}, this version of smp reads {FORMAT}: "
