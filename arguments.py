@@ -366,7 +366,7 @@ def flags_markdown() -> str:
         "| `--forward_prefetch 1` | gathers one unit ahead | `set_modules_to_forward_prefetch`, one unit ahead |",
         "| `--forward_prefetch 0` | gathers when needed | the same |",
         "| `--backward_fetch_policy backward_pre` | gathers the next unit before the current backward | the same |",
-        "| `--backward_fetch_policy backward_post` | gathers it after | no explicit prefetch: it is gathered when used |",
+        "| `--backward_fetch_policy backward_post` | gathers it after | no prefetch: gathered when used |",
         "| `--limit_all_gathers` | holds back gathers | no effect: bounded by construction |",
     ]  # fmt: skip
     lines += ["", "## Retired", "", "Refused with the sentence shown.", "", "| flag | |", "|---|---|"]

@@ -114,7 +114,7 @@ def test_only_known_places_parse_a_command_line():
     assert {module_name(p) for p in sources() if "argparse" in imports(p)} <= allowed
     assert {module_name(p) for p in sources() if "yaml" in imports(p)} <= {
         "arguments",
-        "train_lib",
+        "reporting",
         "smp.models.preset",
     }
 

@@ -151,7 +151,7 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
         (["--hybrid-shard-degree", 2], "did you mean hybrid_shard_degree"),
         (["--learning_rte=1"], "unknown flag --learning_rte"),
         (["--conf", "a.yaml"], "did you mean config"),
-        (["--sharding_strategy", "ful_shard"], "one of|takes .*full_shard.*did you mean full_shard"),
+        (["--sharding_strategy", "ful_shard"], "takes .*full_shard.*did you mean full_shard"),
         (["--bf16", "yes"], "--bf16 takes 0 or 1, got 'yes'"),
         (["--bf16"], "--bf16 takes 0 or 1, got nothing"),
         (["--train_batch_size", 2, 4], "takes a whole number, got 2 4"),
@@ -162,7 +162,6 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
         (["--checkpoint_freq", 0], "--checkpoint_freq must be at least 1, got 0"),
         (["--seed", 10**25], "--seed must be at most 9223372036854775807"),
         (["--distributed_timeout", "inf"], "--distributed_timeout must be at most"),
-        (["stray"], "'stray' belongs to no flag"),
         (["--same_seed", 1], "--same_seed is not used any more.*--seed"),
         (["--dry_run_world_size", 4], "only with --dry_run 1"),
         (["--global_batch_size", 8, "--gradient_accumulation_steps", 2], "give one of them"),
@@ -259,7 +258,7 @@ def test_any_words_give_a_configuration_or_a_sentence():
         "9" * 5000,
         "latest",
     ]
-    for _ in range(1500):
+    for _ in range(400):
         words = []
         for _ in range(rng.randrange(1, 6)):
             name = rng.choice([*FLAGS, *RETIRED, "confg", "", "x-y", "max"])
