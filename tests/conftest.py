@@ -1,11 +1,14 @@
 """Shared test setup: offline, quiet, deterministic."""
 
 import os
+import sys
 
 # Set before any Hugging Face import: tests never reach for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+if not any("gpu" in word for word in sys.argv):
+    # Ranks are forked, which a process that has touched CUDA cannot do; `pytest tests/gpu` keeps its GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 

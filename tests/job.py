@@ -62,7 +62,7 @@ def _process(rank: int, world_size: int, port: int, argv: list[str], output: str
         os._exit(status)
 
 
-def run_job(*argv: object, world_size: int = 1) -> Outcome:
+def run_job(*argv: object, world_size: int = 1, timeout: float = 120) -> Outcome:
     """Run the job with the given words; everything in fresh processes that inherit this one's imports."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,7 +77,7 @@ def run_job(*argv: object, world_size: int = 1) -> Outcome:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
+            process.join(timeout)
         statuses = [-1 if process.exitcode is None else process.exitcode for process in processes]
         for process in processes:
             process.kill()

@@ -21,7 +21,7 @@ from smp.transform import parallelize
 from train_lib import train_step
 
 VOCABULARY = 96
-ROWS, LENGTH = 8, 12
+ROWS, LENGTH = 16, 12
 LR, CLIP = 1e-2, 0.5
 
 
@@ -64,6 +64,7 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     labels[0] = -100
     labels[1, 3:] = -100
     labels[5, :7] = -100
+    labels[8:12, 4:] = -100
     return inputs, labels
 
 

@@ -3,6 +3,11 @@
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,6 +75,42 @@ def test_resuming_with_another_batch_size_continues_the_stream(config):
 def test_workers_change_nothing(config):
     with_workers = dataclasses.replace(config, data_num_workers=2)
     assert take(with_workers, 9, start=17) == take(config, 9, start=17)
+
+
+KILLED = """
+import multiprocessing, os, signal
+from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+if __name__ == "__main__":
+    shape = BatchShape(
+        sequence_length=4, vocab_size=64, global_batch_size=2, micro_batch_size=2, data_rank=0, data_size=1, seed=0
+    )
+    config = DataConfig(use_synthetic_data=True, data_num_workers=2)
+    pipeline = create_data_pipeline(config, split="train", batch=shape)
+    next(iter(pipeline))
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_killed_training_process(tmp_path):
+    (tmp_path / "job.py").write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with open(tmp_path / "out", "w+") as out:
+        subprocess.run([sys.executable, str(tmp_path / "job.py")], stdout=out, env=environment, timeout=120)
+    workers = [int(pid) for pid in (tmp_path / "out").read_text().split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in workers)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_more_workers_than_a_machine_can_hold_are_refused(config):

@@ -6,55 +6,41 @@ shown by its refusal, since what it starts exists on GPUs only.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
+import itertools
 import json
 import logging
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
+import smp.memory_tracker
 import smp.transform
+import tests.test_flags_model  # noqa: F401  registers its checks
 import train_lib
 from arguments import FLAGS, parse_args
-from job import make_plan, planned_launch
+from job import planned_launch
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
-from smp.lr_schedule import lr_at
 from smp.mesh import build_mesh, resolve_degrees
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
-from smp.optimizer import build_optimizer
 from smp.runtime import Launch, process_group
 from smp.transform import prepare_model
-from tests.job import LLAMA, NEOX, read_metrics, run_job
-
-ROOT = pathlib.Path(__file__).parent.parent
-SYNTHETIC = ["--use_synthetic_data", "1"]
-MISTRAL = "--model_type mistral --hidden_width 32 --num_layers 2 --num_heads 4 --intermediate_size 48".split()
-LLAMA3 = [*LLAMA, "--rope_scaling_type", "llama3"]
-Words = list[object]
-Probe = Callable[[Words], Any]
-CHECKS: dict[str, Callable[..., None]] = {}
-
-LIVE = [
-    name
-    for name, flag in FLAGS.items()
-    if name == flag.field.name and not flag.field.metadata["only"] and not flag.field.metadata["no_effect"]
-]
-NO_EFFECT = [name for name, flag in FLAGS.items() if flag.field.metadata["no_effect"] and name == flag.field.name]
+from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
+from tests.job import LLAMA, read_metrics, run_job
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
+def runs_inside_this_process(monkeypatch) -> Iterator[None]:
+    """Leave logging as it was, and leave out what only costs time here: curves, and the walk over all tensors."""
+    monkeypatch.setattr(train_lib, "draw_curves", lambda plan: None)
+    monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)
     logger = logging.getLogger("smp")
     handlers, propagate, level = list(logger.handlers), logger.propagate, logger.level
     yield
@@ -71,10 +57,9 @@ def files(tmp_path_factory):
     for folder, counts in (("train", (6, 3)), ("test", (2, 5))):
         (root / folder).mkdir()
         for part, rows in enumerate(counts):
-            line = json.dumps({"input_ids": list(range(1, 17))}) + "\n"
             opener = gzip.open if part == 0 else open
             with opener(root / folder / f"{part}.jsonl{'.gz' if part == 0 else ''}", "wt") as file:
-                file.write(line * rows)
+                file.writelines(json.dumps({"input_ids": [6 * part + row] * 16}) + "\n" for row in range(rows))
     (root / "text.txt").write_text("It was a bright day.\n\nThe sun stood high.\n\n" * 40)
     (root / "nccl.log").write_text("# Avg bus bandwidth    : 12.5\n")
     resolved = resolve_model(parse_args([*LLAMA, *SYNTHETIC]).model)
@@ -86,47 +71,6 @@ def files(tmp_path_factory):
     )  # fmt: skip
 
 
-def parse(words: Words):
-    return parse_args([str(word) for word in words])
-
-
-def plan_of(words: Words, tmp: pathlib.Path, *, model: Words = LLAMA, data: Words = SYNTHETIC):
-    return make_plan(
-        parse([*model, *data, "--output_dir", tmp / "run", "--data_cache_dir", tmp / "cache", *words]), Launch()
-    )
-
-
-def hf(words: Words, *, model: Words = LLAMA):
-    return resolve_model(parse([*model, *SYNTHETIC, *words]).model).hf_config
-
-
-@contextlib.contextmanager
-def one_process(words: Words) -> Iterator[Any]:
-    """The sharded model of a run of one process, and its configuration."""
-    config = parse([*LLAMA, *SYNTHETIC, *words])
-    device = torch.device("cpu")
-    with process_group(config.comm, Launch(), device):
-        degrees = resolve_degrees(config.parallel, world_size=1, local_world_size=1)
-        mesh = build_mesh(degrees, "cpu")
-        resolved = resolve_model(config.model)
-        model = prepare_model(
-            resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
-            device=device, seed=config.run.seed, load_weights=True,
-        )  # fmt: skip
-        yield SimpleNamespace(model=model, config=config)
-
-
-def blocks(words: Words) -> list[Any]:
-    with one_process(words) as built:
-        return list(built.model.model.layers)
-
-
-def prefetched(words: Words, which: str) -> int:
-    with one_process(words) as built:
-        units = [module for module in built.model.modules() if isinstance(module, FSDPModule)]
-        return sum(len(getattr(unit._get_fsdp_state(), which)) for unit in units)
-
-
 def train(words: Words, run: pathlib.Path, *, steps: int = 2) -> pathlib.Path:
     """Run the job in this process."""
     argv = [*LLAMA, *SYNTHETIC, "--max_steps", steps, "--output_dir", run, *words]
@@ -134,87 +78,9 @@ def train(words: Words, run: pathlib.Path, *, steps: int = 2) -> pathlib.Path:
     return run
 
 
-def differs(reading: Callable[[Words], Any], given: Words, expected: Any, base: Words = ()) -> None:  # type: ignore[assignment]
-    """The reading with ``base`` alone is another than with ``given`` added, which is the expected one."""
-    before, after = reading([*base]), reading([*base, *given])
-    assert after == expected and before != expected, (before, after)
-
-
-def check(*flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a test as the one that shows these flags."""
-
-    def register(test: Callable[..., None]) -> Callable[..., None]:
-        for flag in flags:
-            assert flag not in CHECKS, flag
-            CHECKS[flag] = test
-        return test
-
-    return register
-
-
 def test_every_live_flag_has_a_check():
     assert sorted(set(LIVE) - set(CHECKS)) == []
     assert sorted(set(CHECKS) - set(LIVE)) == []
-
-
-# flag -> (words, reading of the resolved config, expected, base). The built model reads the config: test_models.py.
-SHAPES: dict[str, tuple[Words, Callable[[Any], Any], Any, Words]] = {
-    "vocab_size": ([99], lambda c: c.vocab_size, 99, LLAMA),
-    "hidden_width": ([64], lambda c: c.hidden_size, 64, LLAMA),
-    "num_layers": ([3], lambda c: c.num_hidden_layers, 3, LLAMA),
-    "num_heads": ([2], lambda c: c.num_attention_heads, 2, LLAMA),
-    "num_key_value_heads": ([1], lambda c: c.num_key_value_heads, 1, LLAMA),
-    "llama_intermediate_size": ([50], lambda c: c.intermediate_size, 50, LLAMA),
-    "intermediate_size": ([50], lambda c: c.intermediate_size, 50, NEOX),
-    "resid_pdrop": ([0.3], lambda c: c.hidden_dropout, 0.3, NEOX),
-    "attn_pdrop": ([0.3], lambda c: c.attention_dropout, 0.3, LLAMA),
-    "initializer_range": ([0.5], lambda c: c.initializer_range, 0.5, LLAMA),
-    "tie_word_embeddings": ([1], lambda c: c.tie_word_embeddings, True, LLAMA),
-    "rotary_pct": ([0.5], lambda c: c.rope_parameters["partial_rotary_factor"], 0.5, NEOX),
-    "rotary_emb_base": ([500], lambda c: c.rope_parameters["rope_theta"], 500, LLAMA),
-    "rope_scaling_type": (["llama3"], lambda c: c.rope_parameters["rope_type"], "llama3", LLAMA),
-    "rope_scaling_factor": ([4], lambda c: c.rope_parameters["factor"], 4, LLAMA3),
-    "rope_scaling_high_freq_factor": ([5], lambda c: c.rope_parameters["high_freq_factor"], 5, LLAMA3),
-    "rope_scaling_low_freq_factor": ([2], lambda c: c.rope_parameters["low_freq_factor"], 2, LLAMA3),
-    "rope_scaling_original_max_position_embeddings": (
-        [8], lambda c: c.rope_parameters["original_max_position_embeddings"], 8, LLAMA3,
-    ),
-    "sliding_window": ([7], lambda c: c.sliding_window, 7, MISTRAL),
-    "max_context_width": ([24], lambda c: c.max_position_embeddings, 24, LLAMA),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flag", SHAPES)
-@check(*SHAPES)
-def test_shape(flag):
-    words, reading, expected, base = SHAPES[flag]
-    differs(lambda given: reading(hf(given, model=base)), [f"--{flag}", *words], expected)
-
-
-@check("model")
-def test_model():
-    name = lambda words: resolve_model(parse([*SYNTHETIC, *words]).model).name  # noqa: E731
-    differs(name, ["--model", "llama7b"], "llama7b")
-
-
-@check("attn_implementation")
-def test_attn_implementation():
-    def used(words):
-        with one_process(words) as built:
-            return built.model.config._attn_implementation
-
-    differs(used, ["--attn_implementation", "eager"], "eager")
-
-
-@check("delayed_param")
-def test_delayed_param(monkeypatch):
-    calls = []
-    original = smp.transform.build_on_meta
-    monkeypatch.setattr(smp.transform, "build_on_meta", lambda build: calls.append(1) or original(build))
-    blocks([])
-    assert len(calls) == 1
-    blocks(["--delayed_param", 0])
-    assert len(calls) == 1
 
 
 @check("finetune", "pretrained_checkpoint_file", "pretrained_model_name", "finetune_checkpoint_load_dir",
@@ -238,97 +104,6 @@ def test_pretrained_weights(files):
     assert embedding(["--model", files.model]) != whole
     with pytest.raises(UserError, match="--pretrained_checkpoint_file is for finetuning: add --finetune 1"):
         parse([*SYNTHETIC, "--pretrained_checkpoint_file", files.model])
-
-
-@check("sharding_strategy", "hybrid_shard_degree")
-def test_sharding():
-    def degrees(words):
-        found = resolve_degrees(parse([*SYNTHETIC, *words]).parallel, world_size=8, local_world_size=4)
-        return found.dp_replicate, found.dp_shard
-
-    differs(degrees, ["--sharding_strategy", "full_shard"], (1, 8))
-    differs(degrees, ["--hybrid_shard_degree", 2], (4, 2))
-
-
-@check("forward_prefetch", "backward_fetch_policy")
-def test_prefetch():
-    forward = lambda words: prefetched(words, "_states_to_forward_prefetch")  # noqa: E731
-    backward = lambda words: prefetched(words, "_states_to_backward_prefetch")  # noqa: E731
-    differs(forward, ["--forward_prefetch", 0], 0)
-    differs(backward, ["--backward_fetch_policy", "backward_post"], 4)
-
-
-@check("auto_wrap_policy")
-def test_auto_wrap_policy():
-    def units(words):
-        with one_process(words) as built:
-            return sum(isinstance(module, FSDPModule) for module in built.model.modules())
-
-    # Nothing of this model reaches 100M parameters, so that the root is the one unit.
-    differs(units, ["--auto_wrap_policy", "size_based_auto_wrap_policy"], 1)
-
-
-@check("activation_checkpointing")
-def test_activation_checkpointing():
-    wrapped = lambda words: sum(hasattr(b.forward, "__wrapped__") for b in blocks(words))  # noqa: E731
-    differs(wrapped, ["--activation_checkpointing", 0], 0)
-
-
-@check("compile")
-def test_compile():
-    compiled = lambda words: sum(b._compiled_call_impl is not None for b in blocks(words))  # noqa: E731
-    differs(compiled, ["--compile", 1], 2)
-
-
-@check("bf16")
-def test_bf16(tmp_path):
-    differs(lambda words: plan_of(words, tmp_path).dtype, ["--bf16", 1], torch.bfloat16)
-
-
-@check("distributed_timeout")
-def test_distributed_timeout(monkeypatch):
-    given = []
-    original = dist.init_process_group
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *a, **k: given.append(k["timeout"].total_seconds()) or original(*a, **k)
-    )
-    blocks([])
-    blocks(["--distributed_timeout", 77])
-    assert given == [1800, 77]
-
-
-@check("weight_decay", "beta1", "beta2", "adam_eps")
-def test_optimizer():
-    def group(words):
-        config = parse([*SYNTHETIC, *words])
-        groups = build_optimizer(torch.nn.Linear(2, 2), config.optim, lr=1.0).param_groups
-        return groups[0]["weight_decay"], *groups[0]["betas"], groups[0]["eps"], groups[1]["weight_decay"]
-
-    assert group([]) == (0.2, 0.9, 0.95, 1e-8, 0)
-    words = ["--weight_decay", 0.3, "--beta1", 0.5, "--beta2", 0.6, "--adam_eps", 1e-3]
-    assert group(words) == (0.3, 0.5, 0.6, 1e-3, 0)
-
-
-# flag -> (value, style, step whose rate changes, expected rate); the schedule's numbers: test_lr_schedule.py.
-RATES: dict[str, tuple[object, str, int, float]] = {
-    "lr": (0.5, "constant", 50, 0.5),
-    "lr_decay_style": ("constant", "cosine", 50, 1e-4),
-    "lr_decay_iters": (20, "linear", 50, 1e-5),
-    "min_lr": (5e-5, "linear", 99, 5e-5),
-    "warmup": (0.5, "constant", 4, 1e-5),
-    "plateau": (0.9, "plateau", 80, 1e-4),
-    "wsd_decay": (0.5, "wsd", 74, 5.5e-5),
-    "lr_compat": ("smp_v2", "cosine", 0, 0.0),
-}
-
-
-@pytest.mark.parametrize("flag", RATES)
-@check(*RATES)
-def test_rate(flag):
-    value, style, step, expected = RATES[flag]
-    rate = lambda words: lr_at(parse([*SYNTHETIC, *words]).lr, step, max_steps=100)  # noqa: E731
-    words = ["--lr_decay_style", style]
-    assert rate([*words, f"--{flag}", value]) == pytest.approx(expected) != pytest.approx(rate(words))
 
 
 @check("max_steps", "epochs", "synthetic_samples")
@@ -417,8 +192,13 @@ def test_serving(files, tmp_path):
     data = ["--training_dir", files.train, "--tokenizer_name_or_dir", files.tokenizer]
     plan = lambda words: plan_of(words, tmp_path, data=data).train_data  # noqa: E731
     assert (plan([])._loader.num_workers, plan(["--data_num_workers", 1])._loader.num_workers) == (0, 1)
-    order = lambda words: plan(words)._loader.dataset.shuffle  # noqa: E731
-    assert (order([]), order(["--shuffle_data", 0])) == (True, False)
+
+    def order(words):
+        steps = itertools.islice(plan(words), 9)
+        return [int(step.microbatches[0]["input_ids"][0, 0]) for step in steps]
+
+    one = ["--train_batch_size", 1]
+    assert order([*one, "--shuffle_data", 0]) == list(range(9)) == sorted(order(one)) != order(one)
     keys = lambda words: next(iter(plan(words))).microbatches[0].keys()  # noqa: E731
     assert "position_ids" in keys(["--document_mask", 1]) - keys([])
 
@@ -482,29 +262,21 @@ def test_a_flag_without_effect_says_so_in_the_log(tmp_path):
         assert f"--{name} has no effect: {FLAGS[name].field.metadata['no_effect']}" in outcome.output
 
 
-@pytest.mark.parametrize(
-    ("model", "world"), [("llama70b", 64), ("llama70b", 256), ("gpt_neox_20b", 64), ("gpt_neox_20b", 256)]
-)
-def test_a_dry_run_plans_a_large_job_in_little_memory(model, world, tmp_path):
+def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
     code = (
-        "import resource, sys, train_lib; status = train_lib.main(sys.argv[1:]); "
-        "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+        "import resource, sys, train_lib\n"
+        "for model in ('llama70b', 'gpt_neox_20b'):\n"
+        "    for world in ('64', '256'):\n"
+        "        words = ['--model', model, '--dry_run', '1', '--dry_run_world_size', world, *sys.argv[1:]]\n"
+        "        assert train_lib.main(words) == 0\n"
+        "        print('NEXT')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    words = [
-        "--model",
-        model,
-        *SYNTHETIC,
-        "--dry_run",
-        1,
-        "--dry_run_world_size",
-        world,
-        "--output_dir",
-        tmp_path / "r",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert f"dp_replicate {world // 8} x dp_shard 8 x tp 1 = {world} processes" in done.stdout
-    degrees = [int(line.split()[0]) for line in done.stdout.partition("legal sharding degrees:")[2].splitlines()[2:-1]]
-    assert degrees == [2**k for k in range(len(degrees))] and degrees[-1] == world
-    assert int(done.stdout.rpartition("PEAK")[2]) < 1.5 * 2**20  # KiB
+    command = [sys.executable, "-c", code, *SYNTHETIC, "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *reports, peak_kib = done.stdout.split("NEXT\n")
+    for report, world in zip(reports, (64, 256, 64, 256), strict=True):
+        assert f"dp_replicate {world // 8} x dp_shard 8 x tp 1 = {world} processes" in report
+        table = report.partition("legal sharding degrees:\n")[2].splitlines()[1:]
+        assert [int(line.split()[0]) for line in table] == [2**k for k in range(world.bit_length())]
+    assert int(peak_kib) < 1.5 * 2**20

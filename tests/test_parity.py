@@ -24,7 +24,7 @@ LAYOUTS = {
         Layout("hybrid_shard", 2, wrap="size_based_auto_wrap_policy"),
     ],
     4: [
-        Layout("full_shard", accumulation=2),
+        Layout("full_shard", accumulation=4),
         Layout("shard_grad_op"),
         Layout("no_shard", accumulation=2),
         Layout("hybrid_shard", 2, checkpointing=True),
@@ -59,6 +59,24 @@ def test_fp32_losses_equal_hugging_face(world_size):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]
     run_distributed(_check_losses, pairs, LAYOUTS[world_size], world_size=world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_of_every_model(name, world_size):
+    strategies = [("no_shard", 0), ("shard_grad_op", 0), ("full_shard", 0)]
+    if world_size == 4:
+        strategies += [("hybrid_shard", 2), ("_hybrid_shard_zero2", 2)]
+    layouts = [
+        Layout(strategy, degree, accumulation, checkpointing, defer)
+        for strategy, degree in strategies
+        for accumulation in (1, 4)
+        for checkpointing in (False, True)
+        for defer in (False, True)
+    ]
+    reference = build_reference(name, torch.float64)
+    run_distributed(_check, [(reference, reference_trajectory(reference, STEPS))], 1e-9, layouts, world_size=world_size)
 
 
 def test_parity_notices_a_wrong_weight():

@@ -8,6 +8,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -180,6 +181,22 @@ class _Order:
             start += len(ahead) * self.global_batch_size
 
 
+def _end_with_parent(worker: int) -> None:
+    """End a worker as soon as the training process is gone, however it went.
+
+    DataLoader's own watch looks at the worker's parent, which here is the fork server, and that one waits for its
+    workers: after a SIGKILL they would keep each other alive.
+    """
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _as_it_is(microbatch: Any) -> Any:
     return microbatch
 
@@ -217,6 +234,7 @@ class DataPipeline:
             collate_fn=_as_it_is,
             num_workers=workers,
             multiprocessing_context=context,
+            worker_init_fn=_end_with_parent,
             prefetch_factor=2 * self._microbatches_per_step if workers else None,
             pin_memory=batch.pin_memory,
             # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.

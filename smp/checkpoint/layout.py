@@ -73,8 +73,8 @@ def choose_checkpoint(wanted: str | None, directories: list[Path], model_name: s
     path = Path(wanted)
     if (path / STATE_FILE).is_file():
         return path.resolve()
-    near = ", ".join(sorted(p.parent.name for p in path.glob(f"*/{STATE_FILE}"))) if path.is_dir() else ""
-    hint = f"; it contains {near}" if near else ""
+    near = sorted({p.parent.name for p in path.glob(f"*/{STATE_FILE}")} - {LATEST}) if path.is_dir() else []
+    hint = f"; it contains {', '.join(near)}" if near else ""
     raise UserError(
         f"--resume_from_checkpoint {wanted} is not a complete checkpoint (no {STATE_FILE}){hint}: "
         f"give the path of a <model>-<step>steps directory, or latest"

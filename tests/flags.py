@@ -1,0 +1,94 @@
+"""What the tests of flags share: settings to a built object, and the register of who shows which flag."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from arguments import FLAGS, parse_args
+from job import make_plan
+from smp.mesh import build_mesh, resolve_degrees
+from smp.models.model_config import resolve_model
+from smp.runtime import Launch, process_group
+from smp.transform import prepare_model
+from tests.job import LLAMA
+
+ROOT = pathlib.Path(__file__).parent.parent
+SYNTHETIC = ["--use_synthetic_data", "1"]
+MISTRAL = "--model_type mistral --hidden_width 32 --num_layers 2 --num_heads 4 --intermediate_size 48".split()
+LLAMA3 = [*LLAMA, "--rope_scaling_type", "llama3"]
+Words = list[object]
+Probe = Callable[[Words], Any]
+CHECKS: dict[str, Callable[..., None]] = {}
+
+LIVE = [
+    name
+    for name, flag in FLAGS.items()
+    if name == flag.field.name and not flag.field.metadata["only"] and not flag.field.metadata["no_effect"]
+]
+NO_EFFECT = [name for name, flag in FLAGS.items() if flag.field.metadata["no_effect"] and name == flag.field.name]
+
+
+def parse(words: Words):
+    return parse_args([str(word) for word in words])
+
+
+def plan_of(words: Words, tmp: pathlib.Path, *, model: Words = LLAMA, data: Words = SYNTHETIC):
+    return make_plan(
+        parse([*model, *data, "--output_dir", tmp / "run", "--data_cache_dir", tmp / "cache", *words]), Launch()
+    )
+
+
+def hf(words: Words, *, model: Words = LLAMA):
+    return resolve_model(parse([*model, *SYNTHETIC, *words]).model).hf_config
+
+
+@contextlib.contextmanager
+def one_process(words: Words) -> Iterator[Any]:
+    """The sharded model of a run of one process, and its configuration."""
+    config = parse([*LLAMA, *SYNTHETIC, *words])
+    device = torch.device("cpu")
+    with process_group(config.comm, Launch(), device):
+        degrees = resolve_degrees(config.parallel, world_size=1, local_world_size=1)
+        mesh = build_mesh(degrees, "cpu")
+        resolved = resolve_model(config.model)
+        model = prepare_model(
+            resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
+            device=device, seed=config.run.seed, load_weights=True,
+        )  # fmt: skip
+        yield SimpleNamespace(model=model, config=config)
+
+
+def blocks(words: Words) -> list[Any]:
+    with one_process(words) as built:
+        return list(built.model.model.layers)
+
+
+def prefetched(words: Words, which: str) -> int:
+    with one_process(words) as built:
+        units = [module for module in built.model.modules() if isinstance(module, FSDPModule)]
+        return sum(len(getattr(unit._get_fsdp_state(), which)) for unit in units)
+
+
+def differs(reading: Callable[[Words], Any], given: Words, expected: Any, base: Words = ()) -> None:  # type: ignore[assignment]
+    """The reading with ``base`` alone is another than with ``given`` added, which is the expected one."""
+    before, after = reading([*base]), reading([*base, *given])
+    assert after == expected and before != expected, (before, after)
+
+
+def check(*flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a test as the one that shows these flags."""
+
+    def register(test: Callable[..., None]) -> Callable[..., None]:
+        for flag in flags:
+            assert flag not in CHECKS, flag
+            CHECKS[flag] = test
+        return test
+
+    return register

@@ -1,0 +1,254 @@
+"""Bad input end to end: one sentence that says what, got what and what to do; exit status 2; nothing touched.
+
+Cases that need a new process, ranks or a finished run go through the real job; the others call ``train_lib.main`` in
+this process, which is the same code up to the exit.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import pathlib
+import re
+import shutil
+
+import pytest
+
+import train_lib
+from tests.job import LLAMA, run_job
+
+SYNTHETIC = ["--use_synthetic_data", "1", "--max_steps", "1"]
+ROW = json.dumps({"input_ids": [1, 2, 3]}) + "\n"
+
+
+def snapshot(folder: pathlib.Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder with its time and content."""
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of one step with a checkpoint, and its directory of Hugging Face weights; never changed."""
+    root = tmp_path_factory.mktemp("finished")
+    run_job(*LLAMA, *SYNTHETIC, "--output_dir", root / "run", "--save_final_model", 1).succeeded()
+    return root / "run"
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Run the job in this process and return the lines it printed, after checking status and silence elsewhere."""
+
+    def run(*words: object) -> list[str]:
+        place = [] if "--output_dir" in words else ["--output_dir", tmp_path / "run"]
+        handlers = list(logging.getLogger("smp").handlers)
+        status = train_lib.main([str(word) for word in [*words, *place, "--data_cache_dir", tmp_path / "cache"]])
+        out, err = capsys.readouterr()
+        assert status == 2 and logging.getLogger("smp").handlers == handlers, (status, out, err)
+        assert not list((tmp_path / "run").glob("*"))
+        lines = err.strip().splitlines()
+        assert out == "" and lines and all(line.startswith("error: ") for line in lines), err
+        return lines
+
+    return run
+
+
+def expect(lines: list[str], *patterns: str) -> None:
+    """One line for each pattern, in any order."""
+    assert len(lines) == len(patterns), lines
+    for pattern in patterns:
+        assert any(re.search(pattern, line) for line in lines), (pattern, lines)
+
+
+SETTINGS = [
+    (["--max_stps", 3], "unknown flag --max_stps: did you mean max_steps"),
+    (["--shard_degree", 2], "--hybrid_shard_degree 2 does not divide the 1 data-parallel .* choose .* from 1"),
+    (
+        ["--sharding_strategy", "full_shard", "--shard_degree", 1],
+        "full_shard contradicts --hybrid_shard_degree 1.*choose",
+    ),
+    (["--sharding_strategy", "no_shard", "--shard_degree", 4], "no_shard contradicts --hybrid_shard_degree 4.*choose"),
+    (["--num_key_value_heads", 3], "--num_key_value_heads 3 does not divide --num_heads 4: choose a divisor"),
+    (["--distributed_backend", "nccl"], "nccl needs GPUs and none is visible: use gloo"),
+    (["--tensor_parallel_degree", 2], "--tensor_parallel_degree 2 is not available.*--hybrid_shard_degree"),
+    (["--fp8", 1], "--fp8 1 is not available: .*use --bf16 1"),
+    (["--moe", 1], "--moe 1 is not available: .*leave it out"),
+    (["--offload_activations", 1], "--offload_activations 1 is not available: .*--activation_checkpointing 1"),
+    (["--distributed_backend", "smddp"], "--distributed_backend smddp is not available: .*use nccl on GPUs or gloo"),
+    (["--checkpoint_type", "async_sharded"], "--checkpoint_type async_sharded is not available: .*use sharded"),
+    (["--checkpoint_dir", "s3://bucket/x"], "s3://bucket/x: .*not in this version; give a directory"),
+    (["--model_type", "gpt2"], "--model_type gpt2 is not available: .*use gpt_neox"),
+    (["--finetune", 1], "--finetune 1 needs --pretrained_model_name .*or --pretrained_checkpoint_file"),
+    (["--finetune", 1, "--pretrained_model_name", "llama7b"], "needs --finetune_checkpoint_load_dir: give both"),
+    (["--hf_pretrained_model_name_or_dir", "/absent"], "/absent: .*Give a local Hugging Face directory"),
+    (["--train_batch_size", 10**9], "global batch of 1000000000 samples is too large: use at most 16777216"),
+    (["--resume_from_checkpoint", "/absent"], "/absent is not a complete checkpoint.*give the path .*or latest"),
+    (["--output_dir", "/proc/nothing"], "--output_dir /proc/nothing cannot be written .*choose another directory"),
+    (["--checkpoint_dir", "/proc/nothing"], "--checkpoint_dir /proc/nothing cannot be written .*choose another"),
+    (["--tensorboard_dir", "/proc/nothing"], "--tensorboard_dir /proc/nothing cannot be written .*choose another"),
+    (["--model_dir", "/proc/a/b", "--save_final_model", 1], "--model_dir /proc/a cannot be written .*choose another"),
+]
+
+
+@pytest.mark.parametrize(("words", "pattern"), SETTINGS, ids=[" ".join(map(str, words)) for words, _ in SETTINGS])
+def test_settings(words, pattern, refused):
+    expect(refused(*LLAMA, *SYNTHETIC, *words), pattern)
+
+
+def test_unknown_model_names_the_nearest(refused):
+    expect(
+        refused(*SYNTHETIC, "--model", "lama70b"),
+        "unknown model --model lama70b: did you mean llama70b\\?.*gpt_neox_20b",
+    )
+
+
+def test_yaml_key_names_the_nearest(refused, tmp_path):
+    (tmp_path / "run.yaml").write_text("hiden_width: 32\n")
+    lines = refused(*LLAMA, *SYNTHETIC, "--config", tmp_path / "run.yaml")
+    expect(lines, "run.yaml: unknown key hiden_width: did you mean hidden_width")
+
+
+def test_an_output_directory_below_a_file(refused, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    expect(refused(*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "file" / "run"), "cannot be written .*choose another")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_several_problems_are_reported_together(refused):
+    words = ["--fp8", 1, "--lr", "fast", "--max_stps", 2, "--sharding_strategy", "no_shard", "--shard_degree", 2]
+    expect(refused(*LLAMA, *SYNTHETIC, *words), "--fp8 1", "--lr takes a number, got 'fast'", "max_steps", "no_shard")
+    words = ["--shard_degree", 2, "--distributed_backend", "nccl", "--output_dir", "/proc/x", "--num_heads", 4]
+    expect(refused(*LLAMA, *SYNTHETIC, *words), "does not divide", "nccl needs GPUs", "/proc/x cannot be written")
+
+
+DATA = [
+    ("", None, "no such file or folder: .*data.*"),
+    ("notes.md", "text", "no data files in .*looked for \\*.json"),
+    ("a.jsonl", "", "a.jsonl is empty: remove it"),
+    ("a.jsonl", ROW + "{oops\n", "a.jsonl, line 2: not valid JSON"),
+    ("a.jsonl", ROW + ROW + '{"text": "x"}\n', "a.jsonl, line 3: has no input_ids; keys found: text"),
+    ("a.jsonl", ROW + '{"input_ids": [1, 64]}\n', "a.jsonl, line 2: token id 64 .*vocabulary of 64: set --vocab_size"),
+    ("a.jsonl", '{"input_ids": [1, -1]}\n', "a.jsonl, line 1: token id -1 is negative; ids must be in"),
+    ("a.jsonl.gz", gzip.compress(ROW.encode() * 999)[:-20], "a.jsonl.gz is truncated: .*copy it again"),
+    ("a.jsonl.gz", ROW, "a.jsonl.gz is not a valid gzip file .*compress it again"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "pattern"), DATA)
+def test_data(name, content, pattern, refused, tmp_path):
+    folder = tmp_path / "data"
+    if name:
+        folder.mkdir()
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    expect(refused(*LLAMA, "--max_steps", 1, "--training_dir", folder), pattern)
+
+
+def test_no_data_and_no_validation_data(refused):
+    lines = refused(*LLAMA, "--validation_freq", 5)
+    expect(lines, "no training data: set --training_dir, or --use", "--validation_freq 5 needs .*set --test_dir")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("weights.bin", "weights.bin is a pickle.*convert the model to safetensors"),
+        ("weights.safetensors", "weights.safetensors cannot be read as safetensors .*again"),
+        (None, "no weights at .*absent.safetensors: give a .safetensors file"),
+    ],
+)
+def test_pretrained_weights(name, pattern, refused, tmp_path):
+    path = tmp_path / (name or "absent.safetensors")
+    if name:
+        path.write_bytes(b"not weights")
+    expect(refused(*LLAMA, *SYNTHETIC, "--finetune", 1, "--pretrained_checkpoint_file", path), pattern)
+
+
+def damage(kind: str, checkpoint: pathlib.Path) -> None:
+    (tensors,) = checkpoint.glob("*.safetensors")
+    state = checkpoint / "state.json"
+    match kind:
+        case "deleted":
+            tensors.unlink()
+        case "truncated":
+            tensors.write_bytes(tensors.read_bytes()[:-100])
+        case "foreign":
+            (checkpoint / "extra.safetensors").write_bytes(b"x")
+        case "state cut":
+            state.write_text(state.read_text()[:50])
+        case "state emptied":
+            state.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ("deleted", "checkpoint .*llama_v2-1steps is damaged: .*safetensors is missing; resume from another one"),
+        ("truncated", "is damaged: .*safetensors has [0-9]+ bytes instead of [0-9]+; resume from another one"),
+        ("foreign", "is damaged: extra.safetensors does not belong to it; resume from another one"),
+        ("state cut", "state.json cannot be read .*; resume from another one"),
+        ("state emptied", "is damaged: state.json lists no files; resume from another one"),
+    ],
+)
+def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
+    shutil.copytree(finished, tmp_path / "copy")
+    damage(kind, tmp_path / "copy" / "checkpoints" / "llama_v2-1steps")
+    before = snapshot(tmp_path / "copy")
+    words = ["--output_dir", tmp_path / "copy", "--resume_from_checkpoint", "latest"]
+    expect(refused(*LLAMA, *SYNTHETIC, *words), pattern)
+    assert snapshot(tmp_path / "copy") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        ([], "already holds checkpoints up to step 1: continue .*latest, or .*another --output_dir"),
+        (
+            ["--hidden_width", 64, "--resume_from_checkpoint", "latest"],
+            "another model: .*hidden_size 32 there, 64 here",
+        ),
+        (["--resume_from_checkpoint", "CHECKPOINTS"], "it contains llama_v2-1steps: give the path"),
+        (["--checkpoint_dir", "ELSEWHERE"], "metrics.jsonl already holds the metrics of a run: .*another --output_dir"),
+    ],
+)
+def test_an_existing_run_is_left_alone(words, pattern, finished, refused, tmp_path):
+    places = {"CHECKPOINTS": finished / "checkpoints", "ELSEWHERE": tmp_path / "elsewhere"}
+    before = snapshot(finished)
+    lines = refused(*LLAMA, *SYNTHETIC, "--output_dir", finished, *[places.get(str(word), word) for word in words])
+    expect(lines, pattern)
+    assert snapshot(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["--max_stps", 3], "unknown flag --max_stps: did you mean max_steps"),
+        (
+            ["--global_batch_size", 1],
+            "--global_batch_size 1 is smaller than the 2 data-parallel .*at least 2, or fewer",
+        ),
+        (["--shard_degree", 3], "--hybrid_shard_degree 3 does not divide the 2 data-parallel .* choose .* from 1, 2"),
+    ],
+)
+def test_two_processes_say_it_once(words, pattern, tmp_path):
+    outcome = run_job(*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "run", *words, world_size=2)
+    assert outcome.statuses == [2, 2] and "Traceback" not in outcome.output, outcome.output
+    expect(outcome.output.strip().splitlines(), pattern)
+
+
+def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_path):
+    outcome = run_job("--model", "llama70b", *SYNTHETIC, "--output_dir", tmp_path / "run", world_size=2)
+    assert outcome.statuses == [2, 2]
+    sentence = (
+        r"error: llama70b on 2 process\(es\) needs about [0-9.]+ GiB in each process and there are [0-9.]+ GiB for "
+        r"each: .*(processes .*would do).*--dry_run 1"
+    )
+    expect(outcome.output.strip().splitlines(), sentence)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    needs = float(re.search(r"about ([0-9.]+) GiB", outcome.output)[1])
+    assert needs > 4 * 4 * 69e9 / 2 / 2**30  # fp32 parameters, gradients and two moments over two processes
+
+
+def test_one_process_job_exits_with_status_2_and_no_traceback(tmp_path):
+    outcome = run_job(*LLAMA, "--training_dir", tmp_path / "absent", "--output_dir", tmp_path / "run")
+    assert outcome.statuses == [2] and "Traceback" not in outcome.output
+    expect(outcome.output.strip().splitlines(), "no such file or folder: .*absent")
