@@ -231,9 +231,13 @@ def validate(trainer: Trainer) -> float:
     """Mean loss over the valid tokens of the first ``validation_batches``, the same ones every time; collective."""
     plan = trainer.plan
     assert plan.validation_data is not None  # validation_freq is refused without validation data
+    settings = plan.config.data
+    # The stream is endless: past its end a row would count twice.
+    rows = settings.val_batch_size * plan.degrees.data_size
+    batches = min(settings.validation_batches, max(1, plan.validation_data.samples_per_epoch // rows))
     trainer.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=plan.device)
-    for _, batch in zip(range(plan.config.data.validation_batches), plan.validation_data, strict=False):
+    for _, batch in zip(range(batches), plan.validation_data, strict=False):
         for microbatch in batch.microbatches:
             total[0] += forward(trainer.model, microbatch, plan.device)
             total[1] += count_valid_tokens(microbatch["labels"])
