@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from smp.comm import gloo
 from smp.config import ParallelConfig
 from smp.mesh import Mesh
 
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000
 
-Unit = tuple[list[nn.Module], bool]  # modules that are gathered together, and whether they are freed after forward
+
+class Unit(NamedTuple):
+    """Modules whose parameters are gathered together."""
+
+    modules: list[nn.Module]
+    reshard: bool  # whether the gathered parameters are freed between forward and backward
+    in_backward: bool = True  # whether backward reads the parameters at all
 
 
 def transformer_units(
@@ -24,12 +31,14 @@ def transformer_units(
 ) -> list[Unit]:
     """Units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
 
-    The last unit is used again at once by backward, so it is never freed in between. A head that shares the
-    embedding's weight makes one unit with it: two units would gather it twice and own it twice.
+    The last unit is used again at once by backward, so it is never freed in between. The embedding is freed at any
+    strategy, and not gathered again: the gradient of a look-up needs no weights. A head that shares the embedding's
+    weight makes one unit with it: two units would gather it twice and own it twice.
     """
+    middle = [Unit([block], reshard) for block in blocks]
     if tied:
-        return [*(([block], reshard) for block in blocks), ([embedding, *final], False)]
-    return [([embedding], reshard), *(([block], reshard) for block in blocks), (final, False)]
+        return [*middle, Unit([embedding, *final], reshard=False)]
+    return [Unit([embedding], reshard=True, in_backward=False), *middle, Unit(final, reshard=False)]
 
 
 def size_based_units(model: nn.Module, *, reshard: bool, minimum: int = MIN_UNIT_PARAMETERS) -> list[Unit]:
@@ -43,7 +52,7 @@ def size_based_units(model: nn.Module, *, reshard: bool, minimum: int = MIN_UNIT
         free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
         if free < minimum or module is model or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return free
-        units.append(([module], reshard))
+        units.append(Unit([module], reshard))
         return 0
 
     visit(model)
@@ -76,19 +85,21 @@ def shard_model(
         reduce_dtype=torch.float32 if reduced else None,
         cast_forward_inputs=False,
     )
-    for modules, reshard in units:
+    for unit in units:
         fully_shard(
-            modules if len(modules) > 1 else modules[0],
+            unit.modules if len(unit.modules) > 1 else unit.modules[0],
             mesh=mesh.fsdp_mesh,
             mp_policy=policy,
-            reshard_after_forward=reshard,
+            reshard_after_forward=unit.reshard,
         )
+        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(unit.in_backward)
     fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _set_prefetch([cast(FSDPModule, modules[0]) for modules, _ in units], parallel)
+        gloo.install(module, mesh.device_mesh.get_group("dp_shard"))
+    _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import pathlib
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,7 +29,6 @@ SYNTHETIC = ["--use_synthetic_data", "1"]
 MISTRAL = "--model_type mistral --hidden_width 32 --num_layers 2 --num_heads 4 --intermediate_size 48".split()
 LLAMA3 = [*LLAMA, "--rope_scaling_type", "llama3"]
 Words = list[object]
-Probe = Callable[[Words], Any]
 CHECKS: dict[str, Callable[..., None]] = {}
 
 LIVE = [
@@ -82,13 +86,38 @@ def differs(reading: Callable[[Words], Any], given: Words, expected: Any, base: 
     assert after == expected and before != expected, (before, after)
 
 
+def in_child(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a forked process: one that has trained may not be forked again, which other tests do."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with tempfile.TemporaryFile("w+") as report:
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    test(*args, **kwargs)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc(file=report)
+                    report.flush()
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(child, 0)
+            report.seek(0)
+            if status:
+                pytest.fail(report.read() or f"the test's process ended with {status}", pytrace=False)
+
+    return run
+
+
 def check(*flags: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a test as the one that shows these flags."""
+    """Register a test as the one that shows these flags, and run it in a process of its own."""
 
     def register(test: Callable[..., None]) -> Callable[..., None]:
         for flag in flags:
             assert flag not in CHECKS, flag
             CHECKS[flag] = test
-        return test
+        return in_child(test)
 
     return register

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = {
     "smp.errors": 0,
     "smp.config": 1, "smp.log": 1,
-    "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2,
+    "smp.runtime": 2, "smp.mesh": 2, "smp.comm": 2, "smp.models": 2,
     "smp.activation_checkpoint": 3, "smp.sharding": 3, "smp.delayed_init": 3, "smp.pretrained": 3, "smp.loss": 3,
     "smp.grad_norm": 3, "smp.memory_plan": 3, "smp.launch": 3, "smp.flops": 3,
     "smp.transform": 4, "smp.optimizer": 4, "smp.lr_schedule": 4, "smp.metrics": 4, "smp.plots": 4,

@@ -9,11 +9,9 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import logging
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -37,17 +35,10 @@ from tests.job import LLAMA, read_metrics, run_job
 
 
 @pytest.fixture(autouse=True)
-def runs_inside_this_process(monkeypatch) -> Iterator[None]:
-    """Leave logging as it was, and leave out what only costs time here: curves, and the walk over all tensors."""
+def quick_runs(monkeypatch):
+    """Leave out what only costs time here: curves, and the walk over all tensors."""
     monkeypatch.setattr(train_lib, "draw_curves", lambda plan: None)
     monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)
-    logger = logging.getLogger("smp")
-    handlers, propagate, level = list(logger.handlers), logger.propagate, logger.level
-    yield
-    for handler in set(logger.handlers) - set(handlers):
-        handler.close()
-    logger.handlers, logger.propagate = handlers, propagate
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +63,7 @@ def files(tmp_path_factory):
 
 
 def train(words: Words, run: pathlib.Path, *, steps: int = 2) -> pathlib.Path:
-    """Run the job in this process."""
+    """Run the job in this process, the child of a test."""
     argv = [*LLAMA, *SYNTHETIC, "--max_steps", steps, "--output_dir", run, *words]
     assert train_lib.main([str(word) for word in argv]) == 0
     return run

@@ -1,0 +1,1 @@
+"""Collectives of our own, where a backend's are slow."""
