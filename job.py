@@ -166,10 +166,8 @@ def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: dict[str, A
     """Samples per step over all ranks; a resumed run keeps its own unless told otherwise."""
     run = config.run
     size = run.global_batch_size
-    if size is None and saved and not {"train_batch_size", "gradient_accumulation_steps"} & config.given:
-        size = saved["global_batch_size"]
     if size is None:
-        size = run.train_batch_size * degrees.data_size * run.gradient_accumulation_steps
+        size = saved["global_batch_size"] if saved else batch_of_flags(config, degrees)
     if size > MAX_BATCH:
         raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
     if size < degrees.data_size:
@@ -178,6 +176,11 @@ def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: dict[str, A
             f"use at least {degrees.data_size}, or fewer processes"
         )
     return size
+
+
+def batch_of_flags(config: TrainConfig, degrees: Degrees) -> int:
+    """Samples per step that follow from the batch of a rank, the data ranks and accumulation."""
+    return config.run.train_batch_size * degrees.data_size * config.run.gradient_accumulation_steps
 
 
 def _batch_shape(

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from arguments import SECTIONS, TrainConfig
-from job import Plan
+from job import Plan, batch_of_flags
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.registry import count_parameters
@@ -22,6 +22,8 @@ logger = get_logger("train")
 WHERE_AND_HOW_LONG = {
     "output_dir", "max_steps", "epochs", "dry_run", "dry_run_world_size", "profile_nsys", "data_cache_dir",
     "data_num_workers", "validation_freq", "validation_batches", "val_batch_size", "fast_validation",
+    # What follows from these is said where the global batch is.
+    "train_batch_size", "gradient_accumulation_steps", "global_batch_size",
 }  # fmt: skip
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
@@ -45,6 +47,12 @@ def announce(plan: Plan) -> None:
         logger.info(sentence)
     if plan.resume is not None:
         logger.info("Resumed from %s at step %d, sample %d", plan.resume, plan.state.step, plan.state.samples)
+        flags = batch_of_flags(plan.config, degrees)
+        if plan.config.run.global_batch_size is None and flags != plan.global_batch_size:
+            logger.warning(
+                "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
+                "flags and the number of processes give.", plan.global_batch_size, flags,
+            )  # fmt: skip
         for change in changes_since(plan.saved or {}, plan):
             logger.warning("Changed since the checkpoint: %s", change)
 
@@ -60,6 +68,11 @@ def changes_since(saved: dict[str, Any], plan: Plan) -> list[str]:
     ]
     if saved.get("data") not in (None, plan.train_data.fingerprint):
         found.append("the data; the position in it is kept, so samples may be missed or repeated")
+    horizon = saved.get("max_steps")
+    if plan.config.lr.lr_decay_iters is None and horizon not in (None, plan.max_steps):
+        found.append(
+            f"the learning rate's horizon, {horizon} -> {plan.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
+        )
     return found
 
 

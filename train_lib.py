@@ -23,7 +23,7 @@ from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
 from reporting import announce, arguments_table, draw_curves, say_what_next, write_config
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, RankError, UserError
 from smp.flops import model_flops_per_token, peak_flops
 from smp.grad_norm import clip_grad_norm_
 from smp.log import configure_logging, get_logger
@@ -34,7 +34,7 @@ from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.optimizer import build_optimizer
 from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
-from smp.sharding import set_gradient_sync
+from smp.sharding import reshard, set_gradient_sync
 from smp.train_state import TrainState
 from smp.transform import prepare_model
 
@@ -242,6 +242,7 @@ def validate(trainer: Trainer) -> float:
             total[0] += forward(trainer.model, microbatch, plan.device)
             total[1] += count_valid_tokens(microbatch["labels"])
     trainer.model.train()
+    reshard(trainer.model)
     dist.all_reduce(total)
     return float(total[0] / total[1])
 
@@ -269,6 +270,7 @@ def _save_if_due(trainer: Trainer) -> None:
                 "data": plan.train_data.fingerprint,
                 "degrees": dataclasses.asdict(plan.degrees),
                 "global_batch_size": plan.global_batch_size,
+                "max_steps": plan.max_steps,
             },
         )
         trainer.memory.record("After ckpt (StateDictType.SHARDED_STATE_DICT)", step)
@@ -332,7 +334,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(plan)
     except UserError as error:
-        _print_problems(error)
+        if launch.local_rank == 0 or isinstance(error, RankError):
+            _print_problems(error)
         return 2
     return 0
 

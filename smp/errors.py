@@ -9,6 +9,10 @@ class UserError(ValueError):
     """Bad input: the text says what is wrong, what was given, what is allowed and what to do."""
 
 
+class RankError(UserError):
+    """A user error that only some ranks see, so that each of them says it; the others are said once per host."""
+
+
 class ConfigError(UserError):
     """One or more problems of a configuration.
 

@@ -48,6 +48,10 @@ class LoggingConfig(Section):
         found = super().problems()
         if self.tensorboard_dir and not _has_tensorboard():
             found.append(f"--tensorboard_dir needs TensorBoard: {_GET_TENSORBOARD}, or leave the flag out")
+        try:
+            _nccl_bandwidths(self.nccl_test_log)
+        except UserError as error:
+            found.append(str(error))
         return found
 
     def due(self, step: int, *, max_steps: int) -> bool:

@@ -100,7 +100,7 @@ def process_group(comm: CommConfig, launch: Launch, device: torch.device) -> Ite
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
     try:
         yield
     finally:

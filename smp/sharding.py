@@ -98,7 +98,8 @@ def shard_model(
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        gloo.install(module, mesh.device_mesh.get_group("dp_shard"))
+        if mesh.device_type == "cpu":  # gloo sends no GPU memory by itself
+            gloo.install(module, mesh.device_mesh.get_group("dp_shard"))
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
 
@@ -112,6 +113,15 @@ def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:
             # An explicit list replaces the default (the unit before this one); a unit that is gathered already is
             # left alone, so naming itself means no prefetch.
             unit.set_modules_to_backward_prefetch([unit])
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter, so that ``named_parameters`` shows the sharded ones that the optimizer knows.
+
+    Backward does this by itself; a forward that no backward follows leaves the last unit gathered.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:

@@ -94,6 +94,7 @@ def test_full_shard_gathers_blocks_twice():
         # Gradients are kept whole until the last micro-batch.
         (full, True, 2, names(2 * gathers, UNITS)),
         (zero2, False, 1, names(UNITS, UNITS)),
+        (Layout("no_shard"), False, 2, names(0, 0, UNITS)),
     ]
     run_distributed(_check_counts, cases, world_size=2)
 

@@ -71,6 +71,8 @@ def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, 
     flags = [
         *DROPOUT[family], *data_flags(kind, jsonl, text, tmp_path / "cache"), "--lr", 1e-2, "--lr_decay_iters", 20,
         "--gradient_accumulation_steps", accumulation, "--checkpoint_freq", 10, "--train_batch_size", 1,
+        # In the very step of the checkpoint: it must neither disturb the randomness nor leave parameters gathered.
+        "--validation_freq", 5, "--validation_batches", 2, "--test_dir", jsonl if kind == "jsonl" else text,
     ]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_job(*flags, "--max_steps", 20, "--output_dir", whole, world_size=world_size).succeeded()

@@ -42,7 +42,7 @@ class DataConfig(Section):
         "Format of the data: JSON lines with input_ids, a saved Hugging Face dataset or parquet, or raw text.",
     )
     use_synthetic_data: bool = setting(False, "Train on random tokens; no data is read.")
-    synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1)
+    synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1, maximum=1 << 40)
     training_dir: str | None = setting(
         None, "Training data: a folder, a file, a glob, or a URL such as s3://bucket/folder."
     )

@@ -26,8 +26,9 @@ from smp.checkpoint.layout import (
     tensor_files,
     write_json,
 )
-from smp.errors import UserError
+from smp.errors import RankError, UserError
 from smp.optimizer import allocate_state
+from smp.sharding import reshard
 from smp.train_state import TrainState
 
 # What must be equal for the tensors to mean the same; dropout and the like may change between runs.
@@ -102,10 +103,11 @@ def save_checkpoint(
         keep: newest checkpoints to keep in ``directory``.
 
     Raises:
-        UserError: a rank does not see the directory that rank 0 made.
+        RankError: a rank does not see the directory that rank 0 made.
         RuntimeError: a rank could not write; nothing is published.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
+    reshard(model)
     final = directory / checkpoint_name(model_name, state.step)
     temporary = final.with_name(final.name + TEMPORARY)
     if rank == 0:
@@ -113,7 +115,7 @@ def save_checkpoint(
         temporary.mkdir(parents=True)
     dist.barrier()
     if not temporary.is_dir():
-        raise UserError(
+        raise RankError(
             f"rank {rank} does not see {temporary}, which rank 0 made: --checkpoint_dir must be on a file system "
             f"that all hosts share"
         )

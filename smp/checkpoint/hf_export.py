@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from smp.errors import UserError
 from smp.models.family import Family
 from smp.models.registry import family_of
+from smp.sharding import reshard
 
 # Lists the files of an export, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"
@@ -186,6 +187,7 @@ def export_hf(
     Raises:
         UserError: the directory holds other files or cannot be written; raised on every rank.
     """
+    reshard(model)  # a gathered parameter is in the dtype of the computation
     directory = pathlib.Path(os.path.abspath(directory))
     partial, family = _beside(directory, "partial"), family_of(hf_config)
     stored = dtype or next(model.parameters()).dtype

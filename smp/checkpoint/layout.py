@@ -62,6 +62,8 @@ def choose_checkpoint(wanted: str | None, directories: list[Path], model_name: s
     """
     present = sorted((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
     if wanted == LATEST:
+        if not present:
+            _refuse_headless(directories, model_name)
         return present[-1].path if present else None
     if wanted is None:
         if present:
@@ -79,6 +81,16 @@ def choose_checkpoint(wanted: str | None, directories: list[Path], model_name: s
         f"--resume_from_checkpoint {wanted} is not a complete checkpoint (no {STATE_FILE}){hint}: "
         f"give the path of a <model>-<step>steps directory, or latest"
     )
+
+
+def _refuse_headless(directories: list[Path], model_name: str) -> None:
+    """A run whose checkpoints have all lost their ``state.json`` must not be mistaken for one that has none yet."""
+    for directory in directories:
+        for path in sorted(directory.glob(f"{model_name}-*steps")):
+            raise UserError(
+                f"{path} has no {STATE_FILE}, so nothing can be resumed from it: restore the file, or start anew in "
+                f"another --output_dir"
+            )
 
 
 def tensor_files(path: Path) -> dict[str, int]:

@@ -39,16 +39,27 @@ class ModelConfig(Section):
     max_context_width: int | None = setting(
         None, "Tokens per sample. Default: the preset's; 2048 with --model_type.", minimum=2
     )
-    vocab_size: int | None = setting(None, "Vocabulary size. 50432 with --model_type.", minimum=1)
-    hidden_width: int | None = setting(None, "Width of the hidden states. 768 with --model_type.", minimum=1)
-    num_layers: int | None = setting(None, "Number of transformer blocks. 12 with --model_type.", minimum=1)
-    num_heads: int | None = setting(None, "Number of attention heads. 12 with --model_type.", minimum=1)
+    vocab_size: int | None = setting(None, "Vocabulary size. 50432 with --model_type.", minimum=1, maximum=1 << 24)
+    hidden_width: int | None = setting(
+        None, "Width of the hidden states. 768 with --model_type.", minimum=1, maximum=1 << 20
+    )
+    num_layers: int | None = setting(
+        None, "Number of transformer blocks. 12 with --model_type.", minimum=1, maximum=10_000
+    )
+    num_heads: int | None = setting(
+        None, "Number of attention heads. 12 with --model_type.", minimum=1, maximum=1 << 16
+    )
     num_key_value_heads: int | None = setting(
         None, "Key/value heads, for grouped-query attention (Llama, Mistral). Default: as many as heads.", minimum=1
     )
-    llama_intermediate_size: int | None = setting(None, "Llama's MLP width. 11008 with --model_type.", minimum=1)
+    llama_intermediate_size: int | None = setting(
+        None, "Llama's MLP width. 11008 with --model_type.", minimum=1, maximum=1 << 22
+    )
     intermediate_size: int | None = setting(
-        None, "MLP width. With --model_type: mistral 14336, gpt_neox 4 x hidden_width, Llama as above.", minimum=1
+        None,
+        "MLP width. With --model_type: mistral 14336, gpt_neox 4 x hidden_width, Llama as above.",
+        minimum=1,
+        maximum=1 << 22,
     )
     resid_pdrop: float | None = setting(None, "GPT-NeoX: dropout of hidden states. Default 0.", minimum=0, maximum=1)
     attn_pdrop: float | None = setting(None, "Dropout of attention weights. Default 0.", minimum=0, maximum=1)
