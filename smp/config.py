@@ -8,7 +8,6 @@ it. A section with a single reader lives in that reader's file; those with sever
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 from smp.errors import ConfigError
@@ -54,8 +53,6 @@ def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:
     for item in value if isinstance(value, tuple) else (value,):
         if item is None or isinstance(item, (str, bool)):
             continue
-        if math.isinf(item):
-            return f"--{name} must be finite, got {item}"
         # Written so that NaN, which compares false with everything, is outside every bound.
         if minimum is not None and not item >= minimum:
             return f"--{name} must be at least {minimum}, got {item}"

@@ -78,7 +78,9 @@ class ModelConfig(Section):
     rotary_pct: float | None = setting(
         None, "GPT-NeoX: part of each head that is rotated. 0.25 with --model_type.", above=0, maximum=1
     )
-    rotary_emb_base: float | None = setting(None, "Base of the rotary embedding. 10000 with --model_type.", minimum=1)
+    rotary_emb_base: float | None = setting(
+        None, "Base of the rotary embedding. 10000 with --model_type.", minimum=1, maximum=1e15
+    )
     rope_scaling_type: Literal["default", "llama3"] | None = setting(
         None, "Scaling of the rotary embedding to longer sequences; default: none."
     )
