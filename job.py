@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from arguments import DEFAULT_MAX_STEPS, TrainConfig
 from data.pipelines.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.checkpoint.checkpointer import check_architecture
-from smp.checkpoint.layout import choose_checkpoint, read_state
+from smp.checkpoint.hf_export import refuse_foreign_files
+from smp.checkpoint.layout import LATEST, choose_checkpoint, read_state, refuse_foreign, refuse_older_branch
 from smp.dry_run import report
 from smp.errors import ConfigError, UserError
 from smp.memory_plan import (
@@ -26,6 +30,7 @@ from smp.memory_plan import (
     processes_that_fit,
 )
 from smp.mesh import Degrees, resolve_degrees
+from smp.metrics import last_logged_step
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.registry import build_model
 from smp.runtime import Launch, choose_backend, choose_device
@@ -107,6 +112,13 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
             validation_data = attempt(
                 create_data_pipeline, config.data, split="validation", batch=_validation_shape(config, shape)
             )
+    flash = config.model.attn_implementation == "flash_attention_2"
+    if config.data.document_mask and flash and max(config.run.train_batch_size, config.data.val_batch_size) > 1:
+        # transformers reads documents from restarting positions here only in batches of one row.
+        problems.append(
+            "--document_mask 1 with --attn_implementation flash_attention_2 needs --train_batch_size 1 and "
+            "--val_batch_size 1: use those, or --attn_implementation sdpa"
+        )
     if problems or train_data is None or batch_size is None:
         raise ConfigError(problems)
     return Plan(
@@ -132,19 +144,35 @@ def _check_output(config: TrainConfig, run_dir: Path) -> None:
             _probe_directory(flag, directory)
         except UserError as error:
             problems.append(str(error))
+    if config.checkpoint.save_final_model:
+        try:
+            refuse_foreign_files(Path(config.checkpoint.model_dir or run_dir / "final").absolute())
+        except UserError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError(problems)
 
 
 def _choose_start(config: TrainConfig, run_dir: Path, checkpoint_dirs: list[Path], model_name: str) -> Path | None:
-    """The checkpoint to resume from, or None; refuses to start anew over a run, whether or not it has checkpoints."""
+    """The checkpoint to resume from, or None; refuses whatever would write over another run or another branch of it.
+
+    Raises:
+        UserError: the run directory holds something that the wanted start does not continue.
+    """
     wanted = config.checkpoint.resume_from_checkpoint
     chosen = choose_checkpoint(wanted, checkpoint_dirs, model_name)
+    if chosen is not None and chosen.parent in [directory.resolve() for directory in checkpoint_dirs]:
+        refuse_older_branch(chosen, checkpoint_dirs)
+        return chosen
+    refuse_foreign(checkpoint_dirs)
     metrics = run_dir / "metrics.jsonl"
-    if wanted is None and metrics.is_file() and metrics.stat().st_size:
+    logged = last_logged_step(metrics)
+    # "latest" may start over what a run left that died before its first checkpoint.
+    died_early = wanted == LATEST and chosen is None and logged < min(config.checkpoint.checkpoint_freq)
+    if logged and not died_early:
         raise UserError(
-            f"{metrics} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
-            f"or choose another --output_dir"
+            f"{metrics} already holds the metrics of a run, up to step {logged}: resume that run from its own "
+            f"checkpoints with --resume_from_checkpoint, or choose another --output_dir"
         )
     return chosen
 
@@ -215,6 +243,36 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
     """The processes to plan for: those started, or as many as ``--dry_run_world_size`` says, eight to a host."""
     world = config.run.dry_run_world_size
     return Launch(0, world, 0, min(world, 8)) if world else launch
+
+
+def require_agreement(plan: Plan) -> None:
+    """Check that all ranks are about to do the same job; collective.
+
+    They decide alone where to start and what the data is, and a host with another or a stale file system would decide
+    otherwise: mismatched collectives, or wrong numbers.
+
+    Raises:
+        UserError: on every rank, naming the first difference.
+    """
+    start = (plan.resume.name if plan.resume else None, plan.state.step, plan.state.samples)
+    settings = json.dumps(plan.config.flat(), sort_keys=True)
+    mine = {
+        "the start (checkpoint, step, sample)": start,
+        "the global batch": plan.global_batch_size,
+        "the last step": plan.max_steps,
+        "the training data": plan.train_data.fingerprint,
+        "the validation data": plan.validation_data.fingerprint if plan.validation_data else None,
+        "the settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for what, value in theirs.items():
+            if value != everyone[0][what]:
+                raise UserError(
+                    f"rank {rank} disagrees with rank 0 on {what}: {value} there, {everyone[0][what]} here; "
+                    f"give all hosts the same flags and the same view of --output_dir and the data"
+                )
 
 
 def _sizes(plan: Plan) -> tuple[ModelShape, Workload]:

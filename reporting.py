@@ -95,16 +95,16 @@ def draw_curves(plan: Plan) -> None:
         logger.info("No curves.png: %s", error)
 
 
-def say_what_next(plan: Plan, final: Path | None) -> None:
+def say_what_next(plan: Plan, step: int, final: Path | None) -> None:
     """The commands a user is likely to want now; ``final`` is the exported model, if there is one."""
     run_dir = _shown(plan.run_dir)
-    logger.info("Done: step %d of %d. What next:", plan.max_steps, plan.max_steps)
+    logger.info("Done: step %d of %d. What next (with make train, flags go into ARGS='...'):", step, plan.max_steps)
     logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
-    logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * plan.max_steps)
+    logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * step)
     if final is not None:
         logger.info(
-            "  finetune:  torchrun --nproc_per_node %d train_lib.py --hf_pretrained_model_name_or_dir %s "
-            "--training_dir DATA --output_dir runs/finetuned",
+            "  finetune:  source .venv/bin/activate; torchrun --nproc_per_node %d train_lib.py "
+            "--hf_pretrained_model_name_or_dir %s --training_dir DATA --output_dir runs/finetuned",
             plan.launch.local_world_size, _shown(final),
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
-from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
+from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large, require_agreement
 from reporting import announce, arguments_table, draw_curves, say_what_next, write_config
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
@@ -27,7 +27,7 @@ from smp.errors import ConfigError, RankError, UserError
 from smp.flops import model_flops_per_token, peak_flops
 from smp.grad_norm import clip_grad_norm_
 from smp.log import configure_logging, get_logger
-from smp.loss import causal_lm_loss_sum, count_valid_tokens
+from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, count_valid_tokens
 from smp.lr_schedule import LRSchedule
 from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
 from smp.mesh import build_mesh
@@ -68,6 +68,7 @@ def run(plan: Plan) -> None:
         plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=metrics.writers
     )
     with process_group(config.comm, launch, plan.device):
+        require_agreement(plan)
         mesh = build_mesh(plan.degrees, plan.device.type)
         model = prepare_model(
             plan.model,
@@ -232,13 +233,15 @@ def validate(trainer: Trainer) -> float:
     plan = trainer.plan
     assert plan.validation_data is not None  # validation_freq is refused without validation data
     settings = plan.config.data
-    # The stream is endless: past its end a row would count twice.
+    # The stream is endless; rows past its end would count twice, and are masked.
     rows = settings.val_batch_size * plan.degrees.data_size
-    batches = min(settings.validation_batches, max(1, plan.validation_data.samples_per_epoch // rows))
+    samples = plan.validation_data.samples_per_epoch
+    batches = min(settings.validation_batches, -(-samples // rows))
     trainer.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=plan.device)
     for _, batch in zip(range(batches), plan.validation_data, strict=False):
         for microbatch in batch.microbatches:
+            microbatch["labels"][microbatch["sample_ids"] >= samples] = IGNORE_INDEX
             total[0] += forward(trainer.model, microbatch, plan.device)
             total[1] += count_valid_tokens(microbatch["labels"])
     trainer.model.train()
@@ -297,7 +300,7 @@ def finish(trainer: Trainer) -> None:
         plan.validation_data.close()
     if plan.launch.is_main:
         draw_curves(plan)
-        say_what_next(plan, final if settings.save_final_model else None)
+        say_what_next(plan, trainer.state.step, final if settings.save_final_model else None)
 
 
 def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
@@ -340,6 +343,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _log_to_console() -> None:
+    """Show what planning has to say, such as the progress of a conversion; the log files come with the run."""
+    with contextlib.suppress(UserError):  # said again, as an error, by main
+        launch = read_launch()
+        configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
+
+
 def _print_problems(error: UserError) -> None:
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
@@ -347,4 +357,5 @@ def _print_problems(error: UserError) -> None:
 
 
 if __name__ == "__main__":
+    _log_to_console()
     sys.exit(main())

@@ -51,6 +51,12 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
     return {known[key]: value for key, value in values.items()}
 
 
+def _device_type() -> str:
+    """What the process group's NCCL serves, if it has one: a group started without a backend names none itself."""
+    backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
+    return "cuda" if "cuda:nccl" in backends and torch.cuda.is_available() else "cpu"
+
+
 def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
 
@@ -72,8 +78,7 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
     degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
-    device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    _current = _Initialized(build_mesh(degrees, device_type), parallel)
+    _current = _Initialized(build_mesh(degrees, _device_type()), parallel)
     return _current.mesh
 
 

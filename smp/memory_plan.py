@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
         "parameters": shard * fp32,
         "gradients": shard * fp32,
         "optimizer state": 2 * shard * fp32,
-        "gathered parameters": gathered * work.compute_bytes if degrees.dp_shard > 1 else 0,
+        # Also in a group of one, where gathering is a copy.
+        "gathered parameters": gathered * work.compute_bytes,
         "gradients before reduction": 2 * shape.largest_unit * fp32,
         "activations": kept + inside_block,
         # Logits, their log-softmax and their gradient, in fp32.
@@ -112,18 +114,30 @@ def _cgroup_free() -> int | None:
         return None
 
 
-def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Bytes that one process may use: its GPU's free memory, or its share of what the host has left."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _host_free() -> int | None:
+    """Bytes the host has left; all of its memory where the system does not say, as on macOS."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        pages = int(fields["MemAvailable"].split()[0]) * 1024
+        return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        pass  # not Linux: free pages are the best there is
-    limits = [pages, _cgroup_free()]
-    share = min(limit for limit in limits if limit is not None) // local_world_size
+        pass  # not Linux
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+    return total if total > 0 else None
+
+
+def available_memory(device: torch.device, local_world_size: int) -> int:
+    """Bytes that one process may use: its GPU's free memory, or its share of what the host has left.
+
+    Where no limit can be read, the largest number.
+    """
+    if device.type == "cuda":
+        # The least of the host's GPUs, so that all its ranks come to the same answer.
+        return min(torch.cuda.mem_get_info(index)[0] for index in range(local_world_size))
+    limits = [_host_free(), _cgroup_free()]
+    share = min((limit for limit in limits if limit is not None), default=sys.maxsize) // local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return share if soft == resource.RLIM_INFINITY else min(share, soft)
 

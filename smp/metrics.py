@@ -323,7 +323,7 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
                 )
             shortened = path.with_name(path.name + ".tmp")
             with path.open(encoding="utf-8", errors="replace") as old, shortened.open("w", encoding="utf-8") as new:
-                new.writelines(line for line in old if _is_kept(line, keep_until))
+                new.writelines(line for line in old if 0 < _step_of(line) <= keep_until)
                 new.flush()
                 os.fsync(new.fileno())
             shortened.replace(path)
@@ -332,12 +332,20 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
         raise UserError(f"cannot write {path} ({error.strerror}): choose an --output_dir you may write to") from error
 
 
-def _is_kept(line: str, last_step: int) -> bool:
-    """Whether a line belongs to the steps that count; one cut off by a crash does not."""
+def last_logged_step(path: Path) -> int:
+    """The last step that a ``metrics.jsonl`` speaks of; 0 where there is none."""
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return max((_step_of(line) for line in file), default=0)
+
+
+def _step_of(line: str) -> int:
+    """The step of a line; 0 for one that a crash cut off."""
     try:
-        return json.loads(line)["step"] <= last_step
+        return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return False
+        return 0
 
 
 def _strict(value: Any) -> Any:

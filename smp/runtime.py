@@ -83,8 +83,13 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
     """The process group's backend for this device.
 
     Raises:
-        UserError: NCCL was asked for on a CPU.
+        UserError: NCCL was asked for on a CPU, or gloo on GPUs.
     """
+    if comm.distributed_backend == "gloo" and device.type == "cuda":
+        raise UserError(
+            "--distributed_backend gloo cannot shard a model on GPUs: use nccl, leave it out, or hide the GPUs "
+            "(CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
     if comm.distributed_backend == "nccl" and device.type == "cpu":
         raise UserError("--distributed_backend nccl needs GPUs and none is visible: use gloo, or leave it out")
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -114,7 +119,9 @@ def seed_everything(seed: int, data_rank: int) -> None:
 
 def set_default_threads(processes: int) -> None:
     """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    # macOS has no affinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
 
 
 def release_cache(device: torch.device) -> None:

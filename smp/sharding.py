@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -41,21 +41,23 @@ def transformer_units(
     return [Unit([embedding], reshard=True, in_backward=False), *middle, Unit(final, reshard=False)]
 
 
-def size_based_units(model: nn.Module, *, reshard: bool, minimum: int = MIN_UNIT_PARAMETERS) -> list[Unit]:
+def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:
     """FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters of its own is a unit.
 
-    Containers that are only iterated over, never called, cannot be units.
+    Containers that are only iterated over, never called, cannot be units. ``parts`` must not hold one of two modules
+    that share a weight: a unit with only one of them would untie them.
     """
     units: list[Unit] = []
 
     def visit(module: nn.Module) -> int:
         free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        if free < minimum or module is model or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if free < minimum or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return free
         units.append(Unit([module], reshard))
         return 0
 
-    visit(model)
+    for part in parts:
+        visit(part)
     return units
 
 

@@ -20,7 +20,7 @@ from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, init_rule
 from smp.pretrained import load_pretrained_
-from smp.sharding import Unit, shard_model, size_based_units, transformer_units
+from smp.sharding import MIN_UNIT_PARAMETERS, Unit, shard_model, size_based_units, transformer_units
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
@@ -37,17 +37,16 @@ def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
     return list(model.get_submodule(family.blocks).children())
 
 
-def _units(model: nn.Module, family: Family, *, parallel: ParallelConfig, reshard: bool) -> list[Unit]:
-    if parallel.auto_wrap_policy == "size_based_auto_wrap_policy":
-        return size_based_units(model, reshard=reshard)
+def _units(
+    model: nn.Module, family: Family, *, parallel: ParallelConfig, reshard: bool, min_unit_parameters: int
+) -> list[Unit]:
     embedding, norm, head = (model.get_submodule(p) for p in (family.embedding, family.final_norm, family.head))
-    return transformer_units(
-        embedding=embedding,
-        blocks=model_blocks(model, family),
-        final=[norm, head],
-        tied=head.weight is embedding.weight,
-        reshard=reshard,
-    )
+    blocks, tied = model_blocks(model, family), head.weight is embedding.weight
+    if parallel.auto_wrap_policy == "size_based_auto_wrap_policy":
+        parts = blocks if tied else model.children()
+        units = size_based_units(parts, reshard=reshard, minimum=min_unit_parameters)
+        return [*units, Unit([embedding, norm, head], reshard=False)] if tied else units
+    return transformer_units(embedding=embedding, blocks=blocks, final=[norm, head], tied=tied, reshard=reshard)
 
 
 def parallelize(
@@ -58,12 +57,14 @@ def parallelize(
     parallel: ParallelConfig,
     activation: ActivationConfig,
     dtype: torch.dtype | None,
+    min_unit_parameters: int = MIN_UNIT_PARAMETERS,
 ) -> nn.Module:
     """Apply checkpointing, compilation and sharding to a Hugging Face model, in place.
 
     Args:
         model: of ``family``'s architecture, real or on the meta device.
         dtype: dtype to compute in; None keeps the parameters' own.
+        min_unit_parameters: what the size-based policy takes for large enough.
     """
     blocks = model_blocks(model, family)
     tied_before = sum(1 for _ in model.parameters())
@@ -72,7 +73,8 @@ def parallelize(
     if activation.compile:
         for block in blocks:
             block.compile()
-    units = _units(model, family, parallel=parallel, reshard=mesh.degrees.reshard_after_forward)
+    reshard = mesh.degrees.reshard_after_forward
+    units = _units(model, family, parallel=parallel, reshard=reshard, min_unit_parameters=min_unit_parameters)
     shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype)
     if sum(1 for _ in model.parameters()) != tied_before:
         raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import resource
 import socket
 import sys
 import tempfile
@@ -39,7 +40,11 @@ class Outcome:
         return self
 
 
-def _process(rank: int, world_size: int, port: int, argv: list[str], output: str) -> None:
+def _process(rank: int, world_size: int, port: int, argv: list[str], output: str, data_limit: int | None) -> None:
+    if data_limit is not None:
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        unlimited = hard == resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_DATA, (data_limit if unlimited else min(data_limit, hard), hard))
     if world_size > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -62,8 +67,11 @@ def _process(rank: int, world_size: int, port: int, argv: list[str], output: str
         os._exit(status)
 
 
-def run_job(*argv: object, world_size: int = 1, timeout: float = 120) -> Outcome:
-    """Run the job with the given words; everything in fresh processes that inherit this one's imports."""
+def run_job(*argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None) -> Outcome:
+    """Run the job with the given words; everything in fresh processes that inherit this one's imports.
+
+    ``data_limit`` is the most bytes that each process may allocate.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -71,7 +79,7 @@ def run_job(*argv: object, world_size: int = 1, timeout: float = 120) -> Outcome
     with tempfile.NamedTemporaryFile("r") as output:
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=_process, args=(rank, world_size, port, words, output.name))
+            context.Process(target=_process, args=(rank, world_size, port, words, output.name, data_limit))
             for rank in range(world_size)
         ]
         for process in processes:

@@ -17,6 +17,7 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
+from smp.sharding import MIN_UNIT_PARAMETERS
 from smp.transform import parallelize
 from train_lib import train_step
 
@@ -123,6 +124,7 @@ class Layout:
     checkpointing: bool = False
     defer: bool = False
     wrap: str = "transformer_auto_wrap_policy"
+    min_unit: int = MIN_UNIT_PARAMETERS
 
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
@@ -144,7 +146,13 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
     mesh = layout.mesh()
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
     parallelize(
-        model, family_of(model.config), mesh=mesh, parallel=layout.parallel(), activation=activation, dtype=None
+        model,
+        family_of(model.config),
+        mesh=mesh,
+        parallel=layout.parallel(),
+        activation=activation,
+        dtype=None,
+        min_unit_parameters=layout.min_unit,
     )
     optimizer = build_optimizer(model, OptimConfig(), lr=LR)
     gradients: dict[str, torch.Tensor] = {}

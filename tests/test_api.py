@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed import distributed_c10d
 
 import smp
 from smp.optimizer import OptimConfig, build_optimizer
@@ -65,6 +66,33 @@ def _refusals():
 
 def test_refusals():
     run_distributed(_refusals, world_size=1)
+
+
+def _mesh_device(backend, cuda, expected):
+    """What ``smp.init`` lays the mesh over when a real group has the backends that torch resolves ``backend`` to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: cuda)
+        patch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda" if cuda else "cpu"))
+        resolved = str(distributed_c10d.BackendConfig(dist.Backend(backend)))
+        patch.setitem(distributed_c10d._world.pg_backend_config, dist.group.WORLD, resolved)
+        patch.setattr(smp.api, "build_mesh", lambda degrees, device_type: device_type)
+        assert smp.init() == expected, resolved
+
+
+# "undefined" is torch's name for the backend of init_process_group().
+@pytest.mark.parametrize(
+    ("backend", "cuda", "expected"),
+    [
+        ("undefined", True, "cuda"),
+        ("undefined", False, "cpu"),
+        ("nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", False, "cpu"),
+        ("gloo", True, "cpu"),
+    ],
+)
+def test_the_mesh_is_where_nccl_is(backend, cuda, expected):
+    run_distributed(_mesh_device, backend, cuda, expected, world_size=1)
 
 
 def test_init_needs_a_process_group():

@@ -236,7 +236,9 @@ def test_two_processes_say_it_once(words, pattern, tmp_path):
 
 
 def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_path):
-    outcome = run_job("--model", "llama70b", *SYNTHETIC, "--output_dir", tmp_path / "run", world_size=2)
+    words = ["--model", "llama70b", *SYNTHETIC, "--output_dir", tmp_path / "run"]
+    # The limit keeps a host with terabytes of memory from accepting the job.
+    outcome = run_job(*words, world_size=2, data_limit=256 * 2**30)
     assert outcome.statuses == [2, 2]
     sentence = (
         r"error: llama70b on 2 process\(es\) needs about [0-9.]+ GiB in each process and there are [0-9.]+ GiB for "

@@ -12,8 +12,18 @@ import transformers  # noqa: F401  imported before the ranks are forked
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from smp.checkpoint import checkpointer
 from smp.checkpoint.checkpointer import architecture, check_architecture, load_checkpoint, save_checkpoint
-from smp.checkpoint.layout import choose_checkpoint, find_checkpoints, prune, publish, read_state, write_json
+from smp.checkpoint.layout import (
+    choose_checkpoint,
+    find_checkpoints,
+    prune,
+    publish,
+    read_state,
+    refuse_foreign,
+    refuse_older_branch,
+    write_json,
+)
 from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.models.registry import family_of
@@ -139,6 +149,22 @@ def test_any_layout_loads_bit_for_bit_at_any_other(name, tmp_path):
     run_distributed(_save, tmp_path, name, Layout("hybrid_shard", 2), world_size=4)
     run_distributed(_load, tmp_path, name, [Layout("full_shard"), Layout("no_shard")], world_size=3)
     run_distributed(_load, tmp_path, name, [Layout("full_shard")], world_size=1)
+
+
+def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):
+    old, new = make(tmp_path / "a", 100), make(tmp_path / "b", 300)
+    refuse_older_branch(new, [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(UserError, match=r"m-300steps is newer than .* step 100: move"):
+        refuse_older_branch(old, [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(UserError, match=r"does not continue \(m-100steps\)"):
+        refuse_foreign([tmp_path / "none", tmp_path / "a"])
+
+
+def test_large_states_are_cut_into_files_and_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointer, "FILE_BYTES", 10_000)
+    run_distributed(_save, tmp_path, "gpt_neox", Layout("full_shard"), world_size=2)
+    assert len(list((tmp_path / "m-2steps").glob("shard-00002-*.safetensors"))) > 3
+    run_distributed(_load, tmp_path, "gpt_neox", [Layout("full_shard")], world_size=3)
 
 
 def test_no_pickle_in_a_checkpoint(tmp_path):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -76,6 +81,28 @@ def test_refusal_says_what_is_needed_and_what_there_is():
 def test_available_memory_is_shared_by_the_host():
     one, four = (available_memory(torch.device("cpu"), n) for n in (1, 4))
     assert 0 < four < one
+
+
+def test_available_memory_without_linux(monkeypatch):
+    def absent(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    # What macOS knows: a key of os.sysconf that a system lacks is a ValueError.
+    sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+
+    def sysconf(name):
+        if name not in sizes:
+            raise ValueError("unrecognized configuration name")
+        return sizes[name]
+
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    assert available_memory(torch.device("cpu"), 4) == 1000 * 4096 // 4
+    sizes["SC_PHYS_PAGES"] = -1  # known by name only
+    assert available_memory(torch.device("cpu"), 1) == sys.maxsize
+    sizes.clear()
+    assert available_memory(torch.device("cpu"), 1) == sys.maxsize
 
 
 @pytest.mark.parametrize(("name", "world"), [("llama70b", 64), ("llama70b", 256), ("gpt_neox_20b", 64)])

@@ -42,7 +42,8 @@ def test_half_an_environment_is_refused(name, value, monkeypatch):
 def test_backend_follows_the_device():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert choose_backend(CommConfig(), cpu) == "gloo" and choose_backend(CommConfig(), cuda) == "nccl"
-    assert choose_backend(CommConfig(distributed_backend="gloo"), cuda) == "gloo"
+    with pytest.raises(UserError, match="gloo cannot shard a model on GPUs"):
+        choose_backend(CommConfig(distributed_backend="gloo"), cuda)
     with pytest.raises(UserError, match="nccl needs GPUs"):
         choose_backend(CommConfig(distributed_backend="nccl"), cpu)
     with pytest.raises(ConfigError, match="smddp is not available"):
@@ -69,6 +70,11 @@ def test_channels_and_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     set_default_threads(10_000)
     assert os.environ.pop("OMP_NUM_THREADS") == "1"
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    for cores, expected in ((8, "4"), (None, "1")):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        set_default_threads(2)
+        assert os.environ.pop("OMP_NUM_THREADS") == expected
 
 
 def test_release_cache_gives_memory_back():

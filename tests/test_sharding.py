@@ -56,7 +56,13 @@ def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
     config = ParallelConfig(sharding_strategy=layout.strategy, hybrid_shard_degree=layout.degree, **parallel)
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
     return parallelize(
-        model, family_of(model.config), mesh=layout.mesh(), parallel=config, activation=activation, dtype=None
+        model,
+        family_of(model.config),
+        mesh=layout.mesh(),
+        parallel=config,
+        activation=activation,
+        dtype=None,
+        min_unit_parameters=layout.min_unit,
     )
 
 
@@ -157,15 +163,19 @@ def test_backward_post_fetches_late():
 
 def test_size_based_units():
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(20, 20), nn.Linear(3, 3)), nn.Linear(20, 20))
-    units = [unit.modules[0] for unit in size_based_units(model, reshard=True, minimum=400)]
+    units = [unit.modules[0] for unit in size_based_units(model.children(), reshard=True, minimum=400)]
     assert units == [model[1][0], model[2]]
 
 
+# The embedding alone reaches the first size, a block the second, and only all blocks together the third.
+@pytest.mark.parametrize(("minimum", "inside_blocks"), [(3_000, 2 * BLOCKS), (7_000, BLOCKS), (10_000, 0)])
 @pytest.mark.parametrize("name", ["llama_tied", "gpt_neox_tied"])
-def test_size_based_units_keep_ties(name):
-    run_distributed(_check_size_based_tie, name, world_size=2)
+def test_size_based_units_keep_ties(name, minimum, inside_blocks):
+    run_distributed(_check_size_based_tie, name, minimum, inside_blocks, world_size=2)
 
 
-def _check_size_based_tie(name):
-    model = sharded(Layout("full_shard"), name, auto_wrap_policy="size_based_auto_wrap_policy")
+def _check_size_based_tie(name, minimum, inside_blocks):
+    model = sharded(Layout("full_shard", min_unit=minimum), name, auto_wrap_policy="size_based_auto_wrap_policy")
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    groups = {id(m._get_fsdp_state()) for m in fsdp_modules(model)}
+    assert len(groups) == inside_blocks + 2  # the tied unit and the root

@@ -173,6 +173,52 @@ def test_epochs_end_the_run(jsonl, tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 16))
 
 
+def test_no_run_writes_over_another(jsonl, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    flags = ["--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--resume_from_checkpoint", "latest"]
+    words = [*flags, "--checkpoint_freq", 2, "--num_kept_checkpoints", 5]
+    run_job(*LLAMA, *words, "--max_steps", 6, "--output_dir", run).succeeded()
+    before = (run / "metrics.jsonl").read_text()
+    old = run / "checkpoints" / "llama_v2-2steps"
+    cases = [
+        ([*NEOX, *flags, "--output_dir", run], "does not continue"),  # another model in the same directory
+        ([*LLAMA, *flags, "--checkpoint_dir", other, "--checkpoint_freq", 2, "--output_dir", run], "up to step 6"),
+        ([*LLAMA, *flags[:-1], old, "--output_dir", run], "newer than the checkpoint to resume from"),
+    ]
+    for case, sentence in cases:
+        outcome = run_job(*case, "--max_steps", 8)
+        assert outcome.statuses == [2] and sentence in outcome.output, outcome.output
+    assert (run / "metrics.jsonl").read_text() == before
+    # A branch goes into a directory of its own; a start that died before its first checkpoint may be begun again.
+    run_job(*LLAMA, *flags[:-1], old, "--max_steps", 4, "--output_dir", other).succeeded()
+    assert [line["step"] for line in read_metrics(other)] == [3, 4]
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / "metrics.jsonl").write_text(before.splitlines(True)[0])
+    run_job(*LLAMA, *words, "--max_steps", 2, "--output_dir", tmp_path / "dead").succeeded()
+    assert len(losses(tmp_path / "dead")) == 2
+
+
+def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
+    words = [
+        *LLAMA,
+        "--training_dir",
+        jsonl,
+        "--test_dir",
+        jsonl / "part1.jsonl.gz",
+        "--data_cache_dir",
+        tmp_path / "c",
+    ]
+    words += ["--max_steps", 1, "--validation_freq", 1, "--validation_batches", 50, "--train_batch_size", 1]
+    words += ["--global_batch_size", 4]
+    found = []
+    for world_size, size in ((1, 4), (2, 8), (4, 1)):  # 14 rows; 16 in a batch of 2 x 8
+        run = tmp_path / f"run{world_size}"
+        run_job(*words, "--val_batch_size", size, "--output_dir", run, world_size=world_size).succeeded()
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found += [line["val_loss"] for line in lines if "val_loss" in line]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
 def test_retention_and_latest(jsonl, tmp_path):
     run = tmp_path / "run"
     flags = [*LLAMA, "--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--output_dir", run]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.layout import (
     FORMAT,
@@ -30,6 +31,9 @@ from smp.errors import RankError, UserError
 from smp.optimizer import allocate_state
 from smp.sharding import reshard
 from smp.train_state import TrainState
+
+# A rank's data per file, so that saving needs little memory beside it.
+FILE_BYTES = 1 << 30
 
 # What must be equal for the tensors to mean the same; dropout and the like may change between runs.
 ARCHITECTURE_KEYS = (
@@ -85,6 +89,22 @@ def _run_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return tensors
 
 
+def _files_of(tensors: dict[str, torch.Tensor], world_size: int) -> dict[str, int]:
+    """Which of a rank's files (1, 2, ...) each tensor goes into; rank 0's answer holds for all.
+
+    The writer serialises a whole file in memory, so a file gets about ``FILE_BYTES`` of a rank's data.
+    """
+    files, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        size = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        files[name], filled = number, filled + size
+    for rank in range(world_size):
+        files |= dict.fromkeys((f"rng.cpu.{rank:05d}", f"rng.cuda.{rank:05d}"), 1)
+    return files
+
+
 def save_checkpoint(
     directory: Path,
     *,
@@ -120,10 +140,9 @@ def save_checkpoint(
             f"that all hosts share"
         )
     try:
-        dcp.save(
-            {**_run_tensors(model, optimizer), **_rng_tensors(rank)},
-            storage_writer=HuggingFaceStorageWriter(str(temporary), save_distributed=True),
-        )
+        tensors = _run_tensors(model, optimizer)
+        writer = HuggingFaceStorageWriter(str(temporary), _files_of(tensors, world), save_distributed=True)
+        dcp.save({**tensors, **_rng_tensors(rank)}, storage_writer=writer)
     except CheckpointException as error:  # a BaseException, which callers' handlers would miss
         raise RuntimeError(f"checkpoint {final} could not be written: {error}") from error
     if rank == 0:

@@ -62,20 +62,30 @@ def _files_of_export(directory: pathlib.Path) -> set[str]:
         return set()
 
 
+def refuse_foreign_files(directory: pathlib.Path) -> None:
+    """Check that an export to ``directory`` would replace nothing but an earlier export.
+
+    Raises:
+        UserError: it is a file, or holds others.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise UserError(f"{directory} is a file: give a directory that does not exist yet")
+    present = {path.name for path in directory.iterdir()}
+    if foreign := sorted(present - _files_of_export(directory)):
+        raise UserError(
+            f"{directory} holds {foreign[0]}, which no earlier export wrote, and would be replaced: "
+            f"give another directory, or move the file away"
+        )
+
+
 def _claim(directory: pathlib.Path) -> None:
     """Check that ``directory`` may be written, undo what a killed export left, and start an empty one beside it."""
     partial, old = _beside(directory, "partial"), _beside(directory, "old")
     if old.exists() and not directory.exists():
         old.rename(directory)
-    if directory.exists():
-        if not directory.is_dir():
-            raise UserError(f"{directory} is a file: give a directory that does not exist yet")
-        present = {path.name for path in directory.iterdir()}
-        if foreign := sorted(present - _files_of_export(directory)):
-            raise UserError(
-                f"{directory} holds {foreign[0]}, which no earlier export wrote, and would be replaced: "
-                f"give another directory, or move the file away"
-            )
+    refuse_foreign_files(directory)
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)

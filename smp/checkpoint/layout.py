@@ -83,6 +83,35 @@ def choose_checkpoint(wanted: str | None, directories: list[Path], model_name: s
     )
 
 
+def refuse_older_branch(chosen: Path, directories: list[Path]) -> None:
+    """Refuse to resume beside newer checkpoints of the run: the two branches would be mixed, and the newer kept.
+
+    Raises:
+        UserError: naming the newest.
+    """
+    model_name, step = chosen.name.rpartition("-")[0], int(chosen.name.rpartition("-")[2].removesuffix("steps"))
+    newest = max((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
+    if newest.step > step:
+        raise UserError(
+            f"{newest.path} is newer than the checkpoint to resume from, step {step}: move the newer ones away, or "
+            f"branch off into another --output_dir"
+        )
+
+
+def refuse_foreign(directories: list[Path]) -> None:
+    """Refuse to start anew where checkpoints lie, of whatever model.
+
+    Raises:
+        UserError: naming one.
+    """
+    for directory in directories:
+        for path in sorted(directory.glob("*-*steps")):
+            raise UserError(
+                f"{directory} holds checkpoints of a run that this one does not continue ({path.name}): "
+                f"choose another --output_dir"
+            )
+
+
 def _refuse_headless(directories: list[Path], model_name: str) -> None:
     """A run whose checkpoints have all lost their ``state.json`` must not be mistaken for one that has none yet."""
     for directory in directories:
