@@ -8,7 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.pipelines.hf import MappedRows, open_hf
+from data.pipelines import hf as module
+from data.pipelines.hf import MappedRows, label_extremes, open_hf
+from data.storage import list_files
+from data.token_cache import cached, recorded
 from smp.errors import UserError
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
@@ -89,7 +92,14 @@ BAD = {
     "row 2: token id -3 is negative": {"input_ids": [[1, 2], [4, -3, 5], [300]]},
     "row 3: token id 100 is outside the model's vocabulary of 100": {"input_ids": [[1, 2], [4], [5, 100]]},
     "row 2: attention_mask has 1 entries, input_ids 2": {"input_ids": [[1], [2, 3]], "attention_mask": [[1], [1]]},
-}
+    r"row 2: label -1 is negative; labels must be in \[0, 100\), or -100": {
+        "input_ids": [[1], [2, 3]], "labels": [[-100], [-100, -1]],
+    },
+    "row 2: label 100 is outside the model's vocabulary of 100: set --vocab_size to at least 101": {
+        "input_ids": [[1], [2, 3]], "labels": [[99], [-100, 100]],
+    },
+    "row 1: label 4294967296 is outside": {"input_ids": [[1]], "labels": [[1 << 32]]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", BAD)
@@ -111,6 +121,40 @@ def test_rows_are_numbered_over_record_batches(tmp_path):
         open_all(path, tmp_path / "cache", vocab=78)
         with pytest.raises(UserError, match="row 2401: token id 77"):
             open_all(path, tmp_path / "cache", vocab=77)
+
+
+def test_labels_are_checked_again_for_another_vocabulary(tmp_path):
+    labels = [[-100, 2]] * 2500
+    labels[2400] = [-100, 77]
+    columns = {"input_ids": [[1, 2]] * 2500, "labels": labels}
+    save(tmp_path / "d", columns)
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for path in (tmp_path / "d", tmp_path / "a.parquet"):
+        open_all(path, tmp_path / "cache", vocab=78)
+        with pytest.raises(UserError, match="row 2401: label 77 is outside"):
+            open_all(path, tmp_path / "cache", vocab=77)
+
+
+def test_a_cache_older_than_the_check_of_labels_is_not_trusted(tmp_path):
+    columns = {"input_ids": [[1, 2], [3]], "labels": [[-100, 2], [-1]]}
+    save(tmp_path / "d", columns)
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    cache = str(tmp_path / "cache")
+    (arrow,) = list_files(str(tmp_path / "d" / "*.arrow"), extensions=(".arrow",))
+    recorded(cache, arrow.name, ["extremes", arrow.url, arrow.size, arrow.stamp], lambda: [[1, 3]])
+    (file,) = list_files(str(tmp_path / "a.parquet"), extensions=(".parquet",))
+    labels = np.array([-100, 2, -1])
+    key = ["hf", file.url, file.size, file.stamp]
+    cached(cache, file.name, key, lambda w: w.add(np.array([1, 2, 3]), [2, 3], labels=labels), dtype="uint16")
+    for path in (tmp_path / "d", tmp_path / "a.parquet"):
+        with pytest.raises(UserError, match="row 2: label -1 is negative"):
+            open_all(path, cache)
+
+
+def test_labels_are_looked_at_in_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 2)
+    assert label_extremes(np.array([-100, 5, 3, -100, -7])) == [-7, 5]
+    assert label_extremes(np.array([-100, -100, -100])) == label_extremes(None) == [0, 0]
 
 
 def test_files_of_another_kind_are_named(tmp_path):

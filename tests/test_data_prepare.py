@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 
 import pytest
 
@@ -14,9 +15,9 @@ TOKENIZER = str(HERE / "tokenizer")
 EOS = 0
 
 
-def run(tmp_path, *options, width=16, output="out", fraction=0.3):
+def run(tmp_path, *options, width=16, output="out", fraction=0.3, tokenizer=TOKENIZER):
     return main(
-        ["--input", str(tmp_path / "in"), "--output", str(tmp_path / output), "--tokenizer", TOKENIZER,
+        ["--input", str(tmp_path / "in"), "--output", str(tmp_path / output), "--tokenizer", str(tokenizer),
          "--sequence_length", str(width), "--validation_fraction", str(fraction), *options]
     )  # fmt: skip
 
@@ -66,6 +67,16 @@ def test_json_lines_of_text_and_of_ids(tmp_path, folder):
     flat = [token for row in rows(tmp_path / "out" / "train") for token in row]
     assert flat[-5:] == [5, 6, EOS, 7, EOS] and flat.count(EOS) == 11
     assert not (tmp_path / "out" / "validation").exists()
+
+
+def test_a_truncation_saved_with_the_tokenizer_cuts_nothing(tmp_path, folder):
+    shutil.copytree(TOKENIZER, tmp_path / "t")
+    spec = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "a.txt").write_text("A document of more than four tokens.")
+    assert run(tmp_path, fraction=0, tokenizer=tmp_path / "t") == 0
+    assert documents(tmp_path / "out" / "train") == ["A document of more than four tokens."]
 
 
 def test_the_result_trains(tmp_path, folder):

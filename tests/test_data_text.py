@@ -1,6 +1,7 @@
 """Raw text: data/pipelines/text.py."""
 
 import gzip
+import hashlib
 import json
 import shutil
 
@@ -92,20 +93,65 @@ def test_line_numbers_count_lines_not_pieces():
         list(read_documents(parts, None, "f"))
 
 
+CUTS = {
+    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 5, "pad_type_id": 0,
+        "pad_token": "%",
+    },
+}  # fmt: skip
+
+
+def changed(folder, change):
+    """The tokenizer with its tokenizer.json changed."""
+    shutil.copytree(TOKENIZER, folder)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    change(spec)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return TextTokenizer(str(folder))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_saved_truncation_or_padding_touches_no_document(tmp_path, tokenizer, cut):
+    (tmp_path / "a.txt").write_text("A document of more than four tokens.")
+    cutting = changed(tmp_path / "t", lambda spec: spec.update({cut: CUTS[cut]}))
+    assert ids_of(open_all(tmp_path, tmp_path / "c", cutting)) == ids_of(open_all(tmp_path, tmp_path / "c", tokenizer))
+    # What the files alone name may be cached from documents that were cut.
+    files = sorted((tmp_path / "t").iterdir())
+    assert cutting.digest != plain_digest(files) and tokenizer.digest == plain_digest(sorted(TOKENIZER.iterdir()))
+
+
+def plain_digest(files):
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+
+
+def test_ids_with_gaps_are_below_the_vocabulary(tmp_path):
+    def move(spec):
+        vocabulary = spec["model"]["vocab"]
+        vocabulary[max(vocabulary, key=vocabulary.get)] = 70_000
+
+    tokenizer = changed(tmp_path / "t", move)
+    assert tokenizer.vocab_size == 70_001 > len(tokenizer._tokenizer)
+    (word,) = (word for word, place in tokenizer._tokenizer.get_vocab().items() if place == 70_000)
+    (tmp_path / "a.txt").write_text(tokenizer._tokenizer.convert_tokens_to_string([word]) * 9)
+    assert 70_000 in ids_of(open_all(tmp_path, tmp_path / "cache", tokenizer))
+    with pytest.raises(UserError, match="--vocab_size to at least 70001"):
+        tokenizer.require_below(70_000)
+
+
 def test_another_tokenizer_is_another_cache(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("Hello there.")
     first = open_all(tmp_path, tmp_path / "cache", tokenizer)
-    shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
-    spec = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
-    spec["model"]["merges"] = []
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(spec))
-    second = open_all(tmp_path, tmp_path / "cache", TextTokenizer(str(tmp_path / "tokenizer")))
+    without_merges = changed(tmp_path / "tokenizer", lambda spec: spec["model"].update(merges=[]))
+    second = open_all(tmp_path, tmp_path / "cache", without_merges)
     assert len(ids_of(second)) == len("Hello there.") + 1 != len(ids_of(first))
     assert first.fingerprint != second.fingerprint
 
 
 def test_a_tokenizer_that_does_not_fit_is_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match="has 2048 tokens, the model's vocabulary 1000: set --vocab_size"):
+    with pytest.raises(
+        UserError, match="has ids up to 2047, the model's vocabulary is 1000: set --vocab_size to at least 2048"
+    ):
         tokenizer.require_below(1000)
     with pytest.raises(UserError, match=r"no tokenizer in .*nowhere"):
         TextTokenizer(str(tmp_path / "nowhere"))

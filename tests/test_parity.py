@@ -22,8 +22,8 @@ LAYOUTS = {
         Layout("no_shard"),
         Layout("no_shard", accumulation=4, defer=True),
         # The first size makes units of attention and MLP, the second of the base model (blocks, where tied: none).
-        Layout("hybrid_shard", 2, wrap="size_based_auto_wrap_policy", min_unit=3_000),
-        Layout("full_shard", wrap="size_based_auto_wrap_policy", min_unit=10_000, checkpointing=True),
+        Layout("hybrid_shard", 2, wrap="size_based_auto_wrap_policy", min_unit=3_000, checkpointing=True),
+        Layout("full_shard", wrap="size_based_auto_wrap_policy", min_unit=10_000),
     ],
     4: [
         Layout("full_shard", accumulation=4),

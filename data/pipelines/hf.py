@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from data.packing import WindowRows
+from data.packing import IGNORED, WindowRows
 from data.pipelines.jsonl import beyond_vocabulary
 from data.progress import Progress
 from data.storage import PARQUET, DataFile, filesystem_of, list_files, open_file, reading
 from data.token_cache import Columns, TokenWriter, cached, digest_of, recorded, token_dtype
 from smp.errors import UserError
 
+BLOCK = 1 << 22  # labels that are looked at together
 COLUMNS = ("input_ids", "attention_mask", "labels")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
@@ -88,22 +89,50 @@ def _flat(array: Any, name: str, where: str, first_row: int) -> tuple[np.ndarray
     return values.to_numpy(zero_copy_only=False), lengths
 
 
-def check_ids(rows: Columns, lowest: int, highest: int, *, where: str, first_row: int, vocab_size: int) -> None:
-    """Raise a UserError naming the first row with an id outside [0, vocab_size), given a batch's extremes."""
-    if lowest >= 0 and highest < vocab_size:
-        return
-    place = int(np.flatnonzero((rows.tokens < 0) | (rows.tokens >= vocab_size))[0])
-    row = first_row + int(np.searchsorted(rows.offsets, place, side="right"))
-    token = int(rows.tokens[place])
-    if token < 0:
-        raise UserError(f"{where}, row {row}: token id {token} is negative; ids must be in [0, {vocab_size})")
-    raise UserError(beyond_vocabulary(f"{where}, row {row}", token, vocab_size))
+def label_extremes(labels: np.ndarray | None) -> list[int]:
+    """Lowest and highest of the labels (n,) that are in the loss and of 0, in bounded memory."""
+    lowest = highest = 0
+    for start in range(0, 0 if labels is None else len(labels), BLOCK):
+        block = labels[start : start + BLOCK]  # type: ignore[index]
+        counted = block[block != IGNORED]
+        lowest, highest = min(lowest, int(counted.min(initial=0))), max(highest, int(counted.max(initial=0)))
+    return [lowest, highest]
+
+
+def extremes_of(rows: Columns) -> list[list[int]]:
+    """[lowest, highest] of the ids, and :func:`label_extremes`."""
+    return [[int(rows.tokens.min()), int(rows.tokens.max())], label_extremes(rows.labels)]
+
+
+def check_rows(rows: Columns, extremes: list[list[int]], *, where: str, first_row: int, vocab_size: int) -> None:
+    """Raise a UserError naming the first row with an id, or else a label, that the model does not have.
+
+    Args:
+        rows: one after the other.
+        extremes: theirs, as :func:`extremes_of` gives them.
+        where: file, for messages.
+        first_row: number of rows before these.
+        vocab_size: ids must be in [0, vocab_size), labels too or -100.
+    """
+    for values, (lowest, highest), is_label in zip((rows.tokens, rows.labels), extremes, (False, True), strict=True):
+        if values is None or (lowest >= 0 and highest < vocab_size):
+            continue
+        wrong = (values < 0) | (values >= vocab_size)
+        place = int(np.flatnonzero(wrong & (values != IGNORED) if is_label else wrong)[0])
+        at = f"{where}, row {first_row + int(np.searchsorted(rows.offsets, place, side='right'))}"
+        value, name = int(values[place]), "label" if is_label else "token id"
+        if value >= vocab_size:
+            raise UserError(beyond_vocabulary(at, value, vocab_size, name=name))
+        allowed = f"labels must be in [0, {vocab_size}), or -100 for positions out of the loss"
+        raise UserError(
+            f"{at}: {name} {value} is negative; {allowed if is_label else f'ids must be in [0, {vocab_size})'}"
+        )
 
 
 def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, cache_dir: str | None) -> MappedRows:
     """Memory map local arrow stream files.
 
-    The extremes of each record batch's ids are computed once and kept in the cache folder.
+    The extremes of each record batch's ids and labels are computed once and kept in the cache folder.
     """
     import pyarrow as pa
 
@@ -119,11 +148,11 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
         extremes = recorded(
             cache_dir,
             file.name,
-            ["extremes", file.url, file.size, file.stamp],
-            lambda found=found: [[int(rows.tokens.min()), int(rows.tokens.max())] for rows in found],  # type: ignore[misc]
+            ["extremes", "labels", file.url, file.size, file.stamp],
+            lambda found=found: [extremes_of(rows) for rows in found],  # type: ignore[misc]
         )
-        for rows, first, (lowest, highest) in zip(found, firsts, extremes, strict=True):
-            check_ids(rows, lowest, highest, where=file.url, first_row=first, vocab_size=vocab_size)
+        for rows, first, theirs in zip(found, firsts, extremes, strict=True):
+            check_rows(rows, theirs, where=file.url, first_row=first, vocab_size=vocab_size)
         stores += found
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
     return MappedRows(stores, sequence_length, identity, (files, sequence_length, vocab_size, cache_dir))
@@ -155,8 +184,7 @@ def _convert(file: DataFile, vocab_size: int, writer: TokenWriter) -> None:
         if len(batch) == 0:
             continue
         rows = rows_of(batch, file.url, writer.rows)
-        extremes = int(rows.tokens.min()), int(rows.tokens.max())
-        check_ids(rows, *extremes, where=file.url, first_row=writer.rows, vocab_size=vocab_size)
+        check_rows(rows, extremes_of(rows), where=file.url, first_row=writer.rows, vocab_size=vocab_size)
         writer.add(rows.tokens, rows.offsets[1:], mask=rows.mask, labels=rows.labels)
     if writer.rows == 0:
         raise UserError(f"{file.url} holds no rows: remove it, or write it again")
@@ -175,8 +203,15 @@ def open_converted(
             lambda writer, file=file: _convert(file, vocab_size, writer),  # type: ignore[misc]
             dtype=token_dtype(vocab_size),
         )
-        rows = Columns(store.tokens, store.offsets, None, None)
-        check_ids(rows, 0, store.highest, where=file.url, first_row=0, vocab_size=vocab_size)
+        extremes = [[0, store.highest], [0, 0]]
+        if store.labels is not None:  # beside the token file, which may be older than the check of labels
+            extremes[1] = recorded(
+                cache_dir,
+                file.name,
+                ["label extremes", file.url, file.size, file.stamp],
+                lambda store=store: label_extremes(store.labels),  # type: ignore[misc]
+            )
+        check_rows(store, extremes, where=file.url, first_row=0, vocab_size=vocab_size)
         stores.append(store)
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
     return WindowRows(stores, sequence_length, identity)

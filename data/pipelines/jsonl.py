@@ -98,10 +98,10 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
     return ids, mask, labels  # type: ignore[return-value]
 
 
-def beyond_vocabulary(where: str, token: int, vocab_size: int) -> str:
-    """The sentence for an id that the model has no embedding for."""
+def beyond_vocabulary(where: str, token: int, vocab_size: int, *, name: str = "token id") -> str:
+    """The sentence for an id, or what else ``name`` calls it, that the model has no embedding for."""
     return (
-        f"{where}: token id {token} is outside the model's vocabulary of {vocab_size}: set --vocab_size to at least "
+        f"{where}: {name} {token} is outside the model's vocabulary of {vocab_size}: set --vocab_size to at least "
         f"{token + 1}, or use data made with the model's tokenizer"
     )
 

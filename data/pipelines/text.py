@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +48,12 @@ class TextTokenizer:
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no eos_token, which separates documents: set one in it")
-        self._tokenizer = tokenizer
-        self.folder, self.vocab_size, self.eos_token_id = folder, len(tokenizer), int(tokenizer.eos_token_id)
-        self.digest = hashlib.sha256(b"".join(each.name.encode() + each.read_bytes() for each in files)).hexdigest()
+        self._tokenizer, self.folder, self.eos_token_id = tokenizer, folder, int(tokenizer.eos_token_id)
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # not len(): ids may have gaps
+        content = b"".join(each.name.encode() + each.read_bytes() for each in files)
+        if _keep_documents_whole(tokenizer):
+            content += b"documents whole"  # never what was cached from these files while documents were cut
+        self.digest = hashlib.sha256(content).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens around them."""
@@ -62,9 +66,19 @@ class TextTokenizer:
         """Raise a UserError where the model has no embedding for some of the tokenizer's ids."""
         if self.vocab_size > vocab_size:
             raise UserError(
-                f"the tokenizer in {self.folder} has {self.vocab_size} tokens, the model's vocabulary {vocab_size}: "
-                f"set --vocab_size to at least {self.vocab_size}, or give the model's own tokenizer"
+                f"the tokenizer in {self.folder} has ids up to {self.vocab_size - 1}, the model's vocabulary is "
+                f"{vocab_size}: set --vocab_size to at least {self.vocab_size}, or give the model's own tokenizer"
             )
+
+
+def _keep_documents_whole(tokenizer: Any) -> bool:
+    """Switch off truncation and padding saved in tokenizer.json; whether there were any."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or (backend.truncation is None and backend.padding is None):
+        return False
+    backend.no_truncation()
+    backend.no_padding()
+    return True
 
 
 def _belongs_to_tokenizer(name: str) -> bool:
