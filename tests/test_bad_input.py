@@ -207,7 +207,7 @@ def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
             "another model: .*hidden_size 32 there, 64 here",
         ),
         (["--resume_from_checkpoint", "CHECKPOINTS"], "it contains llama_v2-1steps: give the path"),
-        (["--checkpoint_dir", "ELSEWHERE"], "metrics.jsonl already holds the metrics of a run: .*another --output_dir"),
+        (["--checkpoint_dir", "ELSEWHERE"], "metrics.jsonl already holds the metrics of a run, up to step 1: .*another --output_dir"),
     ],
 )
 def test_an_existing_run_is_left_alone(words, pattern, finished, refused, tmp_path):
