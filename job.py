@@ -300,15 +300,14 @@ def refuse_too_large(plan: Plan) -> None:
     shape, work = _sizes(plan)
     available = available_memory(plan.device, plan.launch.local_world_size)
     enough = processes_that_fit(shape, work, available)
-    advice = (
-        f"{enough} such processes with full sharding would do" if enough else "no number of such processes would do"
-    )
+    smaller = "a smaller model, batch or sequence (--dry_run 1 shows what needs how much)"
+    advice = f"use {enough} such processes with full sharding, or {smaller}" if enough else f"use {smaller}"
     check_fits(
         estimate_memory(shape, plan.degrees, work),
         available,
         model=plan.model.name,
         processes=plan.launch.world_size,
-        advice=f"{advice}; or use a smaller model, batch or sequence (--dry_run 1 shows what needs how much)",
+        advice=advice,
     )
 
 
