@@ -60,15 +60,15 @@ def run(plan: Plan) -> None:
     configure_logging(
         rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
     )
-    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
-    if launch.is_main:
-        write_config(plan, flops.formula)
-    metrics = _build_metrics(plan, flops.total) if launch.is_main else NullMetricsLogger()
-    memory = build_memory_tracker(
-        plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=metrics.writers
-    )
     with process_group(config.comm, launch, plan.device):
-        require_agreement(plan)
+        require_agreement(plan)  # before anything of an earlier run is touched
+        flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
+        if launch.is_main:
+            write_config(plan, flops.formula)
+        metrics = _build_metrics(plan, flops.total) if launch.is_main else NullMetricsLogger()
+        memory = build_memory_tracker(
+            plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=metrics.writers
+        )
         mesh = build_mesh(plan.degrees, plan.device.type)
         model = prepare_model(
             plan.model,
