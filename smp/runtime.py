@@ -62,6 +62,29 @@ def data_channel(name: str) -> str | None:
     return os.environ.get(f"SM_CHANNEL_{name.upper()}")
 
 
+def host_id_override() -> str | None:
+    """``SMP_HOST_ID``: a name that stands for this host in the search for processes to share memory with.
+
+    Processes with different names exchange over the network even on one machine: for containers, and for tests.
+    """
+    return os.environ.get("SMP_HOST_ID")
+
+
+def environment_bytes(name: str, default: int, *, multiple: int, minimum: int) -> int:
+    """Read a size in bytes.
+
+    Raises:
+        UserError: not a whole number, below ``minimum``, or not a multiple of ``multiple``.
+    """
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if not text.isdigit() or int(text) < minimum or int(text) % multiple:
+        what = f"a multiple of {multiple} bytes" if multiple > 1 else "a number of bytes"
+        raise UserError(f"{name}={text} is not allowed: give {what}, at least {minimum}, or leave it out ({default})")
+    return int(text)
+
+
 def choose_device(launch: Launch) -> torch.device:
     """This process's device: the GPU of its local rank, or the CPU.
 

@@ -1,1 +1,11 @@
-"""Collectives of our own, where a backend's are slow."""
+"""The ``smddp`` backend of torch.distributed; importing this registers it."""
+
+from torch.distributed import Backend
+
+from smp.comm.group import create
+from smp.comm.report import last_operations, report, reset_report
+
+__all__ = ["last_operations", "report", "reset_report"]
+
+if "SMDDP" not in Backend._plugins:
+    Backend.register_backend("smddp", create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,287 @@
+"""Rounds: how the ranks of one host take turns with shared memory.
+
+Every rank owns one counter and four slots of memory. In round k it fills its slot ``k % 4`` (or leaves it), then posts
+k in its counter; a peer that has seen the counter at k may read the slot. There is no other signal, because of two
+rules:
+
+1. a rank posts round k only when it has read everything it wants of round k - 2 and before;
+2. a rank fills the slot for round k only when it has seen every peer's counter at k - 2 or more.
+
+The slot for round k held round k - 4. By 2 every peer has posted k - 2, so by 1 it has done with k - 4: nothing is
+overwritten that somebody still reads, and a rank may be one round ahead with filling, which keeps both busy.
+
+Stores become visible in program order on x86-64 (so the data comes before the counter); the segment refuses other
+processors. Waiting spins a little, then sleeps in the kernel (futex) in slices of 50 ms, and after each looks whether
+the peer lives, has failed, or is late.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from smp.comm import futex
+from smp.comm.peers import Peers
+from smp.comm.segment import NONCE_BYTES, Segment
+
+SLOTS = 4
+SIGNATURE_BYTES = 256  # at the start of each slot: what its rank is doing in this round
+_LINE = 128  # bytes from one rank's counter to the next: two cache lines, which processors fetch as a pair
+_NOTE = 512  # bytes of each rank's note: its last operation, and why it failed
+_PAGE = 4096
+_WORD = 0xFFFFFFFF
+_NOTE_HEAD = struct.Struct("<QddQ")  # operation number, started, ended (monotonic seconds), bytes
+
+
+class LastOperation(NamedTuple):
+    """A rank's latest collective in a group.
+
+    ``started`` and ``ended`` are seconds of the host's monotonic clock; ``ended`` is 0 while it runs.
+    """
+
+    rank: int
+    operation: str
+    number: int
+    nbytes: int
+    started: float
+    ended: float
+
+    def __str__(self) -> str:
+        if not self.number:
+            return "no operation yet"
+        now = time.monotonic()
+        state = f"finished {now - self.ended:.1f} s ago" if self.ended else f"running for {now - self.started:.1f} s"
+        return f"{self.operation} #{self.number} ({self.nbytes} bytes), {state}"
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+class Layout(NamedTuple):
+    """Where things are in an arena.
+
+    Args:
+        size: ranks.
+        slot_bytes: data bytes of one slot, a multiple of 4096.
+    """
+
+    size: int
+    slot_bytes: int
+
+    @staticmethod
+    def of(total: int, size: int) -> Layout:
+        """The layout of an arena of ``total`` bytes for ``size`` ranks."""
+        empty = Layout(size, 0)
+        return Layout(size, (total - empty.total) // (SLOTS * size))
+
+    @property
+    def counters(self) -> int:
+        return _LINE  # the segment's nonce comes first
+
+    @property
+    def notes(self) -> int:
+        return self.counters + _LINE * self.size
+
+    @property
+    def slots(self) -> int:
+        return _round_up(self.notes + _NOTE * self.size, _PAGE)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next; the signature has a page of its own, so that data is page-aligned."""
+        return _PAGE + self.slot_bytes
+
+    @property
+    def total(self) -> int:
+        return self.slots + self.stride * SLOTS * self.size
+
+
+class Arena:
+    """The shared memory of one group on one host, and the rounds in it.
+
+    Not safe for several threads at once: the group runs one operation at a time.
+
+    Args:
+        segment: ``Layout(...).total`` bytes, fresh.
+        peers: the ranks that share it.
+        group: name of the group, for messages.
+    """
+
+    def __init__(self, segment: Segment, peers: Peers, group: str):
+        assert NONCE_BYTES <= _LINE
+        self.segment, self.peers, self.group = segment, peers, group
+        self.layout = Layout.of(segment.size, peers.size)
+        self.rank, self.size = peers.local, peers.size
+        self.others = tuple((self.rank + i) % self.size for i in range(1, self.size))
+        self._words = segment.words
+        self._view = segment.view
+        self._counter = [(self.layout.counters + _LINE * r) // 4 for r in range(self.size)]
+        self._counter_address = [segment.address + 4 * c for c in self._counter]
+        self._slot_offset = [
+            [self.layout.slots + self.layout.stride * (SLOTS * r + s) for s in range(SLOTS)] for r in range(self.size)
+        ]
+        self._seen = [0] * self.size  # the last round known to be posted by each rank
+        self.round = 0  # the last one this rank has begun
+        # More spinning only burns what a peer needs to go on.
+        self._spins = 100 if self.size <= futex.cores() else 1
+        self._operation = "nothing"
+        self._number = 0
+        self._deadline_seconds = 0.0
+
+    # --- rounds
+
+    def offset(self, rank: int, round_: int) -> int:
+        """Byte offset, in the segment, of the data of a rank's slot for a round."""
+        return self._slot_offset[rank][round_ % SLOTS] + _PAGE
+
+    def address(self, rank: int, round_: int) -> int:
+        """Address of the same."""
+        return self.segment.address + self.offset(rank, round_)
+
+    def begin(self) -> int:
+        """Begin the next round: its number, once this rank's slot for it may be filled."""
+        self.round = k = self.round + 1
+        for other in self.others:
+            if self._seen[other] < k - 2:
+                self.wait(other, k - 2)
+        return k
+
+    def post(self, k: int) -> None:
+        """Tell the peers that this rank's slot of round k is filled, or was not needed."""
+        self._words[self._counter[self.rank]] = k & _WORD
+        futex.wake(self._counter_address[self.rank])
+
+    def wait(self, rank: int, k: int) -> None:
+        """Wait until ``rank`` has posted round k.
+
+        Raises:
+            torch.distributed.DistBackendError: it died, failed or did not come in time.
+        """
+        words, counter = self._words, self._counter[rank]
+        if self._seen[rank] >= k:
+            return
+        for _ in range(self._spins):
+            if self._posted(rank) >= k:
+                return
+        os.sched_yield()
+        deadline = 0.0
+        while True:
+            word = words[counter]
+            if self._posted(rank) >= k:
+                return
+            futex.wait(self._counter_address[rank], word)
+            if words[counter] == word:
+                deadline = self._watch(k, deadline)
+
+    def _watch(self, k: int, deadline: float) -> float:
+        """After a slice of waiting for nothing: is there still something to wait for?"""
+        now = time.monotonic()
+        if not deadline:
+            return now + self._deadline_seconds
+        doing = f"smddp: {self._operation} #{self._number} of group {self.group}"
+        # Any peer that is behind, not only the one waited for: a dead one will not come whatever the order.
+        for other in self.others:
+            died, failure = self.peers.died(other), self.failure(other)
+            if self._posted(other) >= k:
+                continue  # its last word came before its end
+            if died:
+                raise dist.DistBackendError(
+                    f"{doing}: {self.peers.label(other)} died; its last operation was {self.last_operation(other)}"
+                )
+            if failure:
+                raise dist.DistBackendError(f"{doing}: {self.peers.label(other)} has failed: {failure}")
+        if now > deadline:
+            late = [r for r in self.others if self._posted(r) < k]
+            who = "; ".join(f"{self.peers.label(r)}: {self.last_operation(r)}" for r in late)
+            raise dist.DistBackendError(
+                f"{doing}: timed out after {self._deadline_seconds:g} s; not there, with their last operation: {who}"
+            )
+        return deadline
+
+    def _posted(self, rank: int) -> int:
+        # The counter has 32 bits and goes round; what was seen is never ahead of it.
+        self._seen[rank] += (self._words[self._counter[rank]] - self._seen[rank]) & _WORD
+        return self._seen[rank]
+
+    # --- what this rank says of itself
+
+    def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
+        """Begin an operation: its name for messages and for the peers, and how long one wait in it may last."""
+        self._operation, self._number, self._deadline_seconds = operation, number, timeout
+        at = self._note(self.rank)
+        _NOTE_HEAD.pack_into(self._view, at, number, time.monotonic(), 0.0, nbytes)
+        name = operation.encode()[:31]
+        self._view[at + 32 : at + 33 + len(name)] = name + b"\0"
+
+    def end(self) -> None:
+        """The operation of :meth:`start` has ended well."""
+        struct.pack_into("<d", self._view, self._note(self.rank) + 16, time.monotonic())
+
+    def fail(self, reason: str) -> None:
+        """Tell the peers that this rank will post nothing more, and why."""
+        text = reason.encode()[: _NOTE - 65]
+        at = self._note(self.rank) + 64
+        self._view[at : at + len(text) + 1] = text + b"\0"
+
+    def failure(self, rank: int) -> str:
+        """What a rank said when it failed, or nothing."""
+        at = self._note(rank)
+        return bytes(self._view[at + 64 : at + _NOTE]).split(b"\0")[0].decode(errors="replace")
+
+    def last_operation(self, rank: int) -> LastOperation:
+        """A local rank's latest operation, as it said itself."""
+        at = self._note(rank)
+        number, started, ended, nbytes = _NOTE_HEAD.unpack_from(self._view, at)
+        name = bytes(self._view[at + 32 : at + 64]).split(b"\0")[0].decode(errors="replace")
+        return LastOperation(self.peers.ranks[rank], name, number, nbytes, started, ended)
+
+    def _note(self, rank: int) -> int:
+        return self.layout.notes + _NOTE * rank
+
+    # --- agreement
+
+    def sign(self, k: int, signature: bytes) -> None:
+        """Write what this rank is doing in round k: exactly ``SIGNATURE_BYTES`` bytes."""
+        at = self._slot_offset[self.rank][k % SLOTS]
+        self._view[at : at + SIGNATURE_BYTES] = signature
+
+    def signature(self, rank: int, k: int) -> bytes:
+        """What a rank is doing in round k, which it has posted."""
+        at = self._slot_offset[rank][k % SLOTS]
+        return bytes(self._view[at : at + SIGNATURE_BYTES])
+
+    def agree(self, k: int, signature: bytes) -> None:
+        """Wait for every peer's round k and see that all do the same.
+
+        Raises:
+            Mismatch: on every rank alike, after which the next round may begin as usual.
+        """
+        differs = False
+        for other in self.others:
+            self.wait(other, k)
+            differs |= self.signature(other, k) != signature
+        if differs:
+            raise Mismatch(self._describe(k))
+
+    def _describe(self, k: int) -> str:
+        said: dict[str, list[int]] = {}
+        for r in range(self.size):
+            said.setdefault(self.signature(r, k).rstrip(b"\0").decode(errors="replace"), []).append(r)
+        parts = [
+            f"rank(s) {', '.join(str(self.peers.ranks[r]) for r in ranks)}: {what}" for what, ranks in said.items()
+        ]
+        return f"smddp: the ranks of group {self.group} do not do the same: {'; '.join(parts)}"
+
+
+class Mismatch(dist.DistBackendError):
+    """The ranks called different operations, or with different shapes, dtypes or roots."""
+
+
+def sign(text: str) -> bytes:
+    """A signature, at its fixed length."""
+    return text.encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")

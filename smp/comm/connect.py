@@ -1,0 +1,135 @@
+"""From a group's store to its means of exchange: who is where, and what they share."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from smp.comm.arena import SLOTS, Arena, Layout
+from smp.comm.host import HostCollectives, LoneCollectives
+from smp.comm.peers import Peers
+from smp.comm.reduction import Reduction
+from smp.comm.segment import share
+from smp.comm.settings import Settings, read_settings
+from smp.comm.topology import Member, Topology, arrange, exchange
+
+
+class Collectives(Protocol):
+    """What a group does itself, in one host or across several. Sizes and places are by group rank."""
+
+    def agree(self, signature: bytes) -> None:
+        """See that all ranks of this host do the same."""
+
+    def barrier(self, signature: bytes) -> None:
+        """Wait for everyone."""
+
+    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+        """See :meth:`HostCollectives.all_gather`."""
+
+    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
+        """See :meth:`HostCollectives.broadcast`."""
+
+    def reduce_scatter(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """See :meth:`HostCollectives.reduce_scatter`."""
+
+    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """See :meth:`HostCollectives.all_reduce`."""
+
+
+class Connection:
+    """What a group has after its first exchange.
+
+    Attributes:
+        topology: the ranks by host.
+        peers: this host's.
+        collectives: None if the inner backend does everything.
+        arena: this host's shared memory, or None.
+        path: for the report.
+        why: for the report, if ``collectives`` is None.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        peers: Peers,
+        collectives: Collectives | None,
+        arena: Arena | None,
+        path: str,
+        why: str,
+    ):
+        self.topology, self.peers, self.collectives, self.arena = topology, peers, collectives, arena
+        self.path, self.why = path, why
+
+    def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
+        """Note the beginning of a collective where the peers can see it."""
+        if self.arena is not None:
+            self.arena.start(operation, number, nbytes, timeout)
+
+    def end(self) -> None:
+        """Note its end."""
+        if self.arena is not None:
+            self.arena.end()
+
+
+# Keys in the store must not be met again by a group of the same name that is made after this one is destroyed.
+_generations: collections.Counter[str] = collections.Counter()
+
+
+class _World:
+    """Who the processes of the default group are; its subgroups need not ask again."""
+
+    members: tuple[Member, ...] = ()
+    owner: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def join(options: Any) -> Callable[[timedelta], Connection]:
+    """Prepare a group's connection, which is made by calling the result once.
+
+    The default group learns here who all the processes are: ``init_process_group`` waits for everyone anyway.
+    """
+    name = str(options.group_id)
+    _generations[name] += 1
+    store = dist.PrefixStore(f"smddp{_generations[name]}", options.store)
+    rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    settings = read_settings()
+    if not ranks:
+        _World.members = exchange(store, rank, size, options.timeout)
+        return functools.partial(_connect, store, arrange(_World.members, rank), range(size), name, settings)
+    if _World.members and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
+        members = [_World.members[r] for r in ranks]
+        return functools.partial(_connect, store, arrange(members, rank), ranks, name, settings)
+
+    def ask_then_connect(timeout: timedelta) -> Connection:
+        return _connect(store, arrange(exchange(store, rank, size, timeout), rank), ranks, name, settings, timeout)
+
+    return ask_then_connect
+
+
+def _connect(
+    store: dist.Store, topology: Topology, ranks: Sequence[int], name: str, settings: Settings, timeout: timedelta
+) -> Connection:
+    here = topology.neighbours
+    peers = Peers([topology.members[r].pid for r in here], [ranks[r] for r in here], topology.local)
+    arena, why = None, ""
+    if len(here) > 1:
+        # The first rank's settings hold: the others learn the size from the segment.
+        size = Layout(len(here), settings.scratch // SLOTS).total
+        segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
+        arena = Arena(segment, peers, name) if segment is not None else None
+    collectives: Collectives | None = None
+    if len(ranks) == 1:
+        collectives = LoneCollectives()
+    elif len(topology.hosts) > 1:
+        why = "several hosts"
+    elif arena is not None:
+        collectives = HostCollectives(arena)
+    return Connection(topology, peers, collectives, arena, "shared memory", why)

@@ -1,0 +1,272 @@
+"""Collectives among the ranks of one host, through an arena.
+
+Data goes through the slots in chunks: a rank copies a chunk of its own into its slot, and its peers copy it out (or
+add it up) while it fills the next one. Addresses and bytes where data is moved, tensors where it is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from smp.comm import futex
+from smp.comm.arena import Arena
+from smp.comm.reduction import Reduction
+
+# Up to this many bytes a rank adds up everything itself: one round instead of two.
+_ONE_ROUND_BYTES = 32 * 1024
+# Added up in pieces that stay in a core's cache.
+_CACHED_BYTES = 256 * 1024
+
+
+class HostCollectives:
+    """The collectives of one group on one host.
+
+    Every method is called by every rank of the arena, with the same ``signature`` unless something is wrong.
+
+    Raises (all methods):
+        smp.comm.arena.Mismatch: the signatures differ; nothing has been written, the group goes on.
+        torch.distributed.DistBackendError: a peer died, failed, or did not come in time.
+    """
+
+    def __init__(self, arena: Arena):
+        self.arena = arena
+        self.rank, self.size = arena.rank, arena.size
+        self.chunk = arena.layout.slot_bytes
+        self._tensors: dict[torch.dtype, torch.Tensor] = {}
+
+    def slot(self, rank: int, k: int, dtype: torch.dtype, numel: int, start: int = 0) -> torch.Tensor:
+        """The data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
+        whole = self._tensors.get(dtype)
+        if whole is None:
+            whole = self._tensors[dtype] = torch.frombuffer(self.arena.segment.map, dtype=dtype)
+        first = self.arena.offset(rank, k) // dtype.itemsize + start
+        return whole[first : first + numel]
+
+    def _rounds(
+        self, signature: bytes, count: int, fill: Callable[[int, int], None], take: Callable[[int, int], None]
+    ) -> None:
+        """Run rounds in which this rank is one ahead with filling.
+
+        Args:
+            signature: of the operation.
+            count: of rounds, at least 1, the same on every rank.
+            fill: called with (index, round): put this rank's part into its slot.
+            take: called with (index, round): read what is wanted of the peers' slots, waiting for each.
+        """
+        arena = self.arena
+        k = arena.begin()
+        arena.sign(k, signature)
+        fill(0, k)
+        arena.post(k)
+        arena.agree(k, signature)
+        for index in range(1, count):
+            ahead = arena.begin()
+            fill(index, ahead)
+            arena.post(ahead)
+            take(index - 1, k)
+            k = ahead
+        take(count - 1, k)
+
+    def agree(self, signature: bytes) -> None:
+        """See that all ranks do the same."""
+        self._rounds(signature, 1, _nothing, _nothing)
+
+    def barrier(self, signature: bytes) -> None:
+        """Return when every rank has called it."""
+        self._rounds(signature, 1, _nothing, _nothing)
+
+    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+        """Copy every rank's bytes to every rank.
+
+        Args:
+            signature: of the operation.
+            source: address of this rank's bytes.
+            sizes: how many bytes each rank gives.
+            places: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
+        """
+        arena, chunk, mine = self.arena, self.chunk, sizes[self.rank]
+
+        def fill(index: int, k: int) -> None:
+            start = index * chunk
+            if start < mine:
+                futex.copy(arena.address(self.rank, k), source + start, min(chunk, mine - start))
+
+        def take(index: int, k: int) -> None:
+            start = index * chunk
+            if start < mine and places[self.rank] != source:
+                futex.copy(places[self.rank] + start, source + start, min(chunk, mine - start))
+            for other in arena.others:
+                # Waited for even if nothing is left to read of it: nobody may run ahead.
+                arena.wait(other, k)
+                if start < sizes[other]:
+                    futex.copy(places[other] + start, arena.address(other, k), min(chunk, sizes[other] - start))
+
+        self._rounds(signature, max(1, -(-max(sizes) // chunk)), fill, take)
+
+    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
+        """Copy the root's bytes to every rank, at ``address``."""
+        arena, chunk = self.arena, self.chunk
+
+        def fill(index: int, k: int) -> None:
+            if self.rank == root:
+                start = index * chunk
+                futex.copy(arena.address(root, k), address + start, min(chunk, nbytes - start))
+
+        def take(index: int, k: int) -> None:
+            if self.rank != root:
+                start = index * chunk
+                arena.wait(root, k)
+                futex.copy(address + start, arena.address(root, k), min(chunk, nbytes - start))
+
+        self._rounds(signature, max(1, -(-nbytes // chunk)), fill, take)
+
+    def reduce_scatter(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """Reduce every rank's part for this rank.
+
+        Args:
+            signature: of the operation.
+            parts: this rank's part for each rank: 1-D, contiguous; the sizes may differ, but are the same everywhere.
+            out: 1-D, contiguous, as long as ``parts[rank]``, which it may be.
+            reduction: what to do; it is not finished here.
+        """
+        arena, dtype, itemsize = self.arena, out.dtype, out.dtype.itemsize
+        piece = self.chunk // self.size // 64 * 64 // itemsize  # elements for one rank in a slot
+        sources = [part.data_ptr() for part in parts]
+        sizes = [part.numel() for part in parts]
+        in_place = out.data_ptr() == sources[self.rank]
+
+        def fill(index: int, k: int) -> None:
+            start, slot = index * piece, arena.address(self.rank, k)
+            for other in arena.others:
+                if start < sizes[other]:
+                    length = min(piece, sizes[other] - start) * itemsize
+                    futex.copy(slot + other * piece * itemsize, sources[other] + start * itemsize, length)
+
+        def take(index: int, k: int) -> None:
+            start = index * piece
+            length = min(piece, sizes[self.rank] - start)
+            for other in arena.others:
+                arena.wait(other, k)
+            if length > 0:
+                own = parts[self.rank][start : start + length]
+                if in_place and self.rank > 1:
+                    own = own.clone()  # the first two parts are added up before it is read
+                self._add_up(
+                    [
+                        own if r == self.rank else self.slot(r, k, dtype, length, self.rank * piece)
+                        for r in range(self.size)
+                    ],
+                    out[start : start + length],
+                    reduction,
+                )
+
+        self._rounds(signature, max(1, -(-max(sizes) // piece)), fill, take)
+
+    def _add_up(self, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
+        step = _CACHED_BYTES // out.dtype.itemsize
+        if len(parts) == 2 or out.numel() <= step:
+            reduction.combine(parts, out)
+            return
+        for start in range(0, out.numel(), step):
+            reduction.combine([part[start : start + step] for part in parts], out[start : start + step])
+
+    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        if self.size == 2 or nbytes <= min(_ONE_ROUND_BYTES, self.chunk):
+            self._all_reduce_alone(signature, tensor, reduction)
+        else:
+            self._all_reduce_shared(signature, tensor, reduction)
+
+    def _all_reduce_alone(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Every rank adds up everything."""
+        arena, dtype, itemsize, numel = self.arena, tensor.dtype, tensor.dtype.itemsize, tensor.numel()
+        step, source = self.chunk // itemsize, tensor.data_ptr()
+
+        def fill(index: int, k: int) -> None:
+            start = index * step
+            length = min(step, numel - start) * itemsize
+            futex.copy(arena.address(self.rank, k), source + start * itemsize, length)
+
+        def take(index: int, k: int) -> None:
+            start = index * step
+            length = min(step, numel - start)
+            for other in arena.others:
+                arena.wait(other, k)
+            if length:
+                out = tensor[start : start + length]
+                # Of two parts, this rank's own is read in place; of more, the output would cover it too early.
+                parts = [
+                    out if r == self.rank and self.size == 2 else self.slot(r, k, dtype, length)
+                    for r in range(self.size)
+                ]
+                self._add_up(parts, out, reduction)
+
+        self._rounds(signature, max(1, -(-numel // step)), fill, take)
+
+    def _all_reduce_shared(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Each rank adds up its share of a chunk, in a round, and gathers the others' in the next."""
+        arena, dtype, itemsize, numel = self.arena, tensor.dtype, tensor.dtype.itemsize, tensor.numel()
+        share = self.chunk // self.size // 64 * 64 // itemsize
+        step, source = share * self.size, tensor.data_ptr()
+        for start in range(0, numel, step):
+            length = min(step, numel - start)
+            k = arena.begin()
+            if start == 0:
+                arena.sign(k, signature)
+            futex.copy(arena.address(self.rank, k), source + start * itemsize, length * itemsize)
+            arena.post(k)
+            if start == 0:
+                arena.agree(k, signature)
+            bounds = [min(share * r, length) for r in range(self.size + 1)]
+            first, last = bounds[self.rank], bounds[self.rank + 1]
+            for other in arena.others:
+                arena.wait(other, k)
+            after = arena.begin()
+            if last > first:
+                self._add_up(
+                    [self.slot(r, k, dtype, last - first, first) for r in range(self.size)],
+                    self.slot(self.rank, after, dtype, last - first),
+                    reduction,
+                )
+            arena.post(after)
+            for r in range(self.size):
+                arena.wait(r, after) if r != self.rank else None
+                size = (bounds[r + 1] - bounds[r]) * itemsize
+                if size:
+                    futex.copy(source + (start + bounds[r]) * itemsize, arena.address(r, after), size)
+
+
+def _nothing(index: int, k: int) -> None:
+    """A round of a barrier moves nothing."""
+
+
+class LoneCollectives:
+    """The collectives of a group of one rank: the same methods, and nothing to exchange."""
+
+    def agree(self, signature: bytes) -> None:
+        """Nobody could differ."""
+
+    def barrier(self, signature: bytes) -> None:
+        """Nobody to wait for."""
+
+    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+        """Copy this rank's bytes to its output."""
+        if places[0] != source:
+            futex.copy(places[0], source, sizes[0])
+
+    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
+        """The root has it."""
+
+    def reduce_scatter(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """Copy the only part."""
+        out.copy_(parts[0])
+
+    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """One part is the sum already."""

@@ -1,0 +1,188 @@
+"""Works, and the order in which a group runs its collectives.
+
+All collectives of a group run in the order of the calls, one at a time. A synchronous one runs in the calling thread.
+An asynchronous one is queued: a worker thread takes it, or the thread that waits for it does, whoever is first. So the
+caller may go on to another exchange first, and one that waits at once pays for no change of thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+
+class DoneWork(Work):
+    """The work of a collective that ended before its call returned."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()):
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Future:
+        future: Future = Future()
+        future.set_result(self._tensors)
+        return future
+
+    def synchronize(self) -> None:
+        return None
+
+
+class QueuedWork(Work):
+    """The work of a collective that may not have begun.
+
+    Args:
+        order: the queue it is in.
+        run: the collective.
+        tensors: what it writes.
+    """
+
+    def __init__(self, order: Order, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
+        super().__init__()
+        self._order, self._run, self._tensors = order, run, list(tensors)
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._future: Future | None = None
+        self._lock = threading.Lock()
+
+    def execute(self) -> None:
+        """Run the collective. Only the queue calls this."""
+        try:
+            self._run()
+        except BaseException as error:  # whoever waits is told; the worker must live for the next
+            self._error = error
+        del self._run  # and with it what the call holds
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: Future) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_exception(self._error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        # torch's own calls pass 0 for "no limit of yours".
+        seconds = timeout.total_seconds() if timeout else 0.0
+        if not self._done.is_set():
+            self._order.help(self._done, seconds)
+        if not self._done.is_set():
+            raise RuntimeError(f"smddp: the operation has not ended within {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Future:
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                if not self._done.is_set():
+                    return self._future
+            else:
+                return self._future
+        self._complete(self._future)
+        return self._future
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Order:
+    """A group's collectives, one at a time and in the order of their calls.
+
+    Args:
+        name: of the worker thread.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._turn = threading.Lock()  # held while a collective runs
+        self._waiting: collections.deque[QueuedWork] = collections.deque()
+        self._wake = threading.Semaphore(0)
+        self._worker: threading.Thread | None = None
+        self._stopped = False
+
+    def run(self, collective: Callable[[], Any]) -> None:
+        """Run a synchronous collective now, after those that wait."""
+        with self._turn:
+            while self._waiting:
+                self._waiting.popleft().execute()
+            collective()
+
+    def submit(self, collective: Callable[[], None], tensors: Sequence[torch.Tensor]) -> QueuedWork:
+        """Queue an asynchronous one."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._worker.start()
+        work = QueuedWork(self, collective, tensors)
+        self._waiting.append(work)
+        self._wake.release()
+        return work
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self._waiting and not self._turn.locked()
+
+    def help(self, done: threading.Event, seconds: float) -> None:
+        """Run what waits until ``done``, or until another thread has set it, or for ``seconds`` (0: no limit)."""
+        if not self._turn.acquire(timeout=seconds or -1):
+            return
+        try:
+            while not done.is_set() and self._waiting:
+                self._waiting.popleft().execute()
+        finally:
+            self._turn.release()
+
+    def stop(self, *, join: bool) -> None:
+        """Run what waits, then let the worker end; with ``join``, wait for that."""
+        if self._worker is not None and not self._stopped:
+            self._stopped = True
+            self._wake.release()
+            if join and threading.current_thread() is not self._worker:
+                self._worker.join()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.acquire()
+            with self._turn:
+                if self._waiting:
+                    self._waiting.popleft().execute()
+                elif self._stopped:
+                    return

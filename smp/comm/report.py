@@ -1,0 +1,103 @@
+"""What the backend did: calls and bytes for each operation and size class, the path taken, and why.
+
+Counted per process. Two ranks of one job can be compared line by line: paths are chosen from what is the same on all.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from smp.comm.arena import LastOperation
+
+
+class Key(NamedTuple):
+    """What calls are counted by. ``size`` is the upper end of the size class in bytes, a power of two (0: no data)."""
+
+    operation: str
+    size: int
+    path: str
+    why: str
+
+
+@dataclasses.dataclass
+class Count:
+    """``nbytes`` is what each rank gives to an all_gather or all_reduce, and gets from a reduce_scatter."""
+
+    calls: int = 0
+    nbytes: int = 0
+
+
+class Report(dict[Key, Count]):
+    """The counts so far. Printed, it is a table."""
+
+    def calls(self, operation: str | None = None, path: str | None = None) -> int:
+        """Calls in all, or of one operation, or on one path."""
+        return sum(c.calls for k, c in self.items() if operation in (None, k.operation) and path in (None, k.path))
+
+    def __str__(self) -> str:
+        rows = [("operation", "up to", "calls", "bytes", "path", "why")]
+        for key, count in sorted(self.items()):
+            rows.append(
+                (key.operation, readable(key.size), str(count.calls), readable(count.nbytes), key.path, key.why)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def readable(nbytes: int) -> str:
+    """``4.0 KiB`` and the like."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+_counts: dict[tuple[str, int, str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def count(operation: str, nbytes: int, path: str, why: str = "") -> None:
+    """Count one call."""
+    entry = _counts[operation, (nbytes - 1).bit_length() if nbytes else -1, path, why]
+    entry[0] += 1
+    entry[1] += nbytes
+
+
+def watch(group: Any) -> None:
+    """Include a group in :func:`last_operations`. It has ``last_operations()``, and is held weakly."""
+    _groups.add(group)
+
+
+def report() -> Report:
+    """What this process's groups of backend ``smddp`` did since the start, or since :func:`reset_report`."""
+    table = Report()
+    for (operation, power, path, why), (calls, nbytes) in list(_counts.items()):
+        table[Key(operation, 0 if power < 0 else 1 << power, path, why)] = Count(calls, nbytes)
+    return table
+
+
+def reset_report() -> None:
+    """Begin counting anew."""
+    _counts.clear()
+
+
+def last_operations() -> dict[str, list[LastOperation]]:
+    """For each group, the latest operation of every rank on this host: the hook for a watchdog.
+
+    It reads shared memory and waits for nobody, so it may be called from any thread while a collective hangs.
+    """
+    return {group.label: group.last_operations() for group in list(_groups) if group.last_operations()}
+
+
+def record(operation: str, nbytes: int) -> Any:
+    """A profiler range for one collective, named with its size; None while no profiler runs."""
+    if not torch.autograd._profiler_enabled():
+        return None
+    return torch.profiler.record_function(f"smddp:{operation} {readable(nbytes)}")

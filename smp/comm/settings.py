@@ -1,0 +1,37 @@
+"""The backend's knobs, from the environment: SMDDP's two, with what they mean here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smp.runtime import environment_bytes
+
+_PAGE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes in bytes.
+
+    Attributes:
+        scratch: ``SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES``: staging memory of one rank in one group, four slots of a
+            quarter each. A message of any size passes; it goes in chunks of one slot.
+        shared: ``SMDDP_AG_SORT_BUFFER_SIZE_BYTES``: most memory that one group on a host keeps for the shared buffers
+            of ``fully_shard``; what does not fit goes through the scratch memory. 0: no shared buffers.
+    """
+
+    scratch: int = 4 * 2**20
+    shared: int = 64 * 2**30
+
+
+def read_settings() -> Settings:
+    """Read the knobs.
+
+    Raises:
+        smp.errors.UserError: a value is no number, too small, or not a multiple of what it must be.
+    """
+    default = Settings()
+    return Settings(
+        environment_bytes("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", default.scratch, multiple=4 * _PAGE, minimum=4 * _PAGE),
+        environment_bytes("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", default.shared, multiple=1, minimum=0),
+    )

@@ -1,0 +1,76 @@
+"""From the tensors of a call to plain memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def plain_cpu(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are ordinary dense CPU tensors, whose memory can be read and written directly."""
+    return all(
+        type(t) in _PLAIN and t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized
+        for t in tensors
+    )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in order, 1-D and contiguous: the tensor's own memory if it is so already, else a copy."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1)
+
+
+class Output:
+    """Where results go: the tensor's own memory, or memory copied to it in the end if it is not contiguous.
+
+    Args:
+        tensor: the call's output.
+        keep: whether its elements are also read.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, keep: bool):
+        self._tensor = tensor.detach()
+        self._direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if self._direct:
+            self.flat = self._tensor.view(-1)
+        else:
+            self.flat = flat(tensor) if keep else torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+    def finish(self) -> None:
+        """Bring the results into the tensor."""
+        if not self._direct:
+            self._tensor.copy_(self.flat.view(self._tensor.shape))
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def check_single(many: torch.Tensor, one: torch.Tensor, size: int, many_name: str, one_name: str) -> str | None:
+    """What is wrong with one tensor for all ranks beside this rank's own, or None."""
+    if many.dtype != one.dtype:
+        return f"{many_name} is {many.dtype}, {one_name} {one.dtype}: they must be the same"
+    if many.numel() != one.numel() * size:
+        return (
+            f"{many_name} {tuple(many.shape)} has {many.numel()} elements, {one_name} {tuple(one.shape)} has "
+            f"{one.numel()}: {many_name} must have {size} (ranks) times as many"
+        )
+    return None
+
+
+def check_list(many: Sequence[torch.Tensor], one: torch.Tensor, size: int, rank: int, what: str) -> str | None:
+    """What is wrong with a list of one tensor per rank beside this rank's own tensor, or None."""
+    if len(many) != size:
+        return f"{what} has {len(many)} tensors: give one for each of the {size} ranks"
+    if any(t.dtype != one.dtype for t in many):
+        return f"{what} holds {sorted({str(t.dtype) for t in many})}, the other tensor is {one.dtype}"
+    if many[rank].numel() != one.numel():
+        return f"{what}[{rank}] has {many[rank].numel()} elements, the other tensor {one.numel()}"
+    return None
