@@ -81,14 +81,17 @@ class Layout(NamedTuple):
 
     @property
     def counters(self) -> int:
+        """Where the counters begin."""
         return _LINE  # the segment's nonce comes first
 
     @property
     def notes(self) -> int:
+        """Where the notes begin."""
         return self.counters + _LINE * self.size
 
     @property
     def slots(self) -> int:
+        """Where the slots begin."""
         return _round_up(self.notes + _NOTE * self.size, _PAGE)
 
     @property
@@ -98,6 +101,7 @@ class Layout(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes in all."""
         return self.slots + self.stride * SLOTS * self.size
 
 

@@ -58,16 +58,10 @@ class Connection:
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        peers: Peers,
-        collectives: Collectives | None,
-        arena: Arena | None,
-        path: str,
-        why: str,
+        self, topology: Topology, peers: Peers, collectives: Collectives | None, arena: Arena | None, why: str
     ):
-        self.topology, self.peers, self.collectives, self.arena = topology, peers, collectives, arena
-        self.path, self.why = path, why
+        self.topology, self.peers, self.collectives, self.arena, self.why = topology, peers, collectives, arena, why
+        self.path = "shared memory" if len(topology.hosts) == 1 else "shared memory and network"
 
     def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
         """Note the beginning of a collective where the peers can see it."""
@@ -132,4 +126,4 @@ def _connect(
         why = "several hosts"
     elif arena is not None:
         collectives = HostCollectives(arena)
-    return Connection(topology, peers, collectives, arena, "shared memory", why)
+    return Connection(topology, peers, collectives, arena, why)

@@ -1,214 +1,26 @@
 """The process group ``smddp``: one of torch's, with collectives of our own in front of gloo and NCCL.
 
-A Python ``ProcessGroup`` replaces the whole group, so it registers the inner backends on itself: whatever is not
-overridden here is dispatched to them by the base class. What is overridden calls them through a plain group: the base
-class would dispatch a call made in a closure to the override again. torch 2.13 calls ``all_gather_single`` and the
-like, older versions ``_allgather_base``; both names are bound.
+torch 2.13 calls ``all_gather_single`` and the like, older versions ``_allgather_base``; both names are bound.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
 from smp.comm import report
-from smp.comm.arena import SIGNATURE_BYTES, LastOperation, Mismatch, sign
-from smp.comm.connect import Collectives, Connection, join
-from smp.comm.order import DoneWork, Order, QueuedWork
+from smp.comm.connect import Collectives
+from smp.comm.ordered import OrderedGroup
 from smp.comm.reduction import Reduction, reduction_name, supported
 from smp.comm.tensors import Output, check_list, check_single, flat, nbytes, plain_cpu
 
-_DONE = DoneWork()
-_SIGNATURES_KEPT = 4096
 
-Run = Callable[[Collectives, bytes], None]
-
-
-class SmddpGroup(ProcessGroup):
-    """A group of backend ``smddp``; made by ``init_process_group`` and ``new_group``.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``.
-        pg_options: ``ProcessGroupNCCL.Options`` for the inner NCCL backend, or None.
-    """
-
-    def __init__(self, options: Any, pg_options: Any = None):
-        rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)
-        self._rank, self._size, self._pid = rank, size, os.getpid()
-        self._store, self._seconds = options.store, options.timeout.total_seconds()
-        self.label = str(options.group_id)
-        self._register_inner(options, pg_options)
-        self._join = join(options)
-        self._connection: Connection | None = None
-        self._order = Order(f"smddp-{self.label}")
-        self._number = 0  # collectives so far
-        self._broken: BaseException | None = None
-        self._signatures: dict[tuple[Any, ...], bytes] = {}
-        weakref.finalize(self, self._order.stop, join=False)
-        report.watch(self)
-
-    def _register_inner(self, options: Any, pg_options: Any) -> None:
-        rank, size = self._rank, self._size
-        self._plain = ProcessGroup(self._store, rank, size)
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), rank, size, timeout=options.timeout)
-        for group in (self, self._plain):
-            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-            group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl_options = pg_options or dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout = options.timeout
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), rank, size, nccl_options)
-            for group in (self, self._plain):
-                group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
-
-    # --- what torch asks of a group
-
-    def getBackendName(self) -> str:
-        return "smddp"
-
-    def get_group_store(self) -> dist.Store:
-        return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-        super().set_timeout(timeout)
-
-    def shutdown(self) -> None:
-        """Finish what is queued and let go of the shared memory."""
-        self._order.stop(join=True)
-        self._connection = None
-        self._broken = self._broken or RuntimeError(f"smddp: group {self.label} has been destroyed")
-        super().shutdown()
-
-    def abort(self) -> None:
-        """Let the peers know that this rank is gone, without waiting for anything."""
-        self._fail(RuntimeError("the group was aborted"))
-        super().abort()
-
-    def last_operations(self) -> list[LastOperation]:
-        """The latest collective of every rank of this group on this host."""
-        connection = self._connection
-        if connection is None or connection.arena is None:
-            return []
-        return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
-
-    @property
-    def connection(self) -> Connection:
-        """The group's shared memory, made at the first use: a collective call."""
-        if self._connection is None:
-            self._connection = self._join(timedelta(seconds=self._seconds))
-        return self._connection
-
-    # --- running one
-
-    def launch(
-        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], *,
-        tensors: Sequence[torch.Tensor] = (), opts: Any = None,
-    ) -> Any:  # fmt: skip
-        """Run or queue one collective of ours.
-
-        Args:
-            operation: its name.
-            size: bytes, for the report.
-            key: what all ranks must have in common.
-            run: the collective, given the means and the signature.
-            inner: the same by the inner backend, for a group that cannot share memory.
-            tensors: the result.
-            opts: torch's options; ``asyncOp`` and ``timeout`` are read.
-        """
-        if self._broken is not None:
-            raise dist.DistBackendError(f"smddp: group {self.label} cannot be used any more: {self._broken}")
-        if self._pid != os.getpid():
-            raise dist.DistBackendError(f"smddp: group {self.label} belongs to process {self._pid}, which was forked")
-        connection = self._connection
-        if connection is not None and connection.collectives is None and self._order.idle:
-            report.count(operation, size, "gloo", connection.why)
-            return inner()
-        timeout = opts.timeout.total_seconds() if opts is not None and opts.timeout.total_seconds() > 0 else 0.0
-
-        def collective() -> None:
-            self._perform(operation, size, key, run, inner, timeout)
-
-        # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
-        if opts is None or opts.asyncOp:
-            return self._order.submit(collective, tensors)
-        self._order.run(collective)
-        return _DONE
-
-    def _perform(
-        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], timeout: float
-    ) -> None:
-        span = report.record(operation, size)
-        if span is not None:
-            span.__enter__()
-        try:
-            connection = self._connection or self.connection
-            if connection.collectives is None:
-                report.count(operation, size, "gloo", connection.why)
-                inner().wait()
-                return
-            self._number += 1
-            connection.start(operation, self._number, size, timeout or self._seconds)
-            run(connection.collectives, self._signatures.get(key) or self._sign(key))
-            connection.end()
-            report.count(operation, size, connection.path)
-        except Mismatch:
-            raise  # on every rank, at the same place: the group goes on
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            if span is not None:
-                span.__exit__(None, None, None)
-
-    def _sign(self, key: tuple[Any, ...]) -> bytes:
-        if len(self._signatures) >= _SIGNATURES_KEPT:
-            self._signatures.clear()
-        signature = self._signatures[key] = sign(" ".join(str(part) for part in key if part is not None))
-        assert len(signature) == SIGNATURE_BYTES
-        return signature
-
-    def _fail(self, error: BaseException) -> None:
-        self._broken = self._broken or error
-        if self._connection is not None and self._connection.arena is not None:
-            self._connection.arena.fail(f"{type(error).__name__}: {error}")
-
-    def _refuse(self, operation: str, problem: str, opts: Any) -> Any:
-        """Raise for wrong arguments, on the other ranks too: they would wait for this one."""
-
-        def run(collectives: Collectives, signature: bytes) -> None:
-            collectives.agree(signature)
-
-        def nothing() -> Any:
-            return _DONE
-
-        if self._size > 1:
-            work = self.launch(operation, 0, (operation, "with wrong arguments:", problem), run, nothing, opts=opts)
-            work.wait()
-        raise ValueError(f"smddp: {operation}: {problem}")
-
-    def _inner(self, operation: str, tensors: Sequence[torch.Tensor], why: str, call: Callable[[], Any]) -> Any:
-        """Hand a collective to the inner backend, after those of ours that are queued."""
-        size = sum(nbytes(t) for t in tensors)
-        path = "nccl" if any(t.device.type == "cuda" for t in tensors) else "gloo"
-
-        def collective() -> None:
-            report.count(operation, size, path, why)
-            call().wait()
-
-        if not self._order.idle:
-            return self._order.submit(collective, tensors)
-        report.count(operation, size, path, why)
-        return call()
+class SmddpGroup(OrderedGroup):
+    """A group of backend ``smddp``; made by ``init_process_group`` and ``new_group``."""
 
     # --- all_gather
 
@@ -232,7 +44,7 @@ class SmddpGroup(ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors, opts = [output_tensors], [input_tensors], None
         outputs, source = output_tensors[0], input_tensors[0]
@@ -284,9 +96,9 @@ class SmddpGroup(ProcessGroup):
             "reduce_scatter", nbytes(output), key, run, lambda: base(output, input, opts), tensors=[output], opts=opts
         )
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors, opts = [output_tensors], [input_tensors], _reduce_scatter_options(opts)
         output, inputs = output_tensors[0], input_tensors[0]
@@ -320,11 +132,11 @@ class SmddpGroup(ProcessGroup):
         calls = [(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return self._each(calls, self.reduce_scatter_single)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     # --- all_reduce, broadcast, barrier
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if opts is None or not hasattr(opts, "reduceOp"):
@@ -348,7 +160,7 @@ class SmddpGroup(ProcessGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         return self._each([([t], opts) for t in tensors], self.allreduce)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if not hasattr(opts, "rootRank"):
@@ -368,7 +180,7 @@ class SmddpGroup(ProcessGroup):
             "broadcast", nbytes(tensor), key, run, lambda: base(tensors, opts), tensors=tensors, opts=opts
         )
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         base = self._plain.barrier
         opts = opts if hasattr(opts, "device_ids") else BarrierOptions()
         if torch.device("cuda") in self._device_types:
@@ -376,33 +188,7 @@ class SmddpGroup(ProcessGroup):
             return self._inner("barrier", (), "of GPUs", lambda: base(opts))
         return self.launch("barrier", 0, ("barrier",), lambda c, s: c.barrier(s), lambda: base(opts), opts=opts)
 
-    # --- by the inner backends
-
-    def _elsewhere(
-        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None
-    ) -> Any:
-        """A collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
-        devices = {t.device.type for t in tensors}
-        if devices != {"cpu"}:
-            why = f"{'/'.join(sorted(devices))} tensors"
-        elif plain_cpu(tensors):
-            why = f"{reduction} of {tensors[0].dtype}" if reduction else "several tensors at once"
-        else:
-            why = "not plain dense tensors"
-        return self._inner(operation, tensors, why, call)
-
-    def _each(self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any]) -> Any:
-        """Several collectives as one work. The last ends last, as all run in order."""
-        works = [method(*call) for call in calls]
-        if not works or all(isinstance(work, DoneWork) for work in works):
-            return _DONE
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        tensors = [tensor for work in works if isinstance(work, QueuedWork) for tensor in work.result()]
-        return self._order.submit(wait, tensors)
+    # --- left to the inner backends
 
     def reduce(self, tensors: Any, *arguments: Any) -> Any:
         base = self._plain.reduce
@@ -424,7 +210,7 @@ class SmddpGroup(ProcessGroup):
         base = _either(self._plain, "all_to_all_single", "alltoall_base")
         return self._inner("all_to_all", [input], "left to it", lambda: base(output, input, *arguments))
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: Any, *arguments: Any) -> Any:
         report.count("send", nbytes(tensors[0]), _device_path(tensors[0]), "left to it")

@@ -49,6 +49,9 @@ class DoneWork(Work):
         return None
 
 
+DONE = DoneWork()
+
+
 class QueuedWork(Work):
     """The work of a collective that may not have begun.
 

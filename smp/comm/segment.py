@@ -97,12 +97,9 @@ def share(store: dist.Store, name: str, size: int, *, peers: Peers, timeout: tim
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    reasons = [
-        f"{peers.label(r)}: {why}"
-        for r, key in enumerate(keys)
-        if (why := store.get(key).decode()) and r != peers.local
-    ]
-    why = "; ".join([reason] if reason else reasons[:1])
+    answers = {r: store.get(key).decode() for r, key in enumerate(keys)}
+    others = [f"{peers.label(r)}: {answer}" for r, answer in answers.items() if answer and r != peers.local]
+    why = reason or "".join(others[:1])
     return (None, why) if why else (segment, "")
 
 
@@ -133,12 +130,10 @@ def _wait(store: dist.Store, keys: list[str], locals_: Sequence[int], peers: Pee
             except RuntimeError as error:  # torch's DistStoreError, also for a broken connection
                 if store.check([key]):
                     break
+                who = peers.label(local)
                 if peers.died(local):
-                    raise dist.DistBackendError(
-                        f"smddp: {peers.label(local)} died before its first exchange"
-                    ) from error
+                    raise dist.DistBackendError(f"smddp: {who} died before the group's first exchange") from error
                 if time.monotonic() > deadline:
                     raise dist.DistBackendError(
-                        f"smddp: {peers.label(local)} has not come to the group's first exchange within "
-                        f"{timeout.total_seconds():g} s"
+                        f"smddp: {who} has not come to the group's first exchange within {timeout.total_seconds():g} s"
                     ) from error

@@ -1,0 +1,234 @@
+"""What every collective of the backend goes through: inner backends, order, agreement, counting, failing.
+
+A Python ``ProcessGroup`` replaces the whole group, so it registers the inner backends on itself: whatever is not
+overridden is dispatched to them by the base class. What is overridden calls them through a plain group: the base class
+would dispatch a call made in a closure to the override again.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from smp.comm import report
+from smp.comm.arena import LastOperation, Mismatch, sign
+from smp.comm.connect import Collectives, Connection, join
+from smp.comm.order import DONE, DoneWork, Order, QueuedWork
+from smp.comm.tensors import nbytes, plain_cpu
+
+_SIGNATURES_KEPT = 4096
+
+Run = Callable[[Collectives, bytes], None]
+
+
+class OrderedGroup(ProcessGroup):
+    """A group with inner backends, shared memory, and one order for all its collectives.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+        pg_options: ``ProcessGroupNCCL.Options`` for the inner NCCL backend, or None.
+    """
+
+    def __init__(self, options: Any, pg_options: Any = None):
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg] # the bound form of a subclass takes no store
+        self._rank, self._size, self._pid = rank, size, os.getpid()
+        self._store, self._seconds = options.store, options.timeout.total_seconds()
+        self.label = str(options.group_id)
+        self._register_inner(options, pg_options)
+        self._join = join(options)
+        self._connection: Connection | None = None
+        self._order = Order(f"smddp-{self.label}")
+        self._number = 0  # collectives so far
+        self._broken: BaseException | None = None
+        self._signatures: dict[tuple[Any, ...], bytes] = {}
+        weakref.finalize(self, self._order.stop, join=False)
+        report.watch(self)
+
+    def _register_inner(self, options: Any, pg_options: Any) -> None:
+        rank, size = self._rank, self._size
+        self._plain = ProcessGroup(self._store, rank, size)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), rank, size, timeout=options.timeout)
+        for group in (self, self._plain):
+            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(ProcessGroup.BackendType.GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl_options = pg_options or dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = options.timeout
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), rank, size, nccl_options)
+            for group in (self, self._plain):
+                group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+
+    # --- what torch asks of a group
+
+    def getBackendName(self) -> str:
+        return "smddp"
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        super().set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Finish what is queued and let go of the shared memory."""
+        self._order.stop(join=True)
+        self._connection = None
+        self._broken = self._broken or RuntimeError(f"smddp: group {self.label} has been destroyed")
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Let the peers know that this rank is gone, without waiting for anything."""
+        self._fail(RuntimeError("the group was aborted"))
+        super().abort()
+
+    def last_operations(self) -> list[LastOperation]:
+        """The latest collective of every rank of this group on this host."""
+        connection = self._connection
+        if connection is None or connection.arena is None:
+            return []
+        return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
+
+    @property
+    def connection(self) -> Connection:
+        """The group's shared memory, made at the first use: a collective call."""
+        if self._connection is None:
+            self._connection = self._join(timedelta(seconds=self._seconds))
+        return self._connection
+
+    # --- running one
+
+    def launch(
+        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], *,
+        tensors: Sequence[torch.Tensor] = (), opts: Any = None,
+    ) -> Any:  # fmt: skip
+        """Run or queue one collective of ours.
+
+        Args:
+            operation: its name.
+            size: bytes, for the report.
+            key: what all ranks must have in common.
+            run: the collective, given the means and the signature.
+            inner: the same by the inner backend, for a group that cannot share memory.
+            tensors: the result.
+            opts: torch's options; ``asyncOp`` and ``timeout`` are read.
+        """
+        if self._broken is not None:
+            raise dist.DistBackendError(f"smddp: group {self.label} cannot be used any more: {self._broken}")
+        if self._pid != os.getpid():
+            raise dist.DistBackendError(f"smddp: group {self.label} belongs to process {self._pid}, which was forked")
+        connection = self._connection
+        if connection is not None and connection.collectives is None and self._order.idle:
+            report.count(operation, size, "gloo", connection.why)
+            return inner()
+        timeout = opts.timeout.total_seconds() if opts is not None and opts.timeout.total_seconds() > 0 else 0.0
+
+        def collective() -> None:
+            self._perform(operation, size, key, run, inner, timeout)
+
+        # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
+        if opts is None or opts.asyncOp:
+            return self._order.submit(collective, tensors)
+        self._order.run(collective)
+        return DONE
+
+    def _perform(
+        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], timeout: float
+    ) -> None:
+        span = report.record(operation, size)
+        if span is not None:
+            span.__enter__()
+        try:
+            connection = self._connection or self.connection
+            if connection.collectives is None:
+                report.count(operation, size, "gloo", connection.why)
+                inner().wait()
+                return
+            self._number += 1
+            connection.start(operation, self._number, size, timeout or self._seconds)
+            run(connection.collectives, self._signatures.get(key) or self._sign(key))
+            connection.end()
+            report.count(operation, size, connection.path)
+        except Mismatch:
+            raise  # on every rank, at the same place: the group goes on
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            if span is not None:
+                span.__exit__(None, None, None)
+
+    def _sign(self, key: tuple[Any, ...]) -> bytes:
+        if len(self._signatures) >= _SIGNATURES_KEPT:
+            self._signatures.clear()
+        signature = self._signatures[key] = sign(" ".join(str(part) for part in key if part is not None))
+        return signature
+
+    def _fail(self, error: BaseException) -> None:
+        self._broken = self._broken or error
+        if self._connection is not None and self._connection.arena is not None:
+            self._connection.arena.fail(f"{type(error).__name__}: {error}")
+
+    def _refuse(self, operation: str, problem: str, opts: Any) -> Any:
+        """Raise for wrong arguments, on the other ranks too: they would wait for this one."""
+
+        def run(collectives: Collectives, signature: bytes) -> None:
+            collectives.agree(signature)
+
+        def nothing() -> Any:
+            return DONE
+
+        if self._size > 1:
+            work = self.launch(operation, 0, (operation, "with wrong arguments:", problem), run, nothing, opts=opts)
+            work.wait()
+        raise ValueError(f"smddp: {operation}: {problem}")
+
+    def _inner(self, operation: str, tensors: Sequence[torch.Tensor], why: str, call: Callable[[], Any]) -> Any:
+        """Hand a collective to the inner backend, after those of ours that are queued."""
+        size = sum(nbytes(t) for t in tensors)
+        path = "nccl" if any(t.device.type == "cuda" for t in tensors) else "gloo"
+
+        def collective() -> None:
+            report.count(operation, size, path, why)
+            call().wait()
+
+        if not self._order.idle:
+            return self._order.submit(collective, tensors)
+        report.count(operation, size, path, why)
+        return call()
+
+    # --- by the inner backends
+
+    def _elsewhere(
+        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None
+    ) -> Any:
+        """A collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
+        devices = {t.device.type for t in tensors}
+        if devices != {"cpu"}:
+            why = f"{'/'.join(sorted(devices))} tensors"
+        elif plain_cpu(tensors):
+            why = f"{reduction} of {tensors[0].dtype}" if reduction else "several tensors at once"
+        else:
+            why = "not plain dense tensors"
+        return self._inner(operation, tensors, why, call)
+
+    def _each(self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any]) -> Any:
+        """Several collectives as one work. The last ends last, as all run in order."""
+        works = [method(*call) for call in calls]
+        if not works or all(isinstance(work, DoneWork) for work in works):
+            return DONE
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        tensors = [tensor for work in works if isinstance(work, QueuedWork) for tensor in work.result()]
+        return self._order.submit(wait, tensors)
