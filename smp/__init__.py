@@ -1,5 +1,6 @@
 """Open, SMP-v2-style model-parallel training for PyTorch: the public names."""
 
+from smp import comm
 from smp.api import init, is_initialized, parallelize
 from smp.config import ActivationConfig, CommConfig, ParallelConfig, PrecisionConfig
 from smp.errors import ConfigError, UserError
@@ -18,6 +19,7 @@ __all__ = [
     "UserError",
     "causal_lm_loss_sum",
     "clip_grad_norm_",
+    "comm",
     "count_valid_tokens",
     "init",
     "is_initialized",

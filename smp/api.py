@@ -52,9 +52,10 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
 
 
 def _device_type() -> str:
-    """What the process group's NCCL serves, if it has one: a group started without a backend names none itself."""
+    """What the process group serves besides the CPU: a group started without a backend names none itself."""
     backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
-    return "cuda" if "cuda:nccl" in backends and torch.cuda.is_available() else "cpu"
+    serves_gpus = "cuda:nccl" in backends or "cuda:smddp" in backends
+    return "cuda" if serves_gpus and torch.cuda.is_available() else "cpu"
 
 
 def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:

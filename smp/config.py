@@ -143,6 +143,10 @@ class ParallelConfig(Section):
         False,
         "With accumulation, reduce gradients once per step instead of once per micro-batch. Keeps whole gradients.",
     )
+    shared_buffers: bool = setting(
+        True,
+        "With backend smddp on CPUs, gather parameters and reduce gradients in memory that a host's ranks share.",
+    )
     limit_all_gathers: bool = setting(
         True, "FSDP1's rate limiter.", no_effect="fully_shard bounds the gathers in flight by itself"
     )
@@ -219,9 +223,8 @@ class CommConfig(Section):
     """Process group."""
 
     distributed_backend: Literal["gloo", "nccl", "smddp"] | None = setting(
-        None, "torch.distributed backend. Default: nccl on GPUs, gloo on CPUs.", only=(None, "gloo", "nccl"),
-        otherwise="the smddp backend is not in this version; use nccl on GPUs or gloo on CPUs, or leave it out",
-    )  # fmt: skip
+        None, "torch.distributed backend. Default: nccl on GPUs, smddp on CPUs."
+    )
     distributed_timeout: float = setting(
         1800.0, "Seconds until a collective that does not finish is an error.", above=0, maximum=1e8
     )

@@ -114,8 +114,10 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
             "(CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     if comm.distributed_backend == "nccl" and device.type == "cpu":
-        raise UserError("--distributed_backend nccl needs GPUs and none is visible: use gloo, or leave it out")
-    return comm.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        raise UserError(
+            "--distributed_backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out"
+        )
+    return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
 
 
 @contextlib.contextmanager

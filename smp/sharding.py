@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from smp.comm import gloo
+from smp.comm import fsdp, gloo
 from smp.config import ParallelConfig
 from smp.mesh import Mesh
 
@@ -78,7 +78,7 @@ def shard_model(
         model: parameters real or on the meta device.
         units: from :func:`transformer_units` or :func:`size_based_units`; what they leave is the root's.
         mesh: the job's mesh.
-        parallel: prefetch settings.
+        parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
     """
     reduced = param_dtype is not None and param_dtype != torch.float32
@@ -100,8 +100,11 @@ def shard_model(
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.device_type == "cpu":  # gloo sends no GPU memory by itself
-            gloo.install(module, mesh.device_mesh.get_group("dp_shard"))
+        if mesh.device_type == "cpu":
+            group = mesh.device_mesh.get_group("dp_shard")
+            gloo.install(module, group)
+            if parallel.shared_buffers:
+                fsdp.install(module, group)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
 

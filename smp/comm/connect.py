@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from smp.comm.arena import SLOTS, Arena, Layout
 from smp.comm.host import HostCollectives, LoneCollectives
 from smp.comm.peers import Peers
 from smp.comm.reduction import Reduction
-from smp.comm.segment import share
+from smp.comm.segment import Segment, share
 from smp.comm.settings import Settings, read_settings
 from smp.comm.topology import Member, Topology, arrange, exchange
 
@@ -32,6 +31,15 @@ class Collectives(Protocol):
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """See :meth:`HostCollectives.all_gather`."""
+
+    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+        """Complete a gathered buffer that this host's ranks share.
+
+        Args:
+            signature: of the operation.
+            address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
+            part: bytes of each rank.
+        """
 
     def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """See :meth:`HostCollectives.broadcast`."""
@@ -53,15 +61,30 @@ class Connection:
         peers: this host's.
         collectives: None if the inner backend does everything.
         arena: this host's shared memory, or None.
+        settings: this process's.
         path: for the report.
         why: for the report, if ``collectives`` is None.
     """
 
     def __init__(
-        self, topology: Topology, peers: Peers, collectives: Collectives | None, arena: Arena | None, why: str
+        self,
+        store: dist.Store,
+        settings: Settings,
+        topology: Topology,
+        peers: Peers,
+        *,
+        collectives: Collectives | None,
+        arena: Arena | None,
+        why: str,
     ):
+        self._store, self.settings = store, settings
         self.topology, self.peers, self.collectives, self.arena, self.why = topology, peers, collectives, arena, why
         self.path = "shared memory" if len(topology.hosts) == 1 else "shared memory and network"
+
+    def share(self, name: str, size: int, timeout: float) -> tuple[Segment | None, str]:
+        """Make more memory that this host's ranks share: see :func:`smp.comm.segment.share`."""
+        key = f"host{self.topology.host}/{name}"
+        return share(self._store, key, size, peers=self.peers, timeout=timedelta(seconds=timeout))
 
     def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
         """Note the beginning of a collective where the peers can see it."""
@@ -82,7 +105,6 @@ class _World:
     """Who the processes of the default group are; its subgroups need not ask again."""
 
     members: tuple[Member, ...] = ()
-    owner: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def join(options: Any) -> Callable[[timedelta], Connection]:
@@ -126,4 +148,4 @@ def _connect(
         why = "several hosts"
     elif arena is not None:
         collectives = HostCollectives(arena)
-    return Connection(topology, peers, collectives, arena, why)
+    return Connection(store, settings, topology, peers, collectives=collectives, arena=arena, why=why)

@@ -105,6 +105,10 @@ class HostCollectives:
 
         self._rounds(signature, max(1, -(-max(sizes) // chunk)), fill, take)
 
+    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+        """Wait until every rank's slice is in the buffer, which is the same memory for all."""
+        self._rounds(signature, 1, _nothing, _nothing)
+
     def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """Copy the root's bytes to every rank, at ``address``."""
         arena, chunk = self.arena, self.chunk
@@ -165,6 +169,20 @@ class HostCollectives:
                 )
 
         self._rounds(signature, max(1, -(-max(sizes) // piece)), fill, take)
+
+    def reduce_in_place(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """Reduce parts that lie in shared memory.
+
+        Args:
+            signature: of the operation.
+            parts: every rank's part for this rank, 1-D. They stay as they are until every rank has let go of them.
+            out: 1-D, private.
+            reduction: what to do; it is not finished here.
+        """
+        self._rounds(signature, 1, _nothing, _nothing)
+        self._add_up(parts, out, reduction)
 
     def _add_up(self, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
         step = _CACHED_BYTES // out.dtype.itemsize
@@ -258,6 +276,9 @@ class LoneCollectives:
         """Copy this rank's bytes to its output."""
         if places[0] != source:
             futex.copy(places[0], source, sizes[0])
+
+    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+        """The only slice is there."""
 
     def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """The root has it."""

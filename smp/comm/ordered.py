@@ -87,7 +87,7 @@ class OrderedGroup(ProcessGroup):
 
     def abort(self) -> None:
         """Let the peers know that this rank is gone, without waiting for anything."""
-        self._fail(RuntimeError("the group was aborted"))
+        self.fail(RuntimeError("the group was aborted"))
         super().abort()
 
     def last_operations(self) -> list[LastOperation]:
@@ -96,6 +96,16 @@ class OrderedGroup(ProcessGroup):
         if connection is None or connection.arena is None:
             return []
         return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
+
+    @property
+    def seconds(self) -> float:
+        """How long a collective may wait."""
+        return self._seconds
+
+    def connect(self) -> Connection:
+        """Make the group's shared memory now, in the order of its collectives."""
+        self._order.run(lambda: self.connection)
+        return self.connection
 
     @property
     def connection(self) -> Connection:
@@ -108,7 +118,7 @@ class OrderedGroup(ProcessGroup):
 
     def launch(
         self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], *,
-        tensors: Sequence[torch.Tensor] = (), opts: Any = None,
+        tensors: Sequence[torch.Tensor] = (), opts: Any = None, async_op: bool | None = None, path: str = "",
     ) -> Any:  # fmt: skip
         """Run or queue one collective of ours.
 
@@ -120,6 +130,8 @@ class OrderedGroup(ProcessGroup):
             inner: the same by the inner backend, for a group that cannot share memory.
             tensors: the result.
             opts: torch's options; ``asyncOp`` and ``timeout`` are read.
+            async_op: instead of what ``opts`` say.
+            path: for the report, if it is not the group's usual one.
         """
         if self._broken is not None:
             raise dist.DistBackendError(f"smddp: group {self.label} cannot be used any more: {self._broken}")
@@ -132,17 +144,20 @@ class OrderedGroup(ProcessGroup):
         timeout = opts.timeout.total_seconds() if opts is not None and opts.timeout.total_seconds() > 0 else 0.0
 
         def collective() -> None:
-            self._perform(operation, size, key, run, inner, timeout)
+            self._perform(operation, size, key, run, inner, timeout, path)
 
-        # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
-        if opts is None or opts.asyncOp:
+        if async_op is None:
+            # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
+            async_op = opts is None or opts.asyncOp
+        if async_op:
             return self._order.submit(collective, tensors)
         self._order.run(collective)
         return DONE
 
     def _perform(
-        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], timeout: float
-    ) -> None:
+        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], timeout: float,
+        path: str,
+    ) -> None:  # fmt: skip
         span = report.record(operation, size)
         if span is not None:
             span.__enter__()
@@ -156,11 +171,11 @@ class OrderedGroup(ProcessGroup):
             connection.start(operation, self._number, size, timeout or self._seconds)
             run(connection.collectives, self._signatures.get(key) or self._sign(key))
             connection.end()
-            report.count(operation, size, connection.path)
+            report.count(operation, size, path or connection.path)
         except Mismatch:
             raise  # on every rank, at the same place: the group goes on
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             if span is not None:
@@ -172,7 +187,8 @@ class OrderedGroup(ProcessGroup):
         signature = self._signatures[key] = sign(" ".join(str(part) for part in key if part is not None))
         return signature
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Give the group up: this rank's next call raises, and the peers that wait for it are told."""
         self._broken = self._broken or error
         if self._connection is not None and self._connection.arena is not None:
             self._connection.arena.fail(f"{type(error).__name__}: {error}")

@@ -18,10 +18,13 @@ class Settings:
             quarter each. A message of any size passes; it goes in chunks of one slot.
         shared: ``SMDDP_AG_SORT_BUFFER_SIZE_BYTES``: most memory that one group on a host keeps for the shared buffers
             of ``fully_shard``; what does not fit goes through the scratch memory. 0: no shared buffers.
+        poison: ``SMP_POISON_SHARED_BUFFERS``: 1 fills a shared buffer with NaN bytes before it is used again, to find
+            what reads it too late. Slow.
     """
 
     scratch: int = 4 * 2**20
     shared: int = 64 * 2**30
+    poison: bool = False
 
 
 def read_settings() -> Settings:
@@ -34,4 +37,5 @@ def read_settings() -> Settings:
     return Settings(
         environment_bytes("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", default.scratch, multiple=4 * _PAGE, minimum=4 * _PAGE),
         environment_bytes("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", default.shared, multiple=1, minimum=0),
+        bool(environment_bytes("SMP_POISON_SHARED_BUFFERS", 0, multiple=1, minimum=0)),
     )

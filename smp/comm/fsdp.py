@@ -1,0 +1,204 @@
+"""Zero-copy collectives for ``fully_shard``: buffers in memory that the ranks of a host share.
+
+``fully_shard`` copies its shard into a gathered buffer and its gradients into a reduce-scatter input anyway. Where
+these buffers are shared, AllGather inside a host is one round of waiting, and ReduceScatter reads the peers' gradients
+where they are. Installed with torch's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; the classes have the two
+methods of torch's private interfaces ``AllGather`` and ``ReduceScatter``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from smp.comm.connect import Collectives
+from smp.comm.group import SmddpGroup
+from smp.comm.host import HostCollectives
+from smp.comm.reduction import Reduction, reduction_name, supported
+from smp.comm.ring import SharedRing, control_bytes, tensor
+
+PATH = "shared buffer"
+
+_pools: weakref.WeakKeyDictionary[SmddpGroup, _Pool] = weakref.WeakKeyDictionary()
+
+
+class _Pool:
+    """A group's shared buffers, and which of them are out."""
+
+    def __init__(self, group: SmddpGroup):
+        connection = group.connect()
+        self.peers, self.seconds = connection.peers, group.seconds
+        self.one_host = len(connection.topology.hosts) == 1
+        limit = connection.settings.shared
+        segment = None
+        if connection.arena is not None and connection.collectives is not None and limit:
+            segment, _ = connection.share("buffers", control_bytes(self.peers.size) + limit, group.seconds)
+        self.ring = SharedRing(segment, self.peers, poison=connection.settings.poison) if segment is not None else None
+
+    def allocate(self, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
+        """A buffer of ``shared`` times the bytes asked for, of which this rank gets its own part (1: all get all)."""
+        numel = math.prod(int(s) for s in size)
+        part = numel * dtype.itemsize
+        lease = self.ring.lease(part * shared, self.seconds) if self.ring is not None else None
+        if lease is None:
+            return torch.empty(numel, dtype=dtype)
+        whole = tensor(lease, numel * shared, dtype)
+        return whole if shared == 1 else whole[self.peers.local * numel :][:numel]
+
+    def offset(self, buffer: torch.Tensor) -> int | None:
+        """Where in the shared memory a tensor begins, or None if it is elsewhere."""
+        if self.ring is None:
+            return None
+        offset = buffer.data_ptr() - self.ring.segment.address
+        return offset if 0 <= offset < self.ring.segment.size else None
+
+
+def _pool(group: SmddpGroup) -> _Pool:
+    if group not in _pools:
+        _pools[group] = _Pool(group)
+    return _pools[group]
+
+
+def _allocate(group: SmddpGroup, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
+    try:
+        return _pool(group).allocate(size, dtype, shared=shared)
+    except dist.DistBackendError as error:
+        group.fail(error)
+        raise
+
+
+class SharedAllGather:
+    """AllGather into memory that the host's ranks share.
+
+    Args:
+        group: the sharding group, of backend ``smddp``.
+    """
+
+    def __init__(self, group: SmddpGroup):
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The gathered buffer, 1-D; the same memory on every rank of the host, or private if the limit is reached."""
+        return _allocate(self._group, size, dtype, shared=1)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather.
+
+        Args:
+            output_tensor: from :meth:`allocate`, its slice of this rank filled.
+            input_tensor: that slice.
+            group: the group of the constructor.
+            async_op: return work to wait for.
+
+        Raises:
+            torch.distributed.DistBackendError: the ranks ask for different things, or a peer is gone.
+        """
+        offset = _pool(self._group).offset(output_tensor)
+        if offset is None:
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        part = input_tensor.numel() * input_tensor.element_size()
+        address = output_tensor.data_ptr()
+
+        def run(collectives: Collectives, signature: bytes) -> None:
+            collectives.exchange_slices(signature, address, part)
+
+        key = ("all_gather", input_tensor.dtype, input_tensor.numel(), "into shared memory at", offset)
+        work = self._group.launch(
+            "all_gather", part, key, run, _no_inner, tensors=[output_tensor], async_op=async_op, path=PATH
+        )
+        return work if async_op else None
+
+
+class SharedReduceScatter:
+    """ReduceScatter that reads the peers' inputs where they are.
+
+    Args:
+        group: the sharding group, of backend ``smddp``.
+    """
+
+    def __init__(self, group: SmddpGroup):
+        self._group = group
+        self._input_next = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Alternately the input, in shared memory, and the output, in private memory: it becomes the gradients."""
+        pool = _pool(self._group)
+        shared, self._input_next = self._input_next and pool.one_host, not self._input_next
+        if not shared:
+            return torch.empty(*size, dtype=dtype, device=device)
+        return _allocate(self._group, size, dtype, shared=pool.peers.size)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce.
+
+        Args:
+            output_tensor: 1-D, this rank's part.
+            input_tensor: 1-D, ``group.size()`` times as long.
+            group: the group of the constructor.
+            op: the reduction.
+            async_op: return work to wait for.
+
+        Raises:
+            torch.distributed.DistBackendError: the ranks ask for different things, or a peer is gone.
+        """
+        pool, name = _pool(self._group), reduction_name(op)
+        offset = pool.offset(input_tensor)
+        if offset is None or not supported(name, input_tensor.dtype):
+            return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        size, rank, numel = pool.peers.size, pool.peers.local, input_tensor.numel()
+        itemsize = input_tensor.element_size()
+        base = offset - rank * numel * itemsize  # of the first rank's input
+        assert pool.ring is not None
+        memory = pool.ring.segment.map
+
+        def run(collectives: Collectives, signature: bytes) -> None:
+            assert isinstance(collectives, HostCollectives)
+            part = output_tensor.numel()
+            starts = [base + (r * numel + rank * part) * itemsize for r in range(size)]
+            parts = [torch.frombuffer(memory, dtype=input_tensor.dtype, count=part, offset=s) for s in starts]
+            reduction = Reduction(name, size)
+            collectives.reduce_in_place(signature, parts, output_tensor, reduction)
+            reduction.finish(output_tensor)
+
+        key = ("reduce_scatter", name, input_tensor.dtype, numel, "of shared memory at", base)
+        work = self._group.launch(
+            "reduce_scatter", output_tensor.numel() * itemsize, key, run, _no_inner, tensors=[output_tensor],
+            async_op=async_op, path=PATH,
+        )  # fmt: skip
+        return work if async_op else None
+
+
+def _no_inner() -> Any:
+    raise AssertionError("a group with shared buffers exchanges through shared memory")
+
+
+def install(module: FSDPModule, group: dist.ProcessGroup) -> bool:
+    """Use shared buffers for one sharded module.
+
+    Args:
+        module: a module that ``fully_shard`` was applied to, on the CPU.
+        group: the group its parameters are sharded over.
+
+    Returns:
+        Whether they are used: not if ``group`` is of another backend, or of one rank.
+    """
+    if not isinstance(group, SmddpGroup) or group.size() == 1:
+        return False
+    module.set_custom_all_gather(SharedAllGather(group))  # type: ignore[arg-type] # the interface is private
+    module.set_custom_reduce_scatter(SharedReduceScatter(group))  # type: ignore[arg-type]
+    return True

@@ -1,0 +1,184 @@
+"""Buffers that all ranks of a host share, handed out again when every rank has dropped them.
+
+``fully_shard`` asks for a gathered buffer, writes its shard into its slice, and calls the collective. If the buffer is
+the same memory for all ranks of a host, the collective is nothing but waiting for each other, and a host holds one
+gathered copy instead of one per rank. The danger is reuse: a rank writes its slice *before* it meets the others, so a
+buffer may be given out again only when nobody holds it any more. Therefore
+
+- the first rank of the host decides for all: it alone knows the buffers, and publishes each decision; the others wait
+  for it and follow, so the ranks cannot disagree however differently they run;
+- a rank's hold ends exactly when the tensor's storage dies (a finalizer on the memory under it, which views and
+  parameters keep alive), and is counted in a word per buffer and rank;
+- a buffer is given out only when all these counts equal the times it was given out.
+
+A buffer that is still held anywhere is passed over: another is taken, or made. What would exceed the limit is private
+memory, on all ranks alike, and the collective is the ordinary one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import time
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from smp.comm import futex
+from smp.comm.peers import Peers
+from smp.comm.segment import Segment
+
+_PAGE = 4096
+_DECIDED = 128  # where the count of decisions is; the segment's nonce comes first
+_RECORDS, _RECORD = 64, struct.Struct("<qqq")  # decisions kept; of each: buffer, offset, bytes
+_BUFFERS = 1024  # at most
+_WORD = 0xFFFFFFFF
+PRIVATE = -1
+
+
+class _Buffer(NamedTuple):
+    number: int
+    offset: int
+    capacity: int
+
+
+def control_bytes(ranks: int) -> int:
+    """Bytes before the buffers."""
+    return -(-(_PAGE + 4 * _BUFFERS * ranks) // _PAGE) * _PAGE
+
+
+class SharedRing:
+    """The shared buffers of one group on one host.
+
+    Every rank must make the same calls in the same order.
+
+    Args:
+        segment: ``control_bytes(peers.size)`` and room for the buffers, fresh; pages cost memory once touched.
+        peers: the ranks of the host.
+        poison: overwrite a buffer with NaN bytes when it is given out: what reads stale memory then shows.
+    """
+
+    def __init__(self, segment: Segment, peers: Peers, *, poison: bool = False):
+        self.segment, self.peers, self._poison = segment, peers, poison
+        self._number = 0  # of this rank's latest request
+        # Known only to the first rank, from the least to the most recently used.
+        self._buffers: list[_Buffer] = []
+        self._uses = [0] * _BUFFERS
+        self._end = control_bytes(peers.size)
+
+    def lease(self, nbytes: int, timeout: float) -> object | None:
+        """Get a buffer, or None for private memory.
+
+        Args:
+            nbytes: of the buffer.
+            timeout: seconds to wait for the first rank's decision.
+
+        Returns:
+            A ctypes array over the buffer: this rank holds it as long as the array lives.
+
+        Raises:
+            torch.distributed.DistBackendError: the first rank died, did not come in time, or asked for another size.
+        """
+        self._number += 1
+        if self.peers.local == 0:
+            self._decide(nbytes)
+        else:
+            self._await_decision(timeout)
+        index, offset, decided = _RECORD.unpack_from(self.segment.view, self._record(self._number))
+        if decided != nbytes:
+            raise dist.DistBackendError(
+                f"smddp: this rank asks for a shared buffer of {nbytes} bytes, {self.peers.label(0)} asked for "
+                f"{decided}: do all ranks shard the same modules in the same order?"
+            )
+        if index == PRIVATE:
+            return None
+        array = (ctypes.c_char * max(1, nbytes)).from_buffer(self.segment.map, offset)
+        weakref.finalize(array, _release, self.segment.words, self._released(index, self.peers.local)).atexit = False
+        return array
+
+    # --- the first rank
+
+    def _decide(self, nbytes: int) -> None:
+        buffer = self._free(nbytes) or self._make(nbytes)
+        record = (PRIVATE, 0, nbytes)
+        if buffer is not None:
+            self._uses[buffer.number] += 1
+            self._buffers.remove(buffer)
+            self._buffers.append(buffer)
+            record = (buffer.number, buffer.offset, nbytes)
+            if self._poison:
+                ctypes.memset(self.segment.address + buffer.offset, 0xFF, nbytes)
+        _RECORD.pack_into(self.segment.view, self._record(self._number), *record)
+        self.segment.words[_DECIDED // 4] = self._number & _WORD
+        futex.wake(self.segment.address + _DECIDED)
+
+    def _free(self, nbytes: int) -> _Buffer | None:
+        words = self.segment.words
+        for buffer in self._buffers:
+            uses = self._uses[buffer.number] & _WORD
+            if nbytes <= buffer.capacity <= 2 * max(nbytes, _PAGE) and all(
+                words[self._released(buffer.number, r)] == uses for r in range(self.peers.size)
+            ):
+                return buffer
+        return None
+
+    def _make(self, nbytes: int) -> _Buffer | None:
+        capacity = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        if len(self._buffers) == _BUFFERS or self._end + capacity > self.segment.size:
+            return None
+        buffer = _Buffer(len(self._buffers), self._end, capacity)
+        self._end += capacity
+        self._buffers.append(buffer)
+        return buffer
+
+    # --- the others
+
+    def _await_decision(self, timeout: float) -> None:
+        word = self.segment.words
+        address, deadline = self.segment.address + _DECIDED, 0.0
+        for _ in range(50):
+            if self._decided(word[_DECIDED // 4]):
+                return
+        os.sched_yield()
+        while not self._decided(seen := word[_DECIDED // 4]):
+            futex.wait(address, seen)
+            if word[_DECIDED // 4] != seen:
+                continue
+            deadline = deadline or time.monotonic() + timeout
+            late = time.monotonic() > deadline
+            if self.peers.died(0) or late:
+                what = f"has not asked for a shared buffer within {timeout:g} s" if late else "died"
+                raise dist.DistBackendError(f"smddp: {self.peers.label(0)} {what}, which this rank waits for")
+
+    def _decided(self, word: int) -> bool:
+        # The counter has 32 bits and goes round.
+        return (word - self._number) & _WORD < 1 << 31
+
+    # --- where things are
+
+    def _record(self, number: int) -> int:
+        return 2 * _DECIDED + _RECORD.size * (number % _RECORDS)
+
+    def _released(self, index: int, rank: int) -> int:
+        """The word that counts a rank's releases of a buffer."""
+        return (_PAGE + 4 * (index * self.peers.size + rank)) // 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers so far (the first rank's knowledge; 0 on the others)."""
+        return sum(buffer.capacity for buffer in self._buffers)
+
+
+def _release(words: memoryview, index: int) -> None:
+    # The only writer of this word; a finalizer may run in any thread, but holds Python's lock.
+    words[index] = (words[index] + 1) & _WORD
+
+
+def tensor(array: object, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor over a lease's array."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(array, dtype=dtype, count=numel)  # type: ignore[arg-type] # ctypes arrays are buffers
