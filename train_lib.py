@@ -26,6 +26,7 @@ from smp.checkpoint.hf_export import export_hf
 from smp.errors import ConfigError, RankError, UserError
 from smp.flops import model_flops_per_token, peak_flops
 from smp.grad_norm import clip_grad_norm_
+from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, count_valid_tokens
 from smp.lr_schedule import LRSchedule
@@ -60,6 +61,8 @@ def run(plan: Plan) -> None:
     configure_logging(
         rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
     )
+    if plan.device.type == "cpu" and plan.dtype == torch.bfloat16:
+        ensure_bf16_works()
     with process_group(config.comm, launch, plan.device):
         require_agreement(plan)  # before anything of an earlier run is touched
         flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import accelerate
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import smp.comm
 from data.pipelines.data_pipeline import StepBatch
 from smp.config import ActivationConfig, ParallelConfig
 from smp.delayed_init import initialize_
@@ -53,7 +55,6 @@ class Case:
     threads: int  # of each process
     steps: int
     rows: int  # samples of each process and step
-    isa: str  # ceiling of oneDNN's instruction set; "" is none
 
     @property
     def bf16(self) -> bool:
@@ -94,9 +95,9 @@ def batch(case: Case, rank: int, step: int) -> Tensor:
     return ids[rank * case.rows : (rank + 1) * case.rows]
 
 
-def smp_step(case: Case, rank: int) -> Step:
+def smp_step(case: Case, rank: int, *, shared_buffers: bool = True) -> Step:
     """The job's own parts, put together as ``train_lib.run`` does."""
-    parallel = ParallelConfig(sharding_strategy="full_shard")
+    parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
     degrees = resolve_degrees(parallel, world_size=case.processes, local_world_size=case.processes)
     model = prepare_model(
         resolved_model(case.model),
@@ -120,7 +121,7 @@ def smp_step(case: Case, rank: int) -> Step:
     return step
 
 
-def fsdp2_step(case: Case, rank: int, *, fused: bool) -> Step:
+def fsdp2_step(case: Case, rank: int, *, fused: bool, shared_buffers: bool = False) -> Step:
     """The loop of torch's FSDP2 tutorial: each block and the root sharded, the defaults otherwise."""
     model, family = _plain_model(case), resolved_model(case.model).family
     policy = _fsdp2_policy(case)
@@ -128,6 +129,8 @@ def fsdp2_step(case: Case, rank: int, *, fused: bool) -> Step:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     _require_fsdp2(model, case)
+    if shared_buffers:
+        smp.comm.use_shared_buffers(model)
     return _plain_loop(case, rank, model, _adamw(model.parameters(), fused=fused))
 
 
@@ -241,12 +244,29 @@ def _require_fsdp2(model: nn.Module, case: Case) -> None:
         )
 
 
-VARIANTS: dict[str, tuple[str, Callable[[Case, int], Step]]] = {
-    "smp": ("smp", smp_step),
-    "fsdp2": ("plain FSDP2 loop, AdamW", functools.partial(fsdp2_step, fused=False)),
-    "fsdp2_fused": ("plain FSDP2 loop, fused AdamW", functools.partial(fsdp2_step, fused=True)),
-    "accelerate": ("Accelerate, FSDP2, fused AdamW", accelerate_step),
-    "one_process": ("one process, all cores as threads", one_process_step),
-    "floor": ("floor: no exchange", floor_step),
+class Variant(NamedTuple):
+    """A way to write the step: its name in the tables, what builds it, and the backend of its process group, if any."""
+
+    name: str
+    build: Callable[[Case, int], Step]
+    backend: str | None
+
+
+_tutorial = functools.partial(fsdp2_step, fused=True)
+_tutorial_shared = functools.partial(fsdp2_step, fused=True, shared_buffers=True)
+VARIANTS: dict[str, Variant] = {
+    "smp": Variant("smp", smp_step, "smddp"),
+    "smp_unshared": Variant("smp without shared buffers", functools.partial(smp_step, shared_buffers=False), "smddp"),
+    "smp_gloo": Variant("smp over gloo", smp_step, "gloo"),
+    "smp_fake": Variant("smp over the fake backend: no exchange", smp_step, "fake"),
+    "fsdp2": Variant("plain FSDP2 loop over gloo, unfused AdamW", functools.partial(fsdp2_step, fused=False), "gloo"),
+    "fsdp2_fused": Variant("plain FSDP2 loop over gloo", _tutorial, "gloo"),
+    "fsdp2_smddp": Variant("plain FSDP2 loop over smddp", _tutorial, "smddp"),
+    "fsdp2_shared": Variant(
+        "plain FSDP2 loop over smddp, shared buffers", functools.partial(_tutorial, shared_buffers=True), "smddp"
+    ),
+    "fsdp2_fake": Variant("plain FSDP2 loop over the fake backend: no exchange", _tutorial, "fake"),
+    "accelerate": Variant("Accelerate, FSDP2, over gloo", accelerate_step, "gloo"),
+    "one_process": Variant("one process, all cores as threads", one_process_step, None),
+    "floor": Variant("floor: no exchange, no sharding", floor_step, None),
 }
-SHARDED = ("smp", "fsdp2", "fsdp2_fused", "accelerate")

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import multiprocessing
 import os
-import platform
 import resource
-import shlex
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import accelerate
@@ -30,13 +27,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from step_variants import SHARDED, SIZES, VARIANTS, Case, resolved_model
+from pages import origin, publish
+from step_variants import SIZES, VARIANTS, Case, resolved_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.errors import UserError
+from smp.instruction_set import ensure_bf16_works
 from smp.models.registry import count_parameters
 
 WARMUP_STEPS = 2
+NOT_COMPARED = ("floor", "smp_fake", "fsdp2_fake")  # without exchange the numbers are others
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # relative; in bf16 the peers cast in other places
+# What the pages set against each other, round by round.
+COMPARED = [
+    ("smp", "fsdp2"), ("smp", "fsdp2_fused"), ("smp", "accelerate"), ("smp", "smp_gloo"), ("smp", "smp_unshared"),
+    ("smp", "smp_fake"), ("smp", "one_process"), ("fsdp2_smddp", "fsdp2_fused"), ("fsdp2_shared", "fsdp2_fused"),
+    ("fsdp2_shared", "fsdp2_fake"),
+]  # fmt: skip
 Results = dict[tuple[str, str], dict[str, list["Result"]]]  # (model, precision) -> variant -> a result for each round
 
 
@@ -60,13 +67,15 @@ def _worker(rank: int, case: Case, folder: str, barrier) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.processes), LOCAL_WORLD_SIZE=str(case.processes),
         OMP_NUM_THREADS=str(case.threads),
     )  # fmt: skip
-    if case.isa:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = case.isa
     torch.set_num_threads(case.threads)
     imported = _peak_mib()
-    if case.variant in SHARDED:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)
-    step = VARIANTS[case.variant][1](case, rank)
+    variant = VARIANTS[case.variant]
+    if variant.backend == "fake":
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.processes)
+    elif variant.backend:
+        store = f"file://{folder}/store"
+        dist.init_process_group(variant.backend, init_method=store, rank=rank, world_size=case.processes)
+    step = variant.build(case, rank)
     losses = [step(number) for number in range(WARMUP_STEPS)]
     barrier.wait()
     start = time.perf_counter()
@@ -95,32 +104,6 @@ def measure(case: Case) -> Result:
     )
 
 
-def _bf16_product(isa: str) -> None:
-    if isa:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = isa
-    matrix = torch.ones(256, 256, dtype=torch.bfloat16)
-    if (matrix @ matrix)[0, 0] != 256:
-        sys.exit("wrong product")
-
-
-def usable_isa() -> str | None:
-    """The highest instruction set with which bf16 products live: some virtual machines offer AMX and trap it.
-
-    Returns:
-        A value for ONEDNN_MAX_CPU_ISA, "" where none is needed; None if there is none.
-    """
-    for isa in ("", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"):
-        process = multiprocessing.get_context("fork").Process(target=_bf16_product, args=(isa,))
-        process.start()
-        process.join()
-        status = process.exitcode or 0
-        if status == 0:
-            return isa
-        reason = signal.Signals(-status).name if status < 0 else f"status {status}"
-        print(f"bf16 with ONEDNN_MAX_CPU_ISA={isa or 'unset'} dies: {reason}", file=sys.stderr)
-    return None
-
-
 def check_losses(case: Case, losses: list[float], expected: list[float]) -> None:
     """The variants do the same work only if they compute the same numbers."""
     tolerance = LOSS_TOLERANCE[case.precision]
@@ -134,27 +117,33 @@ def check_losses(case: Case, losses: list[float], expected: list[float]) -> None
 
 def run(arguments: argparse.Namespace) -> tuple[Results, list[str]]:
     """All rounds of all variants, in turn; the results of each (model, precision), and remarks."""
-    isa = usable_isa() if "bf16" in arguments.precision else ""
-    notes = []
-    if isa is None:
-        notes.append("bf16 is left out: a bf16 matrix product kills the process with every instruction set tried.")
-    elif isa:
-        notes.append(f"bf16 under ONEDNN_MAX_CPU_ISA={isa}: without it a bf16 matrix product kills the process.")
-    precisions = [p for p in arguments.precision if not (p == "bf16" and isa is None)]
+    notes, precisions = [], list(arguments.precision)
+    if "bf16" in precisions:
+        try:
+            if ceiling := ensure_bf16_works():  # the forked processes inherit it
+                notes.append(f"bf16 under ONEDNN_MAX_CPU_ISA={ceiling}: without it a bf16 product kills the process.")
+        except UserError as error:
+            notes.append(f"bf16 is left out: {error}.")
+            precisions.remove("bf16")
     pairs = [(model, precision) for model in arguments.models for precision in precisions]
     results: Results = {pair: defaultdict(list) for pair in pairs}
-    todo = [(pair, number, variant) for pair in pairs for number in range(arguments.rounds) for variant in VARIANTS]
+    todo = [
+        (pair, number, variant)
+        for pair in pairs
+        for number in range(arguments.rounds)
+        for variant in arguments.variants
+    ]
     started = time.perf_counter()
     for done, (pair, number, variant) in enumerate(todo):
         alone = variant == "one_process"
         case = Case(
             *pair, variant, processes=1 if alone else arguments.processes,
             threads=arguments.processes * arguments.threads if alone else arguments.threads, steps=arguments.steps,
-            rows=arguments.processes if alone else 1, isa=(isa or "") if pair[1] == "bf16" else "",
+            rows=arguments.processes if alone else 1,
         )  # fmt: skip
         result = measure(case)
         results[pair][variant].append(result)
-        if variant != "floor":
+        if variant not in NOT_COMPARED and "smp" in arguments.variants:
             check_losses(case, result.losses, results[pair]["smp"][-1].losses)
         left = (time.perf_counter() - started) / (done + 1) * (len(todo) - done - 1)
         print(
@@ -164,14 +153,34 @@ def run(arguments: argparse.Namespace) -> tuple[Results, list[str]]:
     return results, notes
 
 
-def _paired(results: dict[str, list[Result]], variant: str, other: str) -> float:
-    """Median over rounds of the speed of ``variant`` over that of ``other`` in the same round."""
+def _ratios(results: dict[str, list[Result]], variant: str, other: str) -> list[float]:
+    """The speed of ``variant`` over that of ``other``, round by round."""
     pairs = zip(results[variant], results[other], strict=True)
-    return statistics.median(one.tokens_per_second / two.tokens_per_second for one, two in pairs)
+    return [one.tokens_per_second / two.tokens_per_second for one, two in pairs]
+
+
+def _paired(results: dict[str, list[Result]], variant: str, other: str) -> str:
+    """The median of the same, or a dash if one of them was not measured."""
+    if other not in results:
+        return "-"
+    return f"{statistics.median(_ratios(results, variant, other)):.2f}"
+
+
+def _against(results: dict[str, list[Result]], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """A table of paired ratios with their spread."""
+    lines = ["| speed of | over that of | median | range of the rounds |", "|---|---|---:|---:|"]
+    for one, other in pairs:
+        if one in results and other in results:
+            ratios = sorted(_ratios(results, one, other))
+            lines.append(
+                f"| {VARIANTS[one].name} | {VARIANTS[other].name} | {statistics.median(ratios):.2f} | "
+                f"{ratios[0]:.2f}-{ratios[-1]:.2f} |"
+            )
+    return lines if len(lines) > 2 else []
 
 
 def table(results: dict[str, list[Result]]) -> list[str]:
-    """One markdown table, and what it says about the peers."""
+    """Two markdown tables: the variants, and what they say about each other."""
     lines = [
         "| variant | tokens/s, median | min-max | times smp | of the floor | peak RSS per process, MiB |",
         "|---|---:|---:|---:|---:|---:|",
@@ -179,31 +188,25 @@ def table(results: dict[str, list[Result]]) -> list[str]:
     for variant, found in results.items():
         speeds = [r.tokens_per_second for r in found]
         lines.append(
-            f"| {VARIANTS[variant][0]} | {statistics.median(speeds):.0f} | {min(speeds):.0f}-{max(speeds):.0f} | "
-            f"{_paired(results, variant, 'smp'):.2f} | {_paired(results, variant, 'floor'):.2f} | "
+            f"| {VARIANTS[variant].name} | {statistics.median(speeds):.0f} | {min(speeds):.0f}-{max(speeds):.0f} | "
+            f"{_paired(results, variant, 'smp')} | {_paired(results, variant, 'floor')} | "
             f"{statistics.median(r.peak_mib for r in found):.0f} |"
         )
-    better = max(("fsdp2", "fsdp2_fused"), key=lambda v: statistics.median(r.tokens_per_second for r in results[v]))
-    against = [
-        f"{VARIANTS[peer][0]} {_paired(results, 'smp', peer):.2f}" for peer in (better, "accelerate", "one_process")
-    ]
-    imported = statistics.median(r.imported_mib for r in results["smp"])
+    imported = statistics.median(r.imported_mib for found in results.values() for r in found)
     return [
-        *lines,
-        "",
-        f"smp's speed over its peers': {'; '.join(against)}. Imported libraries hold {imported:.0f} MiB of each peak.",
-    ]
+        *lines, "", f"Imported libraries hold {imported:.0f} MiB of each peak.", "", *_against(results, COMPARED),
+    ]  # fmt: skip
 
 
 def report(results: Results, arguments: argparse.Namespace, notes: list[str]) -> str:
     """The page for ``benchmarks/results``."""
-    machine = f"{len(os.sched_getaffinity(0))}-core {platform.machine().replace('_', '-')} machine"
+    run = (
+        f"{arguments.processes} processes of {arguments.threads} thread(s), {arguments.rounds} rounds of "
+        f"{arguments.steps} steps after {WARMUP_STEPS} to warm up"
+    )
     lines = [
         "# One training step: speed and memory", "",
-        f"{datetime.date.today()}, {machine}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"accelerate {accelerate.__version__}; {arguments.processes} processes of {arguments.threads} thread(s); "
-        f"{arguments.rounds} rounds of {arguments.steps} steps after {WARMUP_STEPS} to warm up.",
-        "", f"    python {shlex.join(sys.argv)}", "",
+        *origin(f"transformers {transformers.__version__}", f"accelerate {accelerate.__version__}", run),
         "Ratios are medians over rounds of the two speeds in one round; benchmarks/README.md describes the variants.",
         *notes,
     ]  # fmt: skip
@@ -223,15 +226,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["llama70m", "neox70m"])
     parser.add_argument("--precision", nargs="+", choices=LOSS_TOLERANCE, default=["fp32", "bf16"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     parser.add_argument("--processes", type=int, default=2, help="processes of the sharded variants (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="times that every variant is measured (default 5)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a measurement (default 5)")
     parser.add_argument("--output", type=Path, help="write the tables here; they are printed in any case")
     arguments = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))
-    if min(arguments.processes, arguments.rounds, arguments.steps) < 1 or arguments.processes > cores:
-        parser.error(f"--rounds and --steps must be at least 1, --processes 1 to {cores}, the cores of this machine")
-    arguments.threads = cores // arguments.processes
+    if min(arguments.processes, arguments.rounds, arguments.steps) < 1:
+        parser.error("--rounds, --steps and --processes must be at least 1")
+    arguments.threads = max(1, cores // arguments.processes)  # more processes than cores take turns
     return arguments
 
 
@@ -242,11 +246,7 @@ def main(argv: list[str]) -> None:
         results, notes = run(arguments)
     except (UserError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         sys.exit(str(error))
-    text = report(results, arguments, notes)
-    print(text)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text, encoding="utf-8")
+    publish(report(results, arguments, notes), arguments.output)
 
 
 if __name__ == "__main__":

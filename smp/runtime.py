@@ -70,6 +70,19 @@ def host_id_override() -> str | None:
     return os.environ.get("SMP_HOST_ID")
 
 
+def onednn_ceiling() -> str | None:
+    """``ONEDNN_MAX_CPU_ISA``: the highest instruction set that oneDNN may use, or None."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA")
+
+
+def set_onednn_ceiling(ceiling: str | None) -> None:
+    """Set or unset it, for this process, if it has not computed anything yet, and its children."""
+    if ceiling is None:
+        os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
+    else:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = ceiling
+
+
 def environment_bytes(name: str, default: int, *, multiple: int, minimum: int) -> int:
     """Read a size in bytes.
 
@@ -114,9 +127,7 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
             "(CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     if comm.distributed_backend == "nccl" and device.type == "cpu":
-        raise UserError(
-            "--distributed_backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out"
-        )
+        raise UserError("--distributed_backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out")
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
 
 

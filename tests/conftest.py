@@ -6,6 +6,8 @@ import sys
 # Set before any Hugging Face import: tests never reach for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What reads a shared buffer after it was given back then reads NaN.
+os.environ.setdefault("SMP_POISON_SHARED_BUFFERS", "1")
 if not any("gpu" in word for word in sys.argv):
     # Ranks are forked, which a process that has touched CUDA cannot do; `pytest tests/gpu` keeps its GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,21 +1,37 @@
-"""Run a function on several ranks of a gloo process group inside a test."""
+"""Run a function on several ranks of a process group inside a test."""
 
+import datetime
+import json
+import multiprocessing
 import os
 import pathlib
 import tempfile
+import time
 import traceback
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _rank_main(rank: int, world_size: int, folder: str, fn, args) -> None:
+def _join_group(rank: int, world_size: int, folder: str, backend: str, timeout: float | None, prepare) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    if prepare is not None:
+        prepare(rank)
+    if "smddp" in backend:
+        import smp.comm  # noqa: F401 # registers it
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=limit
+    )
+
+
+def _rank_main(rank: int, world_size: int, folder: str, fn, args, backend: str, timeout: float | None, prepare) -> None:
+    _join_group(rank, world_size, folder, backend, timeout, prepare)
     try:
         fn(*args)
     except BaseException:
@@ -25,14 +41,80 @@ def _rank_main(rank: int, world_size: int, folder: str, fn, args) -> None:
     dist.destroy_process_group()
 
 
-def run_distributed(fn, *args, world_size: int) -> None:
+def run_distributed(
+    fn, *args, world_size: int, backend: str = "gloo", timeout: float | None = None, prepare=None
+) -> None:
     """Call ``fn(*args)`` on every rank; if any rank fails, raise with every failed rank's traceback.
 
-    Processes are forked, so imports made by the parent are free; not after CUDA is initialised.
+    Processes are forked, so imports made by the parent are free; not after CUDA is initialised. ``timeout`` is the
+    group's, in seconds; ``prepare(rank)`` is called before the group is made.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.start_processes(_rank_main, args=(world_size, folder, fn, args), nprocs=world_size, start_method="fork")
+            mp.start_processes(
+                _rank_main,
+                args=(world_size, folder, fn, args, backend, timeout, prepare),
+                nprocs=world_size,
+                start_method="fork",
+            )
         except Exception as error:
             reports = [f"{p.stem}:\n{p.read_text()}" for p in sorted(pathlib.Path(folder).glob("rank*.txt"))]
             raise AssertionError("\n".join(reports) or str(error)) from None
+
+
+class Outcome(NamedTuple):
+    """How a rank of :func:`run_ranks` ended: its exit status (negative: the signal, None: it was still running) and
+    what it returned, or its traceback."""
+
+    status: int | None
+    result: Any
+    error: str
+
+
+def _lone_main(rank: int, world_size: int, folder: str, fn, args, backend: str, timeout: float | None, prepare) -> None:
+    try:
+        _join_group(rank, world_size, folder, backend, timeout, prepare)
+        outcome = {"result": fn(*args), "error": ""}
+    except BaseException:
+        outcome = {"result": None, "error": traceback.format_exc()}
+    pathlib.Path(folder, f"rank{rank}.json").write_text(json.dumps(outcome))
+
+
+def run_ranks(
+    fn, *args, world_size: int, timeout: float = 60, limit: float = 60, start_method: str = "fork", prepare=None
+) -> list[Outcome]:
+    """Call ``fn(*args)`` on every rank of a ``smddp`` group, and tell how each ended, whatever became of the others.
+
+    Ranks leave without destroying the group. After ``limit`` seconds those that still run are killed.
+    """
+    context: Any = multiprocessing.get_context(start_method)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_lone_main, args=(r, world_size, folder, fn, args, "smddp", timeout, prepare))
+            for r in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + limit
+        for rank, process in enumerate(ranks):
+            process.join(max(0.0, end - time.monotonic()))
+            status = process.exitcode
+            if status is None:
+                process.kill()
+                process.join()
+            file = pathlib.Path(folder, f"rank{rank}.json")
+            outcome = json.loads(file.read_text()) if file.exists() else {"result": None, "error": ""}
+            outcomes.append(Outcome(status, **outcome))
+    return outcomes
+
+
+def signal_others(key: str) -> None:
+    """Tell the other ranks, beside any collective, that this one has got to ``key``."""
+    dist.distributed_c10d._get_default_store().set(f"test/{key}", "1")
+
+
+def wait_for(*keys: str, seconds: float = 30) -> None:
+    """Wait until some rank has called :func:`signal_others` for each key."""
+    store = dist.distributed_c10d._get_default_store()
+    store.wait([f"test/{key}" for key in keys], datetime.timedelta(seconds=seconds))

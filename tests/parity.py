@@ -125,12 +125,14 @@ class Layout:
     defer: bool = False
     wrap: str = "transformer_auto_wrap_policy"
     min_unit: int = MIN_UNIT_PARAMETERS
+    shared: bool = True
 
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
             sharding_strategy=self.strategy,  # type: ignore[arg-type]
             hybrid_shard_degree=self.degree,
             defer_gradient_sync=self.defer,
+            shared_buffers=self.shared,
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
         )
 

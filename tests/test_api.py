@@ -89,9 +89,11 @@ def _mesh_device(backend, cuda, expected):
         ("cpu:gloo,cuda:nccl", True, "cuda"),
         ("cpu:gloo,cuda:nccl", False, "cpu"),
         ("gloo", True, "cpu"),
+        ("smddp", True, "cuda"),
+        ("cpu:smddp", True, "cpu"),
     ],
 )
-def test_the_mesh_is_where_nccl_is(backend, cuda, expected):
+def test_the_mesh_is_where_the_backend_serves(backend, cuda, expected):
     run_distributed(_mesh_device, backend, cuda, expected, world_size=1)
 
 

@@ -15,7 +15,7 @@ LAYERS = {
     "smp.errors": 0,
     "smp.config": 1, "smp.log": 1,
     "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2,
-    "smp.comm": 3,
+    "smp.comm": 3, "smp.instruction_set": 3,
     "smp.activation_checkpoint": 4, "smp.sharding": 4, "smp.delayed_init": 4, "smp.pretrained": 4, "smp.loss": 4,
     "smp.grad_norm": 4, "smp.memory_plan": 4, "smp.launch": 4, "smp.flops": 4,
     "smp.transform": 5, "smp.optimizer": 5, "smp.lr_schedule": 5, "smp.metrics": 5, "smp.plots": 5,

@@ -27,6 +27,7 @@ LAYOUTS = {
     ],
     4: [
         Layout("full_shard", accumulation=4),
+        Layout("full_shard", shared=False),
         Layout("shard_grad_op"),
         Layout("no_shard", accumulation=2),
         Layout("hybrid_shard", 2, checkpointing=True),
@@ -42,11 +43,11 @@ def _check(references, tolerance, layouts):
             assert_parity(reference, expected, layout, tolerance)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_fp64_gradients_and_losses_equal_hugging_face(world_size):
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "smddp"), (2, "smddp"), (4, "smddp"), (2, "gloo")])
+def test_fp64_gradients_and_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float64) for name in MODELS]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]
-    run_distributed(_check, pairs, 1e-9, LAYOUTS[world_size], world_size=world_size)
+    run_distributed(_check, pairs, 1e-9, LAYOUTS[world_size], world_size=world_size, backend=backend)
 
 
 def _check_losses(references, layouts):
@@ -56,11 +57,11 @@ def _check_losses(references, layouts):
                 assert abs(loss - expected.losses[step]) <= 1e-5 * expected.losses[step], (layout, step, loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_fp32_losses_equal_hugging_face(world_size):
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (2, "smddp"), (4, "gloo"), (4, "smddp")])
+def test_fp32_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]
-    run_distributed(_check_losses, pairs, LAYOUTS[world_size], world_size=world_size)
+    run_distributed(_check_losses, pairs, LAYOUTS[world_size], world_size=world_size, backend=backend)
 
 
 @pytest.mark.slow

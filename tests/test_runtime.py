@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smp.config import CommConfig
-from smp.errors import ConfigError, UserError
+from smp.errors import UserError
 from smp.runtime import (
     Launch,
     choose_backend,
@@ -41,13 +41,13 @@ def test_half_an_environment_is_refused(name, value, monkeypatch):
 
 def test_backend_follows_the_device():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert choose_backend(CommConfig(), cpu) == "gloo" and choose_backend(CommConfig(), cuda) == "nccl"
+    assert choose_backend(CommConfig(), cpu) == "smddp" and choose_backend(CommConfig(), cuda) == "nccl"
     with pytest.raises(UserError, match="gloo cannot shard a model on GPUs"):
         choose_backend(CommConfig(distributed_backend="gloo"), cuda)
     with pytest.raises(UserError, match="nccl needs GPUs"):
         choose_backend(CommConfig(distributed_backend="nccl"), cpu)
-    with pytest.raises(ConfigError, match="smddp is not available"):
-        CommConfig(distributed_backend="smddp")
+    for device in (cpu, cuda):
+        assert choose_backend(CommConfig(distributed_backend="smddp"), device) == "smddp"
 
 
 def test_device_of_each_local_rank(monkeypatch):

@@ -34,7 +34,8 @@ _LINE = 128  # bytes from one rank's counter to the next: two cache lines, which
 _NOTE = 512  # bytes of each rank's note: its last operation, and why it failed
 _PAGE = 4096
 _WORD = 0xFFFFFFFF
-_NOTE_HEAD = struct.Struct("<QddQ")  # operation number, started, ended (monotonic seconds), bytes
+_NOTE_HEAD = struct.Struct("<QddQ32s")  # operation number, started, ended (monotonic seconds), bytes, name
+_NOTE_END = struct.Struct("<d")
 
 
 class LastOperation(NamedTuple):
@@ -133,6 +134,7 @@ class Arena:
         self.round = 0  # the last one this rank has begun
         # More spinning only burns what a peer needs to go on.
         self._spins = 100 if self.size <= futex.cores() else 1
+        self._own_note = self._note(self.rank)
         self._operation = "nothing"
         self._number = 0
         self._deadline_seconds = 0.0
@@ -193,12 +195,12 @@ class Arena:
             died, failure = self.peers.died(other), self.failure(other)
             if self._posted(other) >= k:
                 continue  # its last word came before its end
+            if failure:  # what it said before its end, if it has ended
+                raise dist.DistBackendError(f"{doing}: {self.peers.label(other)} has failed: {failure}")
             if died:
                 raise dist.DistBackendError(
                     f"{doing}: {self.peers.label(other)} died; its last operation was {self.last_operation(other)}"
                 )
-            if failure:
-                raise dist.DistBackendError(f"{doing}: {self.peers.label(other)} has failed: {failure}")
         if now > deadline:
             late = [r for r in self.others if self._posted(r) < k]
             who = "; ".join(f"{self.peers.label(r)}: {self.last_operation(r)}" for r in late)
@@ -217,14 +219,12 @@ class Arena:
     def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
         """Begin an operation: its name for messages and for the peers, and how long one wait in it may last."""
         self._operation, self._number, self._deadline_seconds = operation, number, timeout
-        at = self._note(self.rank)
-        _NOTE_HEAD.pack_into(self._view, at, number, time.monotonic(), 0.0, nbytes)
         name = operation.encode()[:31]
-        self._view[at + 32 : at + 33 + len(name)] = name + b"\0"
+        _NOTE_HEAD.pack_into(self._view, self._own_note, number, time.monotonic(), 0.0, nbytes, name)
 
     def end(self) -> None:
         """The operation of :meth:`start` has ended well."""
-        struct.pack_into("<d", self._view, self._note(self.rank) + 16, time.monotonic())
+        _NOTE_END.pack_into(self._view, self._own_note + 16, time.monotonic())
 
     def fail(self, reason: str) -> None:
         """Tell the peers that this rank will post nothing more, and why."""
@@ -240,9 +240,8 @@ class Arena:
     def last_operation(self, rank: int) -> LastOperation:
         """A local rank's latest operation, as it said itself."""
         at = self._note(rank)
-        number, started, ended, nbytes = _NOTE_HEAD.unpack_from(self._view, at)
-        name = bytes(self._view[at + 32 : at + 64]).split(b"\0")[0].decode(errors="replace")
-        return LastOperation(self.peers.ranks[rank], name, number, nbytes, started, ended)
+        number, started, ended, nbytes, name = _NOTE_HEAD.unpack_from(self._view, at)
+        return LastOperation(self.peers.ranks[rank], name.rstrip(b"\0").decode(), number, nbytes, started, ended)
 
     def _note(self, rank: int) -> int:
         return self.layout.notes + _NOTE * rank
@@ -270,22 +269,38 @@ class Arena:
             self.wait(other, k)
             differs |= self.signature(other, k) != signature
         if differs:
-            raise Mismatch(self._describe(k))
+            raise Mismatch(self.group, self._describe(k))
 
     def _describe(self, k: int) -> str:
         said: dict[str, list[int]] = {}
         for r in range(self.size):
             said.setdefault(self.signature(r, k).rstrip(b"\0").decode(errors="replace"), []).append(r)
-        parts = [
+        return "; ".join(
             f"rank(s) {', '.join(str(self.peers.ranks[r]) for r in ranks)}: {what}" for what, ranks in said.items()
-        ]
-        return f"smddp: the ranks of group {self.group} do not do the same: {'; '.join(parts)}"
+        )
 
 
 class Mismatch(dist.DistBackendError):
-    """The ranks called different operations, or with different shapes, dtypes or roots."""
+    """The ranks called different operations, or with different shapes, dtypes or roots.
+
+    Args:
+        group: its name.
+        said: who called what.
+    """
+
+    def __init__(self, group: str, said: str):
+        super().__init__(group, said)
+        self.group, self.said = group, said
+
+    def __str__(self) -> str:
+        return f"smddp: the ranks of group {self.group} do not do the same: {self.said}"
 
 
 def sign(text: str) -> bytes:
-    """A signature, at its fixed length."""
+    """A signature, at its fixed length. What follows ``" @ "`` need only be the same within a host."""
     return text.encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")
+
+
+def common_part(signature: bytes) -> bytes:
+    """What of a signature is the same on all hosts."""
+    return signature.partition(b" @ ")[0].ljust(SIGNATURE_BYTES, b"\0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,18 +14,20 @@ import torch.distributed as dist
 
 from smp.comm.arena import SLOTS, Arena, Layout
 from smp.comm.host import HostCollectives, LoneCollectives
+from smp.comm.hosts import HostsCollectives
 from smp.comm.peers import Peers
 from smp.comm.reduction import Reduction
 from smp.comm.segment import Segment, share
 from smp.comm.settings import Settings, read_settings
-from smp.comm.topology import Member, Topology, arrange, exchange
+from smp.comm.topology import Member, Topology, arrange, exchange, gather
+from smp.comm.wire import Wire
 
 
 class Collectives(Protocol):
     """What a group does itself, in one host or across several. Sizes and places are by group rank."""
 
     def agree(self, signature: bytes) -> None:
-        """See that all ranks of this host do the same."""
+        """See that all ranks do the same."""
 
     def barrier(self, signature: bytes) -> None:
         """Wait for everyone."""
@@ -36,7 +39,7 @@ class Collectives(Protocol):
         """Complete a gathered buffer that this host's ranks share.
 
         Args:
-            signature: of the operation.
+            signature: of the operation; what is different on other hosts comes after ``" @ "``.
             address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
             part: bytes of each rank.
         """
@@ -57,10 +60,12 @@ class Connection:
     """What a group has after its first exchange.
 
     Attributes:
+        store: the group's, with keys that no other group of its name has used.
         topology: the ranks by host.
         peers: this host's.
         collectives: None if the inner backend does everything.
         arena: this host's shared memory, or None.
+        wire: to the other hosts, or None.
         settings: this process's.
         path: for the report.
         why: for the report, if ``collectives`` is None.
@@ -75,26 +80,37 @@ class Connection:
         *,
         collectives: Collectives | None,
         arena: Arena | None,
+        wire: Wire | None,
         why: str,
     ):
-        self._store, self.settings = store, settings
+        self.store, self.settings = store, settings
         self.topology, self.peers, self.collectives, self.arena, self.why = topology, peers, collectives, arena, why
-        self.path = "shared memory" if len(topology.hosts) == 1 else "shared memory and network"
+        self.wire = wire
+        self.path = "shared memory" if wire is None else "shared memory and network" if arena else "network"
 
     def share(self, name: str, size: int, timeout: float) -> tuple[Segment | None, str]:
         """Make more memory that this host's ranks share: see :func:`smp.comm.segment.share`."""
         key = f"host{self.topology.host}/{name}"
-        return share(self._store, key, size, peers=self.peers, timeout=timedelta(seconds=timeout))
+        return share(self.store, key, size, peers=self.peers, timeout=timedelta(seconds=timeout))
 
     def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
         """Note the beginning of a collective where the peers can see it."""
         if self.arena is not None:
             self.arena.start(operation, number, nbytes, timeout)
+        if self.wire is not None:
+            self.wire.start(operation, number, timeout)
 
     def end(self) -> None:
         """Note its end."""
         if self.arena is not None:
             self.arena.end()
+
+    def fail(self, reason: str) -> None:
+        """Tell the other ranks that this one will do nothing more, and why."""
+        if self.arena is not None:
+            self.arena.fail(reason)
+        if self.wire is not None:
+            self.wire.close(reason)
 
 
 # Keys in the store must not be met again by a group of the same name that is made after this one is destroyed.
@@ -136,16 +152,33 @@ def _connect(
     here = topology.neighbours
     peers = Peers([topology.members[r].pid for r in here], [ranks[r] for r in here], topology.local)
     arena, why = None, ""
-    if len(here) > 1:
+    if not topology.even:
+        why = "the hosts hold unequal numbers of the group's ranks"
+    elif len(here) > 1:
         # The first rank's settings hold: the others learn the size from the segment.
         size = Layout(len(here), settings.scratch // SLOTS).total
         segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
         arena = Arena(segment, peers, name) if segment is not None else None
-    collectives: Collectives | None = None
-    if len(ranks) == 1:
-        collectives = LoneCollectives()
-    elif len(topology.hosts) > 1:
-        why = "several hosts"
-    elif arena is not None:
-        collectives = HostCollectives(arena)
-    return Connection(store, settings, topology, peers, collectives=collectives, arena=arena, why=why)
+    local = HostCollectives(arena) if arena is not None else LoneCollectives()
+    wire = None
+    if len(topology.hosts) > 1 and topology.even:
+        chunk = arena.layout.slot_bytes if arena is not None else settings.scratch // SLOTS
+        chunk, why = _agree(store, topology, ranks, chunk, why, timeout)
+        wire = None if why else Wire(store, topology, ranks, name, timeout)
+    collectives: Collectives | None = None if why else local
+    if wire is not None:
+        collectives = HostsCollectives(local, wire, topology, ranks=ranks, group=name, chunk=chunk)
+    return Connection(store, settings, topology, peers, collectives=collectives, arena=arena, wire=wire, why=why)
+
+
+def _agree(
+    store: dist.Store, topology: Topology, ranks: Sequence[int], chunk: int, why: str, timeout: timedelta
+) -> tuple[int, str]:
+    """Agree with all ranks of all hosts: on the bytes of a message, or on why there will be none."""
+    own = topology.neighbours[topology.local]
+    answers = gather(
+        store, "hosts", json.dumps([chunk, why]), own, ranks, timeout, "come to the group's first exchange"
+    )
+    chunks, reasons = zip(*map(json.loads, answers), strict=True)
+    problems = [f"on the host of rank {rank}: {reason}" for rank, reason in zip(ranks, reasons, strict=True) if reason]
+    return min(chunks), "".join(problems[:1])

@@ -2,8 +2,8 @@
 
 ``fully_shard`` copies its shard into a gathered buffer and its gradients into a reduce-scatter input anyway. Where
 these buffers are shared, AllGather inside a host is one round of waiting, and ReduceScatter reads the peers' gradients
-where they are. Installed with torch's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; the classes have the two
-methods of torch's private interfaces ``AllGather`` and ``ReduceScatter``.
+where they are. Installed with torch's ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; the classes have
+the two methods of torch's private interfaces ``AllGather`` and ``ReduceScatter``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from smp.comm.connect import Collectives
@@ -110,7 +111,7 @@ class SharedAllGather:
         def run(collectives: Collectives, signature: bytes) -> None:
             collectives.exchange_slices(signature, address, part)
 
-        key = ("all_gather", input_tensor.dtype, input_tensor.numel(), "into shared memory at", offset)
+        key = ("all_gather", input_tensor.dtype, input_tensor.numel(), "@", offset)
         work = self._group.launch(
             "all_gather", part, key, run, _no_inner, tensors=[output_tensor], async_op=async_op, path=PATH
         )
@@ -202,3 +203,18 @@ def install(module: FSDPModule, group: dist.ProcessGroup) -> bool:
     module.set_custom_all_gather(SharedAllGather(group))  # type: ignore[arg-type] # the interface is private
     module.set_custom_reduce_scatter(SharedReduceScatter(group))  # type: ignore[arg-type]
     return True
+
+
+def use_shared_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Use shared buffers for every module of a model that ``fully_shard`` was applied to.
+
+    Args:
+        model: on the CPU; modules that are not sharded are left alone.
+        group: what its parameters are sharded over, such as ``mesh.get_group("dp_shard")``; default: all ranks.
+
+    Returns:
+        How many modules use them: 0 if ``group`` is of another backend, or of one rank.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    return sum(install(module, group) for module in model.modules() if isinstance(module, FSDPModule))

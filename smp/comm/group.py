@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from smp.comm import report
 from smp.comm.connect import Collectives
-from smp.comm.ordered import OrderedGroup
+from smp.comm.ordered import GpuRun, OrderedGroup
 from smp.comm.reduction import Reduction, reduction_name, supported
-from smp.comm.tensors import Output, check_list, check_single, flat, nbytes, plain_cpu
+from smp.comm.tensors import Output, check_list, check_single, dense, flat, nbytes, plain_cpu
 
 
 class SmddpGroup(OrderedGroup):
@@ -27,20 +27,23 @@ class SmddpGroup(OrderedGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         base = _either(self._plain, "all_gather_single", "_allgather_base")
         arguments = (output, input) if opts is None else (output, input, opts)
+        problem = check_single(output, input, self._size, "output", "input")
         if not plain_cpu((output, input)):
-            return self._elsewhere("all_gather", (output, input), lambda: base(*arguments))
-        if problem := check_single(output, input, self._size, "output", "input"):
+            gpu: GpuRun | None = None if problem else lambda own: own.all_gather(output, input)
+            return self._elsewhere("all_gather", (input, output), lambda: base(*arguments), gpu=gpu, opts=opts)
+        if problem:
             return self._refuse("all_gather", problem, opts)
 
         def run(collectives: Collectives, signature: bytes) -> None:
-            out, source = Output(output, keep=False), flat(input)
-            part, start = nbytes(source), out.flat.data_ptr()
+            out, source = Output(output, keep=False), dense(input)
+            start = out.memory.data_ptr()
             places = [start + r * part for r in range(self._size)]
             collectives.all_gather(signature, source.data_ptr(), [part] * self._size, places)
             out.finish()
 
+        part = nbytes(input)
         key = ("all_gather", input.dtype, input.numel())
-        return self.launch("all_gather", nbytes(input), key, run, lambda: base(*arguments), tensors=[output], opts=opts)
+        return self.launch("all_gather", part, key, run, lambda: base(*arguments), tensors=[output], opts=opts)
 
     _allgather_base = all_gather_single
 
@@ -56,8 +59,8 @@ class SmddpGroup(OrderedGroup):
         sizes = tuple(t.numel() for t in outputs)
 
         def run(collectives: Collectives, signature: bytes) -> None:
-            outs, mine = [Output(t, keep=False) for t in outputs], flat(source)
-            places = [out.flat.data_ptr() for out in outs]
+            outs, mine = [Output(t, keep=False) for t in outputs], dense(source)
+            places = [out.memory.data_ptr() for out in outs]
             collectives.all_gather(signature, mine.data_ptr(), [nbytes(t) for t in outputs], places)
             for out in outs:
                 out.finish()
@@ -82,9 +85,12 @@ class SmddpGroup(OrderedGroup):
         base = _either(self._plain, "reduce_scatter_single", "_reduce_scatter_base")
         opts = opts or ReduceScatterOptions()
         name = reduction_name(opts.reduceOp)
+        problem = check_single(input, output, self._size, "input", "output")
         if not plain_cpu((output, input)) or not supported(name, input.dtype):
-            return self._elsewhere("reduce_scatter", (output, input), lambda: base(output, input, opts), name)
-        if problem := check_single(input, output, self._size, "input", "output"):
+            gpu: GpuRun | None = None if problem else lambda own: own.reduce_scatter(output, input, name)
+            inner = lambda: base(output, input, opts)  # noqa: E731
+            return self._elsewhere("reduce_scatter", (output, input), inner, name, gpu=gpu, opts=opts)
+        if problem:
             return self._refuse("reduce_scatter", problem, opts)
 
         def run(collectives: Collectives, signature: bytes) -> None:
@@ -123,9 +129,9 @@ class SmddpGroup(OrderedGroup):
     def _reduce_scatter(
         self, collectives: Collectives, signature: bytes, parts: list[torch.Tensor], out: Output, name: str
     ) -> None:
-        reduction = Reduction(name, self._size)
-        collectives.reduce_scatter(signature, parts, out.flat, reduction)
-        reduction.finish(out.flat)
+        reduction, elements = Reduction(name, self._size), out.flat
+        collectives.reduce_scatter(signature, parts, elements, reduction)
+        reduction.finish(elements)
         out.finish()
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -148,8 +154,9 @@ class SmddpGroup(OrderedGroup):
 
         def run(collectives: Collectives, signature: bytes) -> None:
             out, reduction = Output(tensor, keep=True), Reduction(name, self._size)
-            collectives.all_reduce(signature, out.flat, reduction)
-            reduction.finish(out.flat)
+            elements = out.flat
+            collectives.all_reduce(signature, elements, reduction)
+            reduction.finish(elements)
             out.finish()
 
         key = ("all_reduce", name, tensor.dtype, tensor.numel())
@@ -171,7 +178,7 @@ class SmddpGroup(OrderedGroup):
 
         def run(collectives: Collectives, signature: bytes) -> None:
             out = Output(tensor, keep=self._rank == root)
-            collectives.broadcast(signature, out.flat.data_ptr(), nbytes(tensor), root)
+            collectives.broadcast(signature, out.memory.data_ptr(), nbytes(tensor), root)
             if self._rank != root:
                 out.finish()
 
@@ -183,7 +190,7 @@ class SmddpGroup(OrderedGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         base = self._plain.barrier
         opts = opts if hasattr(opts, "device_ids") else BarrierOptions()
-        if torch.device("cuda") in self._device_types:
+        if self.has_nccl:
             # NCCL's also waits for this GPU's stream.
             return self._inner("barrier", (), "of GPUs", lambda: base(opts))
         return self.launch("barrier", 0, ("barrier",), lambda c, s: c.barrier(s), lambda: base(opts), opts=opts)
@@ -238,7 +245,6 @@ def _all_reduce_options(op: Any) -> Any:
     opts = AllreduceOptions()
     if op is not None:
         opts.reduceOp = op if isinstance(op, ReduceOp) else ReduceOp(op)
-    opts.asyncOp = False
     return opts
 
 

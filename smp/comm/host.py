@@ -44,7 +44,7 @@ class HostCollectives:
         first = self.arena.offset(rank, k) // dtype.itemsize + start
         return whole[first : first + numel]
 
-    def _rounds(
+    def rounds(
         self, signature: bytes, count: int, fill: Callable[[int, int], None], take: Callable[[int, int], None]
     ) -> None:
         """Run rounds in which this rank is one ahead with filling.
@@ -71,11 +71,11 @@ class HostCollectives:
 
     def agree(self, signature: bytes) -> None:
         """See that all ranks do the same."""
-        self._rounds(signature, 1, _nothing, _nothing)
+        self.rounds(signature, 1, _nothing, _nothing)
 
     def barrier(self, signature: bytes) -> None:
         """Return when every rank has called it."""
-        self._rounds(signature, 1, _nothing, _nothing)
+        self.rounds(signature, 1, _nothing, _nothing)
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank.
@@ -103,11 +103,11 @@ class HostCollectives:
                 if start < sizes[other]:
                     futex.copy(places[other] + start, arena.address(other, k), min(chunk, sizes[other] - start))
 
-        self._rounds(signature, max(1, -(-max(sizes) // chunk)), fill, take)
+        self.rounds(signature, max(1, -(-max(sizes) // chunk)), fill, take)
 
     def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
         """Wait until every rank's slice is in the buffer, which is the same memory for all."""
-        self._rounds(signature, 1, _nothing, _nothing)
+        self.rounds(signature, 1, _nothing, _nothing)
 
     def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """Copy the root's bytes to every rank, at ``address``."""
@@ -124,7 +124,7 @@ class HostCollectives:
                 arena.wait(root, k)
                 futex.copy(address + start, arena.address(root, k), min(chunk, nbytes - start))
 
-        self._rounds(signature, max(1, -(-nbytes // chunk)), fill, take)
+        self.rounds(signature, max(1, -(-nbytes // chunk)), fill, take)
 
     def reduce_scatter(
         self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
@@ -159,7 +159,7 @@ class HostCollectives:
                 own = parts[self.rank][start : start + length]
                 if in_place and self.rank > 1:
                     own = own.clone()  # the first two parts are added up before it is read
-                self._add_up(
+                add_up(
                     [
                         own if r == self.rank else self.slot(r, k, dtype, length, self.rank * piece)
                         for r in range(self.size)
@@ -168,7 +168,7 @@ class HostCollectives:
                     reduction,
                 )
 
-        self._rounds(signature, max(1, -(-max(sizes) // piece)), fill, take)
+        self.rounds(signature, max(1, -(-max(sizes) // piece)), fill, take)
 
     def reduce_in_place(
         self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
@@ -181,16 +181,8 @@ class HostCollectives:
             out: 1-D, private.
             reduction: what to do; it is not finished here.
         """
-        self._rounds(signature, 1, _nothing, _nothing)
-        self._add_up(parts, out, reduction)
-
-    def _add_up(self, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
-        step = _CACHED_BYTES // out.dtype.itemsize
-        if len(parts) == 2 or out.numel() <= step:
-            reduction.combine(parts, out)
-            return
-        for start in range(0, out.numel(), step):
-            reduction.combine([part[start : start + step] for part in parts], out[start : start + step])
+        self.rounds(signature, 1, _nothing, _nothing)
+        add_up(parts, out, reduction)
 
     def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
@@ -222,9 +214,9 @@ class HostCollectives:
                     out if r == self.rank and self.size == 2 else self.slot(r, k, dtype, length)
                     for r in range(self.size)
                 ]
-                self._add_up(parts, out, reduction)
+                add_up(parts, out, reduction)
 
-        self._rounds(signature, max(1, -(-numel // step)), fill, take)
+        self.rounds(signature, max(1, -(-numel // step)), fill, take)
 
     def _all_reduce_shared(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Each rank adds up its share of a chunk, in a round, and gathers the others' in the next."""
@@ -246,7 +238,7 @@ class HostCollectives:
                 arena.wait(other, k)
             after = arena.begin()
             if last > first:
-                self._add_up(
+                add_up(
                     [self.slot(r, k, dtype, last - first, first) for r in range(self.size)],
                     self.slot(self.rank, after, dtype, last - first),
                     reduction,
@@ -263,8 +255,26 @@ def _nothing(index: int, k: int) -> None:
     """A round of a barrier moves nothing."""
 
 
+def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
+    """``reduction.combine(parts, out)``, piece by piece."""
+    step = _CACHED_BYTES // out.dtype.itemsize
+    if len(parts) == 2 or out.numel() <= step:
+        reduction.combine(parts, out)
+        return
+    for start in range(0, out.numel(), step):
+        reduction.combine([part[start : start + step] for part in parts], out[start : start + step])
+
+
 class LoneCollectives:
     """The collectives of a group of one rank: the same methods, and nothing to exchange."""
+
+    def rounds(
+        self, signature: bytes, count: int, fill: Callable[[int, int], None], take: Callable[[int, int], None]
+    ) -> None:
+        """Nobody to take turns with."""
+        for index in range(count):
+            fill(index, 0)
+            take(index, 0)
 
     def agree(self, signature: bytes) -> None:
         """Nobody could differ."""

@@ -126,6 +126,74 @@ class QueuedWork(Work):
         self.wait()
 
 
+class GpuWork(Work):
+    """An asynchronous collective: whoever waits lets its current stream wait."""
+
+    def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]):
+        super().__init__()
+        self._stream, self._tensors, self._event = stream, list(tensors), stream.record_event()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Future:
+        future: Future = Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # its callbacks wait for this stream
+            future.set_result(self._tensors)
+        return future
+
+
+class JoinedWork(Work):
+    """Several works as one, for callers that wait in the thread, and on the stream, that need the results.
+
+    Args:
+        works: at least one, in the order in which they end.
+    """
+
+    def __init__(self, works: Sequence[Work]):
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future:
+        return self._works[-1].get_future()
+
+
 class Order:
     """A group's collectives, one at a time and in the order of their calls.
 

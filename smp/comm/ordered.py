@@ -7,6 +7,7 @@ would dispatch a call made in a closure to the override again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from smp.comm import report
+from smp.comm import cuda, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
-from smp.comm.order import DONE, DoneWork, Order, QueuedWork
-from smp.comm.tensors import nbytes, plain_cpu
+from smp.comm.order import DONE, DoneWork, JoinedWork, Order, QueuedWork
+from smp.comm.tensors import nbytes, plain_cpu, plain_gpu
 
 _SIGNATURES_KEPT = 4096
 
 Run = Callable[[Collectives, bytes], None]
+GpuRun = Callable[[cuda.GpuCollectives], None]
 
 
 class OrderedGroup(ProcessGroup):
@@ -40,7 +42,7 @@ class OrderedGroup(ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg] # the bound form of a subclass takes no store
         self._rank, self._size, self._pid = rank, size, os.getpid()
-        self._store, self._seconds = options.store, options.timeout.total_seconds()
+        self._store = options.store
         self.label = str(options.group_id)
         self._register_inner(options, pg_options)
         self._join = join(options)
@@ -48,6 +50,8 @@ class OrderedGroup(ProcessGroup):
         self._order = Order(f"smddp-{self.label}")
         self._number = 0  # collectives so far
         self._broken: BaseException | None = None
+        self._gpu: cuda.GpuCollectives | None = None
+        self._coalescing = False
         self._signatures: dict[tuple[Any, ...], bytes] = {}
         weakref.finalize(self, self._order.stop, join=False)
         report.watch(self)
@@ -56,10 +60,12 @@ class OrderedGroup(ProcessGroup):
         rank, size = self._rank, self._size
         self._plain = ProcessGroup(self._store, rank, size)
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), rank, size, timeout=options.timeout)
+        self._limits = gloo.options  # torch's ways to set a group's timeout all write it here
         for group in (self, self._plain):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
+        self.has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        if self.has_nccl:
             nccl_options = pg_options or dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = options.timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), rank, size, nccl_options)
@@ -74,14 +80,14 @@ class OrderedGroup(ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-        super().set_timeout(timeout)
+    @property
+    def _seconds(self) -> float:
+        return self._limits._timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Finish what is queued and let go of the shared memory."""
         self._order.stop(join=True)
-        self._connection = None
+        self._connection = self._gpu = None
         self._broken = self._broken or RuntimeError(f"smddp: group {self.label} has been destroyed")
         super().shutdown()
 
@@ -114,6 +120,27 @@ class OrderedGroup(ProcessGroup):
             self._connection = self._join(timedelta(seconds=self._seconds))
         return self._connection
 
+    def gpu(self, device: torch.device) -> cuda.GpuCollectives:
+        """The group's own collectives of tensors on GPUs, made at the first use: a collective call."""
+        if self._gpu is None:
+            limits, gloo = self._limits, self._plain._get_backend(torch.device("cpu"))
+            try:
+                self._gpu = cuda.GpuCollectives(
+                    self.connect(), self._rank, device, gloo=gloo, seconds=lambda: limits._timeout.total_seconds()
+                )
+            except BaseException as error:
+                self.fail(error)
+                raise
+        return self._gpu
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = True
+        super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        self._coalescing = False
+        return super()._end_coalescing(device)
+
     # --- running one
 
     def launch(
@@ -133,18 +160,15 @@ class OrderedGroup(ProcessGroup):
             async_op: instead of what ``opts`` say.
             path: for the report, if it is not the group's usual one.
         """
-        if self._broken is not None:
-            raise dist.DistBackendError(f"smddp: group {self.label} cannot be used any more: {self._broken}")
+        self._check_usable()
         if self._pid != os.getpid():
             raise dist.DistBackendError(f"smddp: group {self.label} belongs to process {self._pid}, which was forked")
         connection = self._connection
         if connection is not None and connection.collectives is None and self._order.idle:
             report.count(operation, size, "gloo", connection.why)
             return inner()
-        timeout = opts.timeout.total_seconds() if opts is not None and opts.timeout.total_seconds() > 0 else 0.0
-
         def collective() -> None:
-            self._perform(operation, size, key, run, inner, timeout, path)
+            self._perform(operation, size, key, run, inner, opts, path)
 
         if async_op is None:
             # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
@@ -154,8 +178,12 @@ class OrderedGroup(ProcessGroup):
         self._order.run(collective)
         return DONE
 
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise dist.DistBackendError(f"smddp: group {self.label} cannot be used any more: {self._broken}")
+
     def _perform(
-        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], timeout: float,
+        self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], opts: Any,
         path: str,
     ) -> None:  # fmt: skip
         span = report.record(operation, size)
@@ -168,7 +196,9 @@ class OrderedGroup(ProcessGroup):
                 inner().wait()
                 return
             self._number += 1
-            connection.start(operation, self._number, size, timeout or self._seconds)
+            # Unset is a negative time.
+            own = opts.timeout.total_seconds() if opts is not None else 0.0
+            connection.start(operation, self._number, size, own if own > 0 else self._seconds)
             run(connection.collectives, self._signatures.get(key) or self._sign(key))
             connection.end()
             report.count(operation, size, path or connection.path)
@@ -190,8 +220,8 @@ class OrderedGroup(ProcessGroup):
     def fail(self, error: BaseException) -> None:
         """Give the group up: this rank's next call raises, and the peers that wait for it are told."""
         self._broken = self._broken or error
-        if self._connection is not None and self._connection.arena is not None:
-            self._connection.arena.fail(f"{type(error).__name__}: {error}")
+        if self._connection is not None:
+            self._connection.fail(f"{type(error).__name__}: {error}")
 
     def _refuse(self, operation: str, problem: str, opts: Any) -> Any:
         """Raise for wrong arguments, on the other ranks too: they would wait for this one."""
@@ -216,17 +246,36 @@ class OrderedGroup(ProcessGroup):
             report.count(operation, size, path, why)
             call().wait()
 
-        if not self._order.idle:
+        # NCCL's must be called in this thread: it waits for the thread's current stream.
+        if path == "gloo" and not self._order.idle:
             return self._order.submit(collective, tensors)
         report.count(operation, size, path, why)
         return call()
 
+    def _on_gpu(
+        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], run: GpuRun, opts: Any,
+        reduction: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Run a collective of tensors on GPUs, or let NCCL run it. ``tensors`` are the smaller one and the larger."""
+        size = nbytes(tensors[0])
+        self._check_usable()
+        gpu = self.gpu(tensors[0].device)
+        if why := gpu.why_not(operation, tensors[0], reduction=reduction, coalescing=self._coalescing):
+            return self._inner(operation, tensors, why, call)
+        with report.record(operation, size) or contextlib.nullcontext():
+            work = gpu.run(lambda: run(gpu), tensors, async_op=opts is None or opts.asyncOp)
+        report.count(operation, size, cuda.PATH)
+        return work
+
     # --- by the inner backends
 
     def _elsewhere(
-        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None
-    ) -> Any:
+        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None,
+        *, gpu: GpuRun | None = None, opts: Any = None,
+    ) -> Any:  # fmt: skip
         """A collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
+        if gpu is not None and plain_gpu(tensors):
+            return self._on_gpu(operation, tensors, call, gpu, opts, reduction)
         devices = {t.device.type for t in tensors}
         if devices != {"cpu"}:
             why = f"{'/'.join(sorted(devices))} tensors"
@@ -238,9 +287,12 @@ class OrderedGroup(ProcessGroup):
 
     def _each(self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any]) -> Any:
         """Several collectives as one work. The last ends last, as all run in order."""
-        works = [method(*call) for call in calls]
+        # NCCL gives no work for what is not asynchronous.
+        works = [work for work in (method(*call) for call in calls) if work is not None]
         if not works or all(isinstance(work, DoneWork) for work in works):
             return DONE
+        if self.has_nccl and not all(isinstance(work, (DoneWork, QueuedWork)) for work in works):
+            return JoinedWork(works)  # whoever waits must do so in its own thread, for its own stream
 
         def wait() -> None:
             for work in works:

@@ -11,8 +11,10 @@ buffer may be given out again only when nobody holds it any more. Therefore
   parameters keep alive), and is counted in a word per buffer and rank;
 - a buffer is given out only when all these counts equal the times it was given out.
 
-A buffer that is still held anywhere is passed over: another is taken, or made. What would exceed the limit is private
-memory, on all ranks alike, and the collective is the ordinary one.
+A buffer that is still held anywhere is passed over: another is taken, or made. Of one size two are made without
+hesitation, so that ranks need not wait for the slowest to drop the last one; before a third, the first rank waits a
+little for what it has dropped itself. What would exceed the limit is private memory, on all ranks alike, and the
+collective is the ordinary one.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _RECORDS, _RECORD = 64, struct.Struct("<qqq")  # decisions kept; of each: buffer
 _BUFFERS = 1024  # at most
 _WORD = 0xFFFFFFFF
 PRIVATE = -1
+_PATIENCE = 0.25  # seconds
 
 
 class _Buffer(NamedTuple):
@@ -102,7 +105,7 @@ class SharedRing:
     # --- the first rank
 
     def _decide(self, nbytes: int) -> None:
-        buffer = self._free(nbytes) or self._make(nbytes)
+        buffer = self._free(nbytes) or self._freed_soon(nbytes) or self._make(nbytes)
         record = (PRIVATE, 0, nbytes)
         if buffer is not None:
             self._uses[buffer.number] += 1
@@ -115,15 +118,26 @@ class SharedRing:
         self.segment.words[_DECIDED // 4] = self._number & _WORD
         futex.wake(self.segment.address + _DECIDED)
 
+    def _fitting(self, nbytes: int) -> list[_Buffer]:
+        return [b for b in self._buffers if nbytes <= b.capacity <= 2 * max(nbytes, _PAGE)]
+
     def _free(self, nbytes: int) -> _Buffer | None:
-        words = self.segment.words
-        for buffer in self._buffers:
-            uses = self._uses[buffer.number] & _WORD
-            if nbytes <= buffer.capacity <= 2 * max(nbytes, _PAGE) and all(
-                words[self._released(buffer.number, r)] == uses for r in range(self.peers.size)
-            ):
-                return buffer
-        return None
+        everyone = range(self.peers.size)
+        return next((b for b in self._fitting(nbytes) if all(self._dropped(b, r) for r in everyone)), None)
+
+    def _freed_soon(self, nbytes: int) -> _Buffer | None:
+        """Wait for peers that are late in dropping what this rank has dropped. It cannot last: they need nothing from
+        this rank for it, unless they keep it, and then another buffer is made."""
+        fitting = self._fitting(nbytes)
+        if len(fitting) < 2 or not any(self._dropped(b, self.peers.local) for b in fitting):
+            return None
+        end = time.monotonic() + _PATIENCE
+        while (buffer := self._free(nbytes)) is None and time.monotonic() < end:
+            time.sleep(2e-5)
+        return buffer
+
+    def _dropped(self, buffer: _Buffer, rank: int) -> bool:
+        return self.segment.words[self._released(buffer.number, rank)] == self._uses[buffer.number] & _WORD
 
     def _make(self, nbytes: int) -> _Buffer | None:
         capacity = -(-max(nbytes, 1) // _PAGE) * _PAGE

@@ -135,5 +135,6 @@ def _wait(store: dist.Store, keys: list[str], locals_: Sequence[int], peers: Pee
                     raise dist.DistBackendError(f"smddp: {who} died before the group's first exchange") from error
                 if time.monotonic() > deadline:
                     raise dist.DistBackendError(
-                        f"smddp: {who} has not come to the group's first exchange within {timeout.total_seconds():g} s"
+                        f"smddp: {who} has not come to the group's first exchange within the timeout of "
+                        f"{timeout.total_seconds():g} s"
                     ) from error

@@ -20,11 +20,22 @@ class Settings:
             of ``fully_shard``; what does not fit goes through the scratch memory. 0: no shared buffers.
         poison: ``SMP_POISON_SHARED_BUFFERS``: 1 fills a shared buffer with NaN bytes before it is used again, to find
             what reads it too late. Slow.
+        workspace: ``SMP_SYMMETRIC_WORKSPACE_BYTES``: memory of one rank's GPU in one group that the other GPUs of the
+            host can read, for what does not lie in such memory already. A message of any size passes; it goes in
+            chunks of half of it. 0: everything on GPUs is left to NCCL.
+        gpu_minimum: ``SMP_SYMMETRIC_MINIMUM_BYTES``: what is smaller than this, per rank, is left to NCCL: one kernel
+            of NCCL's starts sooner than a barrier and a copy for every peer.
+        gpu_sums: ``SMP_SYMMETRIC_REDUCE_SCATTER``: 1 moves the parts of a reduce_scatter on GPUs by copy engine and
+            adds them up afterwards. NCCL adds while it moves, which saves about five passes of every part through the
+            GPU's memory; the copy engine leaves the multiprocessors to the matrix products that run beside it.
     """
 
     scratch: int = 4 * 2**20
     shared: int = 64 * 2**30
     poison: bool = False
+    workspace: int = 32 * 2**20
+    gpu_minimum: int = 2**20
+    gpu_sums: bool = False
 
 
 def read_settings() -> Settings:
@@ -38,4 +49,7 @@ def read_settings() -> Settings:
         environment_bytes("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", default.scratch, multiple=4 * _PAGE, minimum=4 * _PAGE),
         environment_bytes("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", default.shared, multiple=1, minimum=0),
         bool(environment_bytes("SMP_POISON_SHARED_BUFFERS", 0, multiple=1, minimum=0)),
+        environment_bytes("SMP_SYMMETRIC_WORKSPACE_BYTES", default.workspace, multiple=2 * 64 * 2**10, minimum=0),
+        environment_bytes("SMP_SYMMETRIC_MINIMUM_BYTES", default.gpu_minimum, multiple=1, minimum=0),
+        bool(environment_bytes("SMP_SYMMETRIC_REDUCE_SCATTER", 0, multiple=1, minimum=0)),
     )

@@ -12,18 +12,32 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def plain_cpu(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all are ordinary dense CPU tensors, whose memory can be read and written directly."""
-    return all(
-        type(t) in _PLAIN and t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized
-        for t in tensors
-    )
+    for t in tensors:  # a loop and early answers: this runs for every call
+        if type(t) not in _PLAIN or not t.is_cpu or t.layout is not torch.strided or t.is_quantized:
+            return False
+    return True
+
+
+def plain_gpu(tensors: Sequence[torch.Tensor]) -> bool:
+    """The same for GPUs."""
+    return all(type(t) in _PLAIN and t.is_cuda and t.layout is torch.strided and not t.is_quantized for t in tensors)
+
+
+def _direct(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in order, and are what their memory says."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds the elements in order: the same one if it does so already, else a copy."""
+    if _direct(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order, 1-D and contiguous: the tensor's own memory if it is so already, else a copy."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous().view(-1)
+    """The same, 1-D and outside autograd."""
+    return dense(tensor.detach()).view(-1)
 
 
 class Output:
@@ -35,17 +49,23 @@ class Output:
     """
 
     def __init__(self, tensor: torch.Tensor, *, keep: bool):
-        self._tensor = tensor.detach()
-        self._direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        self._tensor, self._direct = tensor, _direct(tensor)
         if self._direct:
-            self.flat = self._tensor.view(-1)
+            self.memory = tensor
+        elif keep:
+            self.memory = dense(tensor)
         else:
-            self.flat = flat(tensor) if keep else torch.empty(tensor.numel(), dtype=tensor.dtype)
+            self.memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The memory as a 1-D tensor, outside autograd."""
+        return self.memory.detach().view(-1)
 
     def finish(self) -> None:
         """Bring the results into the tensor."""
         if not self._direct:
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
+            self._tensor.detach().copy_(self.memory)
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -67,17 +67,42 @@ def exchange(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tup
     Raises:
         torch.distributed.DistBackendError: a rank did not come in time; the message names it.
     """
-    store.set(f"member{rank}", json.dumps(this_member()))
-    keys = [f"member{r}" for r in range(size)]
+    own = json.dumps(this_member())
+    values = gather(store, "member", own, rank, range(size), timeout, "joined the group")
+    return tuple(Member(*json.loads(value)) for value in values)
+
+
+def gather(
+    store: dist.Store, name: str, value: str, rank: int, ranks: Sequence[int], timeout: timedelta, what: str
+) -> list[str]:
+    """Exchange a short text through the store. Every rank must call it.
+
+    Args:
+        store: of the group; keys that begin with ``name`` are used, once.
+        name: unique in the store.
+        value: this rank's text.
+        rank: this rank in the group.
+        ranks: the job's rank of each, for messages.
+        timeout: how long to wait for the others.
+        what: what a rank that does not come has not done.
+
+    Returns:
+        Every rank's text.
+
+    Raises:
+        torch.distributed.DistBackendError: a rank did not come in time; the message names it.
+    """
+    store.set(f"{name}{rank}", value)
+    keys = [f"{name}{r}" for r in range(len(ranks))]
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
+        missing = [str(r) for r, key in zip(ranks, keys, strict=True) if not store.check([key])]
         raise dist.DistBackendError(
-            f"smddp: rank(s) {', '.join(missing)} of {size} did not join the group within "
+            f"smddp: rank(s) {', '.join(missing)} of {len(ranks)} have not {what} within the timeout of "
             f"{timeout.total_seconds():g} s: see whether they started, and whether they failed"
         ) from error
-    return tuple(Member(*json.loads(value)) for value in store.multi_get(keys))
+    return [text.decode() for text in store.multi_get(keys)]
 
 
 def arrange(members: Sequence[Member], rank: int) -> Topology:

@@ -1,0 +1,255 @@
+"""AllGather and ReduceScatter inside a host by the GPUs' copy engines, where that is better than NCCL.
+
+Copies between GPUs are done by copy engines: no multiprocessor is taken from the matrix products beside them, but for
+one block of the barrier and, if the input does not lie in symmetric memory already, one local copy. Work is put on the
+current stream, as NCCL's synchronous calls are. Callers in C++ (functional collectives, compiled graphs) are served by
+NCCL.
+
+A rank that dies or stays away leaves the others' GPUs in a barrier; after the group's timeout the barrier ends their
+processes with a CUDA error, and prints which rank did not come.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.distributed import _symmetric_memory
+from torch.distributed.fsdp import FSDPModule
+
+from smp.comm.connect import Connection
+from smp.comm.copy_engine import CopyEngine
+from smp.comm.order import DONE, GpuWork
+from smp.comm.reduction import Reduction, supported
+from smp.comm.ring import SharedRing, control_bytes
+from smp.comm.settings import Settings
+from smp.comm.symmetric import Memory, SymmetricBuffers
+from smp.comm.tensors import Output, flat, nbytes
+
+PATH = "symmetric memory"
+SEVERAL_HOSTS = "several hosts"
+
+
+def why_not(operation: str, size: int, settings: Settings, *, capturing: bool, coalescing: bool) -> str:
+    """Why NCCL does a collective better, or nothing: the same on all ranks.
+
+    Args:
+        operation: ``all_gather`` or ``reduce_scatter``.
+        size: bytes of one rank's part.
+        settings: the group's.
+        capturing: whether the current stream is being captured in a graph: the copies wait for other streams.
+        coalescing: whether the call is one of a batch that NCCL starts and ends.
+    """
+    if operation == "reduce_scatter" and not settings.gpu_sums:
+        return "NCCL adds while it moves"
+    if coalescing or capturing:
+        return "in a coalesced batch" if coalescing else "in a graph capture"
+    return "too small" if size < settings.gpu_minimum else ""
+
+
+class GpuCollectives:
+    """A group's collectives of tensors on GPUs. Every rank must make it and its buffers at the same place.
+
+    Args:
+        connection: the group's.
+        rank: this rank in the group.
+        device: this rank's GPU.
+        gloo: the group's gloo backend.
+        seconds: the group's timeout.
+
+    Attributes:
+        unavailable: why NCCL does everything, or nothing.
+        buffers: for ``fully_shard``, once :meth:`share_buffers` has made them.
+    """
+
+    def __init__(
+        self, connection: Connection, rank: int, device: torch.device, *, gloo: Any, seconds: Callable[[], float]
+    ):
+        self.device, self.settings = device, connection.settings
+        self.buffers: SymmetricBuffers | None = None
+        self._connection, self._seconds = connection, seconds
+        self._size = len(connection.topology.members)
+        self._memory: Memory | None = None
+        self._turn = threading.Lock()
+        self._last = torch.cuda.Event()  # after the latest collective, on whatever stream it was
+        self._side: torch.cuda.Stream | None = None
+        self.unavailable = "one rank" if self._size == 1 else ""
+        if len(connection.topology.hosts) > 1:
+            self.unavailable = SEVERAL_HOSTS
+        if self.unavailable:
+            return
+        ranks, timeout = connection.peers.ranks, timedelta(seconds=seconds())
+        self._memory = Memory(connection.store, rank, ranks, device, gloo=gloo, timeout=timeout)
+        self.unavailable = self._memory.obstacle(self.settings)
+        if not self.unavailable:
+            workspace, self.unavailable = self._memory.allocate(self.settings.workspace)
+            if workspace is not None:
+                self._engine = CopyEngine(workspace, rank, self._size, seconds)
+
+    def why_not(self, operation: str, tensor: torch.Tensor, *, reduction: str | None, coalescing: bool) -> str:
+        """Why NCCL does this call, or nothing; ``tensor`` is one rank's part, the rest as for :func:`why_not`."""
+        if self.unavailable:
+            return self.unavailable
+        if tensor.device != self.device:
+            return f"not on {self.device}, the group's first GPU"
+        if reduction is not None and not supported(reduction, tensor.dtype):
+            return f"{reduction} of {tensor.dtype}"
+        capturing = torch.cuda.is_current_stream_capturing()
+        return why_not(operation, nbytes(tensor), self.settings, capturing=capturing, coalescing=coalescing)
+
+    def run(self, collective: Callable[[], None], tensors: Sequence[torch.Tensor], *, async_op: bool) -> Work:
+        """Put a collective on the current stream, or, if it is asynchronous, on one beside it.
+
+        The collectives of a group follow each other on all streams: they share the workspace and its signals.
+        """
+        with self._turn:
+            stream = current = torch.cuda.current_stream(self.device)
+            if async_op:
+                stream = self._side = self._side or torch.cuda.Stream(self.device)
+                stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._last)
+                collective()
+                self._last.record(stream)
+            if not async_op:
+                return DONE
+            for tensor in tensors:
+                tensor.record_stream(stream)
+            return GpuWork(stream, tensors)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Gather ``source`` of all ranks into ``output``."""
+        out = Output(output, keep=False)
+        block = self.buffers.find(out.memory) if self.buffers is not None else None
+        self._engine.all_gather(out.flat.view(torch.uint8), flat(source).view(torch.uint8), block)
+        out.finish()
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        """Reduce this rank's parts of all ranks' ``source`` into ``output``."""
+        out, parts = Output(output, keep=False), flat(source)
+        block = self.buffers.find(parts) if self.buffers is not None else None
+        self._engine.reduce_scatter(out.flat, parts, Reduction(name, self._size), block)
+        out.finish()
+
+    def share_buffers(self) -> str:
+        """Make buffers for ``fully_shard`` available, or say why not."""
+        if self.unavailable or self.buffers is not None:
+            return self.unavailable
+        limit, peers = self.settings.shared, self._connection.peers
+        if not limit:
+            return "SMDDP_AG_SORT_BUFFER_SIZE_BYTES is 0"
+        # Only its beginning is ever touched: it is where the ranks agree which buffer is next.
+        segment, why = self._connection.share("gpu-buffers", control_bytes(peers.size) + limit, self._seconds())
+        if segment is None:
+            return why
+        assert self._memory is not None
+        self.buffers = SymmetricBuffers(SharedRing(segment, peers), self._memory, self._seconds, self.settings.poison)
+        return ""
+
+
+def _lease(group: Any, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    buffers, leased = group.gpu(device).buffers, None
+    if buffers is not None:
+        try:
+            leased = buffers.lease(math.prod(int(s) for s in size), dtype)
+        except dist.DistBackendError as error:
+            group.fail(error)
+            raise
+    return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
+
+
+class SymmetricAllGather:
+    """AllGather for ``fully_shard`` without a local copy: its output is in symmetric memory, the input its slice.
+
+    Args:
+        group: the sharding group, of backend ``smddp``.
+    """
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The gathered buffer, 1-D."""
+        return _lease(self._group, size, dtype, device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        """Gather; the arguments are those of ``all_gather_single``."""
+        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+        return call(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class SymmetricReduceScatter:
+    """ReduceScatter for ``fully_shard`` that reads the peers' gradients where they are.
+
+    Args:
+        group: the sharding group, of backend ``smddp``.
+    """
+
+    def __init__(self, group: Any):
+        self._group, self._input_next = group, True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Alternately the input, in symmetric memory, and the output, which becomes the gradients, elsewhere."""
+        shared, self._input_next = self._input_next, not self._input_next
+        return _lease(self._group, size, dtype, device) if shared else torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> Work | None:  # fmt: skip
+        """Reduce; the arguments are those of ``reduce_scatter_single``."""
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+        return call(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def zero_copy_available(group: dist.ProcessGroup) -> str | None:
+    """Why ``fully_shard`` cannot gather into symmetric memory over a group, or None if it can.
+
+    Every rank of the group must call it at the same place: the first call makes the memory.
+
+    Raises:
+        torch.distributed.DistBackendError: a rank did not come in time.
+    """
+    if not hasattr(group, "gpu"):
+        return f"backend {dist.get_backend(group)}"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return group.gpu(torch.device("cuda", torch.cuda.current_device())).share_buffers() or None
+
+
+def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
+    """Let one sharded module gather by copy engine; over several hosts, NCCL from its own symmetric memory.
+
+    Every rank of the group must call it at the same place.
+
+    Args:
+        module: a module that ``fully_shard`` was applied to, on GPUs.
+        group: the group its parameters are sharded over.
+
+    Returns:
+        Why the module keeps torch's ordinary collectives, or None if it does not.
+
+    Raises:
+        torch.distributed.DistBackendError: a rank did not come in time.
+    """
+    reason = zero_copy_available(group)
+    if reason is None:
+        module.set_custom_all_gather(SymmetricAllGather(group))  # type: ignore[arg-type] # the interface is private
+        if group.gpu(torch.device("cuda", torch.cuda.current_device())).settings.gpu_sums:  # type: ignore[attr-defined]
+            module.set_custom_reduce_scatter(SymmetricReduceScatter(group))  # type: ignore[arg-type]
+    elif reason == SEVERAL_HOSTS and hasattr(module, "set_symm_mem_for_comm"):  # torch 2.13
+        try:
+            _symmetric_memory.set_backend("NCCL")
+        except RuntimeError as error:  # torch was built without it, or another group of the process uses the other kind
+            return f"{reason}, and {str(error).splitlines()[0]}"
+        module.set_symm_mem_for_comm("NCCL")
+        reason = None
+    return reason

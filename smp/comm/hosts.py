@@ -1,0 +1,349 @@
+"""Collectives among several hosts: shared memory inside each, and between them only what must cross.
+
+Each rank exchanges with the ranks that have its place on the other hosts, so a host sends as many streams as it has
+ranks, and no byte twice. What arrives is handed on through the arena while the next chunk is on its way.
+
+Every operation begins with a meeting: when all ranks of a host do the same, each tells its ends on the other hosts what
+that is. So every rank knows what all hosts do before anything is written, and small data comes along with it. Nobody
+can leave a meeting before everybody has begun the operation, which makes it a barrier.
+
+Sums are made in rank order inside each host, then over the hosts in the order of their lowest ranks: the same bits on
+every rank and in every run, whatever the size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from smp.comm import futex
+from smp.comm.arena import Mismatch, common_part
+from smp.comm.host import HostCollectives, LoneCollectives
+from smp.comm.hosts_reduction import ReduceScatter
+from smp.comm.reduction import Reduction
+from smp.comm.topology import Topology
+from smp.comm.wire import PAYLOAD, Message, Wire, memory
+
+
+class HostsCollectives:
+    """The collectives of one group with the same number of ranks on every host. Sizes and places are by group rank.
+
+    Args:
+        local: those among this host's ranks.
+        wire: to the other hosts.
+        topology: of the group.
+        ranks: the job's rank of each of the group's ranks, for messages.
+        group: name of the group, for messages.
+        chunk: bytes of one message at most, the same on every host; no more than a slot of the arena.
+
+    Raises (all methods):
+        smp.comm.arena.Mismatch: the signatures differ; nothing has been written, the group goes on.
+        torch.distributed.DistBackendError: a rank died, failed, or did not come in time.
+    """
+
+    def __init__(
+        self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *,
+        ranks: Sequence[int], group: str, chunk: int,
+    ):  # fmt: skip
+        self.local, self.wire, self.hosts, self._topology = local, wire, topology.hosts, topology
+        self.host, self.place, self.mates = topology.host, topology.local, topology.neighbours
+        self.rank = self.mates[self.place]
+        self._ranks, self._group, self._chunk = ranks, group, chunk
+        self._arena = local.arena if isinstance(local, HostCollectives) else None
+        self._others = self._arena.others if self._arena is not None else ()
+        self._scratch = ctypes.create_string_buffer(PAYLOAD)
+
+    def _meet(self, signature: bytes, locally: Callable[[], None]) -> None:
+        """See that all ranks of all hosts do the same.
+
+        Args:
+            signature: of the operation.
+            locally: this host's part, which compares its ranks' signatures and fills the payloads.
+        """
+        objection, local = "", None
+        try:
+            locally()
+        except Mismatch as error:
+            objection, local = error.said, error
+        said = self.wire.meet(common_part(signature), objection)
+        if objection or any(what != said[self.host] for what in said):
+            whole = [
+                other or f"rank(s) {', '.join(str(self._ranks[r]) for r in ranks)}: {what.decode(errors='replace')}"
+                for ranks, (what, other) in zip(self.hosts, said, strict=True)
+            ]
+            raise Mismatch(self._group, "; ".join(whole)) from local
+
+    def agree(self, signature: bytes) -> None:
+        """See that all ranks do the same."""
+        self._meet(signature, lambda: self.local.agree(signature))
+
+    def barrier(self, signature: bytes) -> None:
+        """Return when every rank has called it."""
+        self._meet(signature, lambda: self.local.agree(signature))
+
+    def _put(self, k: int, source: int, nbytes: int, offset: int = 0) -> None:
+        """Copy into this rank's slot for round k, if there is anybody to read it."""
+        if self._arena is not None:
+            futex.copy(self._arena.address(self.place, k) + offset, source, nbytes)
+
+    def _get(self, other: int, k: int, place: int, nbytes: int) -> None:
+        """Wait for a local rank's round k, and copy from its slot if ``nbytes`` is positive."""
+        assert self._arena is not None
+        self._arena.wait(other, k)
+        if nbytes > 0:
+            futex.copy(place, self._arena.address(other, k), nbytes)
+
+    # --- all_gather
+
+    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+        """Copy every rank's bytes to every rank: see :meth:`HostCollectives.all_gather`."""
+        if max(sum(sizes[r] for r in ranks) for ranks in self.hosts) > PAYLOAD:
+            self.agree(signature)
+            self._all_gather(signature, source, sizes, places)
+            return
+        gathered = ctypes.addressof(self._scratch)
+
+        def locally() -> None:
+            own = [sizes[r] for r in self.mates]
+            self.local.all_gather(signature, source, own, [gathered + sum(own[:i]) for i in range(len(own))])
+            self.wire.pack(gathered, sum(own))
+
+        self._meet(signature, locally)
+        for host, ranks in enumerate(self.hosts):
+            address = gathered if host == self.host else self.wire.incoming(host)
+            for r in ranks:
+                futex.copy(places[r], address, sizes[r])
+                address += sizes[r]
+
+    def _exchange(
+        self, source: int, sizes: Sequence[int], places: Sequence[int]
+    ) -> tuple[list[Message], dict[tuple[int, int], Message]]:
+        """Begin to send this rank's bytes to its other ends, and to receive theirs into place.
+
+        Returns:
+            What leaves, and what arrives by (host, byte it starts at).
+        """
+        ends = [sizes[ranks[self.place]] for ranks in self.hosts]
+        leaving, arriving = [], {}
+        for start in range(0, max(ends), self._chunk):
+            for host in self.wire.before:
+                if (size := min(self._chunk, ends[host] - start)) > 0:
+                    place = places[self.hosts[host][self.place]] + start
+                    arriving[host, start] = self.wire.receive(host, memory(place, size))
+            if (size := min(self._chunk, ends[self.host] - start)) > 0:
+                leaving += [self.wire.send(host, memory(source + start, size)) for host in self.wire.after]
+        return leaving, arriving
+
+    def _all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+        """The same when all agree: this host's bytes are shared while the first of the others' are on their way."""
+        leaving, arriving = self._exchange(source, sizes, places)
+        longest = [max(sizes[r] for r in ranks) for ranks in self.hosts]
+        steps = [(self.host, start) for start in range(0, longest[self.host], self._chunk)]
+        for start in range(0, max(longest), self._chunk):
+            steps += [(host, start) for host in self.wire.before if start < longest[host]]
+
+        def fill(index: int, k: int) -> None:
+            host, start = steps[index]
+            r = self.hosts[host][self.place]
+            if (size := min(self._chunk, sizes[r] - start)) > 0:
+                if host != self.host:
+                    arriving.pop((host, start)).wait()
+                self._put(k, (source if host == self.host else places[r]) + start, size)
+
+        def take(index: int, k: int) -> None:
+            host, start = steps[index]
+            size = min(self._chunk, sizes[self.rank] - start)
+            if host == self.host and size > 0 and places[self.rank] != source:
+                futex.copy(places[self.rank] + start, source + start, size)
+            for other in self._others:
+                r = self.hosts[host][other]
+                self._get(other, k, places[r] + start, min(self._chunk, sizes[r] - start))
+
+        self.local.rounds(signature, len(steps), fill, take)
+        for message in leaving:
+            message.wait()
+
+    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+        """Complete a gathered buffer that this host's ranks share, whose pages every rank of the host sees.
+
+        On the other hosts :meth:`all_gather` may be called instead: the messages are the same.
+
+        Args:
+            signature: of the operation; what is different on other hosts comes after ``" @ "``.
+            address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
+            part: bytes of each rank.
+        """
+        own = address + self.rank * part
+        if part * len(self.mates) > PAYLOAD:
+            self.agree(signature)
+            size = sum(len(ranks) for ranks in self.hosts)
+            places = [address + r * part for r in range(size)]
+            leaving, arriving = self._exchange(own, [part] * size, places)
+            for message in (*leaving, *arriving.values()):
+                message.wait()
+        else:
+            gathered = ctypes.addressof(self._scratch)
+
+            def locally() -> None:
+                self.local.agree(signature)
+                for place, r in enumerate(self.mates):
+                    futex.copy(gathered + place * part, address + r * part, part)
+                self.wire.pack(gathered, len(self.mates) * part)
+
+            self._meet(signature, locally)
+            for host in self.wire.before:
+                slice_ = address + self.hosts[host][self.place] * part
+                futex.copy(slice_, self.wire.incoming(host) + self.place * part, part)
+        self.local.barrier(signature)
+
+    # --- broadcast
+
+    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
+        """Copy the root's bytes to every rank, at ``address``."""
+        host = next(h for h, ranks in enumerate(self.hosts) if root in ranks)
+        place = self.hosts[host].index(root)
+        if nbytes > PAYLOAD:
+            self.agree(signature)
+            if host == self.host:
+                self._broadcast_from(signature, address, nbytes, place)
+            else:
+                self._broadcast_to(signature, address, nbytes, host)
+            return
+        scratch = ctypes.addressof(self._scratch)
+
+        def locally() -> None:
+            if host != self.host:
+                self.local.agree(signature)
+                return
+            if self.rank == root:
+                futex.copy(scratch, address, nbytes)
+            self.local.broadcast(signature, scratch, nbytes, place)
+            self.wire.pack(scratch, nbytes)
+
+        self._meet(signature, locally)
+        if self.rank != root:
+            futex.copy(address, scratch if host == self.host else self.wire.incoming(host), nbytes)
+
+    def _broadcast_step(self, nbytes: int) -> int:
+        """Bytes of a chunk, so that every rank of a host has some to carry."""
+        share = -(-nbytes // len(self.mates))
+        return min(self._chunk, -(-share // 64) * 64)
+
+    def _broadcast_from(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
+        """On the root's host: share the chunks, and let the ranks send them in turn."""
+        step = self._broadcast_step(nbytes)
+        leaving: list[Message] = []
+
+        def fill(index: int, k: int) -> None:
+            if self.place == root:
+                start = index * step
+                self._put(k, address + start, min(step, nbytes - start))
+
+        def take(index: int, k: int) -> None:
+            start = index * step
+            size = min(step, nbytes - start)
+            if self.place != root:
+                self._get(root, k, address + start, size)
+            if index % len(self.mates) == self.place:
+                leaving.extend(self.wire.send(host, memory(address + start, size)) for host in self.wire.after)
+
+        self.local.rounds(signature, -(-nbytes // step), fill, take)
+        for message in leaving:
+            message.wait()
+
+    def _broadcast_to(self, signature: bytes, address: int, nbytes: int, host: int) -> None:
+        """On another host: receive every so manieth chunk, and share them."""
+        step, ranks = self._broadcast_step(nbytes), len(self.mates)
+
+        def part(index: int, place: int) -> tuple[int, int]:
+            start = (index * ranks + place) * step
+            return start, min(step, nbytes - start)
+
+        count = -(-nbytes // (step * ranks))
+        parts = [part(index, self.place) for index in range(count)]
+        arriving = [self.wire.receive(host, memory(address + s, size)) for s, size in parts if size > 0]
+
+        def fill(index: int, k: int) -> None:
+            start, size = parts[index]
+            if size > 0:
+                arriving[index].wait()
+                self._put(k, address + start, size)
+
+        def take(index: int, k: int) -> None:
+            for other in self._others:
+                start, size = part(index, other)
+                self._get(other, k, address + start, size)
+
+        self.local.rounds(signature, count, fill, take)
+
+    # --- reductions
+
+    def reduce_scatter(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """Reduce every rank's part for this rank: see :meth:`HostCollectives.reduce_scatter`."""
+        if max(part.numel() for part in parts) * out.dtype.itemsize > PAYLOAD:
+            self.agree(signature)
+            self._reduce_scatter(signature, parts, out, reduction)
+            return
+        # A local rank makes this host's sums for its place on every host.
+        by_place = [torch.cat([parts[ranks[i]] for ranks in self.hosts]) for i in range(len(self.mates))]
+        sums = torch.empty_like(by_place[self.place])
+        pieces = sums.split([parts[ranks[self.place]].numel() for ranks in self.hosts])
+
+        def locally() -> None:
+            self.local.reduce_scatter(signature, by_place, sums, reduction)
+            for host in self.wire.after:
+                piece = pieces[host]
+                futex.copy(self.wire.outgoing(host), piece.data_ptr(), piece.numel() * piece.dtype.itemsize)
+
+        self._meet(signature, locally)
+        self._combine_payloads(pieces[self.host], out, reduction)
+
+    def _combine_payloads(self, own: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
+        """Reduce what came with the meeting and this host's ``own``, in the order of hosts."""
+        nbytes = own.numel() * own.dtype.itemsize
+        if nbytes:
+            parts = [
+                own if host == self.host else memory(self.wire.incoming(host), nbytes).view(own.dtype)
+                for host in range(len(self.hosts))
+            ]
+            reduction.combine(parts, out)
+
+    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        if nbytes > PAYLOAD:
+            self.agree(signature)
+            parts = self._shares(tensor)
+            own = parts[self.rank]
+            self._reduce_scatter(signature, parts, own, reduction)
+            sizes = [part.numel() * part.dtype.itemsize for part in parts]
+            self._all_gather(signature, own.data_ptr(), sizes, [part.data_ptr() for part in parts])
+            return
+        sums = tensor.clone()
+
+        def locally() -> None:
+            self.local.all_reduce(signature, sums, reduction)
+            self.wire.pack(sums.data_ptr(), nbytes)
+
+        self._meet(signature, locally)
+        self._combine_payloads(sums, tensor, reduction)
+
+    def _shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A part of a tensor for each rank; the last may be shorter, or empty."""
+        size = len(self._ranks)
+        share = -(-tensor.numel() // size)
+        share = -(-share // 64) * 64
+        return [tensor[share * r : share * (r + 1)] for r in range(size)]
+
+    def _reduce_scatter(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """The same when all agree."""
+        operation = ReduceScatter(
+            self.local, self.wire, self._topology, chunk=self._chunk, parts=parts, out=out, reduction=reduction
+        )
+        operation.run(signature)

@@ -1,0 +1,191 @@
+"""Messages between hosts: from each rank to the ranks that have its place on the other hosts.
+
+gloo's sends and receives carry them, over a connection of their own to each of these ranks, so that a host has as many
+streams to another as it has ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from smp.comm import futex
+from smp.comm.arena import SIGNATURE_BYTES
+from smp.comm.topology import Topology
+
+PAYLOAD = 4096  # bytes of data that a meeting carries along
+_MEETING_BYTES = SIGNATURE_BYTES + PAYLOAD
+_MEETING, _DATA, _NEVER = 0, 1, 2  # gloo's tags
+
+
+def memory(address: int, nbytes: int) -> torch.Tensor:
+    """Bytes that live elsewhere, as a tensor."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+class Message:
+    """One that is under way; its memory must be left alone until :meth:`wait` has returned."""
+
+    def __init__(self, wire: Wire, host: int, work: dist.Work):
+        self._wire, self._host, self._work = wire, host, work
+
+    def wait(self) -> None:
+        """Wait until it has arrived, or has left.
+
+        Raises:
+            torch.distributed.DistBackendError: the connection has failed, or the time is over.
+        """
+        try:
+            self._work.wait(self._wire.timeout)
+        except RuntimeError as error:
+            self._wire.fail(self._host, error)
+
+
+class Wire:
+    """The connections of one rank of a group. Making it waits for the other ends.
+
+    Between two ranks messages arrive in the order of their sending, and must be received with the sizes they were sent
+    with.
+
+    Args:
+        store: of the group.
+        topology: of the group, even.
+        ranks: the job's rank of each of the group's ranks, for messages.
+        group: name of the group, for messages.
+        timeout: how long to wait for the other ends.
+
+    Raises:
+        torch.distributed.DistBackendError: one did not come in time.
+    """
+
+    def __init__(self, store: dist.Store, topology: Topology, ranks: Sequence[int], group: str, timeout: timedelta):
+        hosts, local = topology.hosts, topology.local
+        self.host, self.size, self.timeout = topology.host, len(hosts), timeout
+        # In this order every host talks to another at any time.
+        self.after = tuple((self.host + distance) % self.size for distance in range(1, self.size))
+        self.before = tuple((self.host - distance) % self.size for distance in range(1, self.size))
+        self._ends = [ranks[members[local]] for members in hosts]  # by host, the job's rank at that end
+        self._store, self._group, self._doing = store, group, f"the first exchange of group {group}"
+        self._outgoing = ctypes.create_string_buffer(self.size * _MEETING_BYTES)
+        self._incoming = ctypes.create_string_buffer(self.size * _MEETING_BYTES)
+        others = ", ".join(str(end) for end in self._ends if end != self._ends[self.host])
+        try:
+            self._link: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"wire{local}", store), self.host, self.size, timeout=timeout
+            )
+        except RuntimeError as error:
+            raise dist.DistBackendError(
+                f"smddp: {self._doing}: rank {self._ends[self.host]} has no connection to rank(s) {others} on other "
+                f"hosts: {_reason(error)}"
+            ) from error
+
+    def start(self, operation: str, number: int, timeout: float) -> None:
+        """Begin an operation: its name for messages, and how many seconds one wait in it may last."""
+        self._doing, self.timeout = f"{operation} #{number} of group {self._group}", timedelta(seconds=timeout)
+
+    # --- messages
+
+    def send(self, host: int, data: torch.Tensor) -> Message:
+        """Begin to send a contiguous tensor, which must not be empty."""
+        return self._send(host, data, _DATA)
+
+    def receive(self, host: int, data: torch.Tensor) -> Message:
+        """Begin to receive into a contiguous tensor, which must not be empty."""
+        return self._receive(host, data, _DATA)
+
+    def _send(self, host: int, data: torch.Tensor, tag: int) -> Message:
+        try:
+            return Message(self, host, self._link.send([data], host, tag))
+        except RuntimeError as error:
+            self.fail(host, error)
+
+    def _receive(self, host: int, data: torch.Tensor, tag: int) -> Message:
+        try:
+            return Message(self, host, self._link.recv([data], host, tag))
+        except RuntimeError as error:
+            self.fail(host, error)
+
+    # --- meetings
+
+    def meet(self, signature: bytes, objection: str = "") -> list[tuple[bytes, str]]:
+        """Tell every host what this one does, with the payload of :meth:`pack`, and hear what the others do.
+
+        Args:
+            signature: of the operation, ``SIGNATURE_BYTES`` bytes.
+            objection: instead, that this host's ranks disagree, and how.
+
+        Returns:
+            For each host its signature and its objection; one of the two is empty.
+        """
+        if objection:
+            text = objection.encode()[: PAYLOAD - 1]
+            signature = bytes(SIGNATURE_BYTES)
+            for host in self.after:
+                ctypes.memmove(self.outgoing(host), text + b"\0", len(text) + 1)
+        for host in self.after:
+            ctypes.memmove(self.outgoing(host) - SIGNATURE_BYTES, signature, SIGNATURE_BYTES)
+        messages = [
+            self._receive(host, memory(self.incoming(host) - SIGNATURE_BYTES, _MEETING_BYTES), _MEETING)
+            for host in self.before
+        ]
+        messages += [
+            self._send(host, memory(self.outgoing(host) - SIGNATURE_BYTES, _MEETING_BYTES), _MEETING)
+            for host in self.after
+        ]
+        for message in messages:
+            message.wait()
+        return [(signature.rstrip(b"\0"), objection) if h == self.host else self._heard(h) for h in range(self.size)]
+
+    def _heard(self, host: int) -> tuple[bytes, str]:
+        address = self.incoming(host)
+        said = ctypes.string_at(address - SIGNATURE_BYTES, SIGNATURE_BYTES).rstrip(b"\0")
+        if said:
+            return said, ""
+        return b"", ctypes.string_at(address, PAYLOAD).partition(b"\0")[0].decode(errors="replace")
+
+    def outgoing(self, host: int) -> int:
+        """Address of the payload for a host, until the meeting."""
+        return ctypes.addressof(self._outgoing) + host * _MEETING_BYTES + SIGNATURE_BYTES
+
+    def incoming(self, host: int) -> int:
+        """Address of a host's payload, from the meeting to the next."""
+        return ctypes.addressof(self._incoming) + host * _MEETING_BYTES + SIGNATURE_BYTES
+
+    def pack(self, address: int, nbytes: int) -> None:
+        """Make up to ``PAYLOAD`` bytes the payload for every host."""
+        for host in self.after:
+            futex.copy(self.outgoing(host), address, nbytes)
+
+    # --- failing
+
+    def fail(self, host: int, error: RuntimeError) -> NoReturn:
+        """Raise for what went wrong with a host."""
+        end = self._ends[host]
+        cause = ""
+        with contextlib.suppress(RuntimeError):  # the store's host may be the one that is gone
+            if self._store.check([f"failed{end}"]):
+                cause = f"; rank {end} has failed: {self._store.get(f'failed{end}').decode()}"
+        raise dist.DistBackendError(
+            f"smddp: {self._doing}: the exchange with rank {end} on another host failed: {_reason(error)}{cause}"
+        ) from error
+
+    def close(self, reason: str) -> None:
+        """Tell the other ends at once that this rank will send nothing more, and why."""
+        with contextlib.suppress(RuntimeError):  # as in fail()
+            self._store.set(f"failed{self._ends[self.host]}", reason)
+        for host in self.after:
+            # A receive that is late makes gloo close all its connections; otherwise they live as long as any message.
+            with contextlib.suppress(RuntimeError):
+                self._link.recv([torch.empty(1)], host, _NEVER).wait(timedelta(milliseconds=1))
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of gloo's message."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).split(". ")[0].strip()
