@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 
 from arguments import SECTIONS, TrainConfig
 from job import Plan, batch_of_flags
+from smp import comm
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.models.registry import count_parameters
@@ -34,9 +36,9 @@ def announce(plan: Plan) -> None:
     parameters = count_parameters(plan.model.hf_config)
     logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
     logger.info(
-        "World size = %d: dp_replicate %d x dp_shard %d x tp %d on %s, computing in %s",
+        "World size = %d: dp_replicate %d x dp_shard %d x tp %d on %s over %s, computing in %s",
         plan.launch.world_size, degrees.dp_replicate, degrees.dp_shard, degrees.tp, plan.device.type,
-        str(plan.dtype).removeprefix("torch."),
+        dist.get_backend(), str(plan.dtype).removeprefix("torch."),
     )  # fmt: skip
     tokens = plan.global_batch_size * plan.model.sequence_length
     logger.info(
@@ -55,6 +57,12 @@ def announce(plan: Plan) -> None:
             )  # fmt: skip
         for change in changes_since(plan.saved or {}, plan):
             logger.warning("Changed since the checkpoint: %s", change)
+
+
+def say_how_ranks_exchanged() -> None:
+    """Log what the ``smddp`` backend did and, where it left something to another backend, why."""
+    if report := comm.report():
+        logger.info("Collectives of this rank:\n%s", report)
 
 
 def changes_since(saved: dict[str, Any], plan: Plan) -> list[str]:

@@ -20,7 +20,14 @@ from torch import nn
 from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
 from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large, require_agreement
-from reporting import announce, arguments_table, draw_curves, say_what_next, write_config
+from reporting import (
+    announce,
+    arguments_table,
+    draw_curves,
+    say_how_ranks_exchanged,
+    say_what_next,
+    write_config,
+)
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import ConfigError, RankError, UserError
@@ -303,6 +310,7 @@ def finish(trainer: Trainer) -> None:
         plan.validation_data.close()
     if plan.launch.is_main:
         draw_curves(plan)
+        say_how_ranks_exchanged()
         say_what_next(plan, trainer.state.step, final if settings.save_final_model else None)
 
 

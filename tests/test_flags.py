@@ -118,6 +118,18 @@ def test_batch(tmp_path):
     assert len(microbatches(["--global_batch_size", 5])) == 3
 
 
+@check("distributed_backend", "shared_buffers")
+def test_exchange(tmp_path):
+    def output(*words):
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", *words]
+        return run_job(*job, "--output_dir", tmp_path / f"run{'_'.join(map(str, words))}", world_size=2).output
+
+    shared, private, gloo = output(), output("--shared_buffers", 0), output("--distributed_backend", "gloo")
+    assert "over smddp" in shared and "shared buffer" in shared
+    assert "shared memory" in private and "shared buffer" not in private
+    assert "over gloo" in gloo and "shared memory" not in gloo
+
+
 @check("seed")
 def test_seed(tmp_path):
     losses = lambda words, run: read_metrics(train(words, tmp_path / run))[0]["loss"]  # noqa: E731
