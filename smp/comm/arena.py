@@ -17,6 +17,7 @@ the peer lives, has failed, or is late.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import time
@@ -298,7 +299,11 @@ class Mismatch(dist.DistBackendError):
 
 def sign(text: str) -> bytes:
     """A signature, at its fixed length. What follows ``" @ "`` need only be the same within a host."""
-    return text.encode()[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")
+    whole = text.encode()
+    if len(whole) > SIGNATURE_BYTES:
+        digest = hashlib.sha256(whole).hexdigest()[:16]
+        whole = whole[: SIGNATURE_BYTES - 20] + f"... {digest}".encode()
+    return whole.ljust(SIGNATURE_BYTES, b"\0")
 
 
 def common_part(signature: bytes) -> bytes:

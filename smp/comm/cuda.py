@@ -30,7 +30,7 @@ from smp.comm.reduction import Reduction, supported
 from smp.comm.ring import SharedRing, control_bytes
 from smp.comm.settings import Settings
 from smp.comm.symmetric import Memory, SymmetricBuffers
-from smp.comm.tensors import Output, flat, nbytes
+from smp.comm.tensors import Output, flat, nbytes, overlap
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
@@ -73,7 +73,7 @@ class GpuCollectives:
     ):
         self.device, self.settings = device, connection.settings
         self.buffers: SymmetricBuffers | None = None
-        self._connection, self._seconds = connection, seconds
+        self._connection, self._rank, self._seconds = connection, rank, seconds
         self._size = len(connection.topology.members)
         self._memory: Memory | None = None
         self._turn = threading.Lock()
@@ -113,7 +113,8 @@ class GpuCollectives:
             if async_op:
                 stream = self._side = self._side or torch.cuda.Stream(self.device)
                 stream.wait_stream(current)
-            with torch.cuda.stream(stream):
+            # In inference mode all tensors can be written, made in it or not.
+            with torch.cuda.stream(stream), torch.inference_mode():
                 stream.wait_event(self._last)
                 collective()
                 self._last.record(stream)
@@ -125,16 +126,23 @@ class GpuCollectives:
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Gather ``source`` of all ranks into ``output``."""
-        out = Output(output, keep=False)
+        out, part = Output(output, keep=False), flat(source)
+        if overlap(part, out.memory) and part.data_ptr() != out.memory.data_ptr() + self._rank * nbytes(part):
+            part = part.clone()
         block = self.buffers.find(out.memory) if self.buffers is not None else None
-        self._engine.all_gather(out.flat.view(torch.uint8), flat(source).view(torch.uint8), block)
+        self._engine.all_gather(out.flat.view(torch.uint8), part.view(torch.uint8), block)
         out.finish()
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, name: str) -> None:
         """Reduce this rank's parts of all ranks' ``source`` into ``output``."""
         out, parts = Output(output, keep=False), flat(source)
+        result = out.flat
+        if overlap(result, parts) and result.data_ptr() != parts.data_ptr() + self._rank * nbytes(result):
+            result = torch.empty_like(result)
         block = self.buffers.find(parts) if self.buffers is not None else None
-        self._engine.reduce_scatter(out.flat, parts, Reduction(name, self._size), block)
+        self._engine.reduce_scatter(result, parts, Reduction(name, self._size), block)
+        if result.data_ptr() != out.memory.data_ptr():
+            out.flat.copy_(result)
         out.finish()
 
     def share_buffers(self) -> str:

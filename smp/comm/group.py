@@ -16,7 +16,7 @@ from smp.comm import report
 from smp.comm.connect import Collectives
 from smp.comm.ordered import GpuRun, OrderedGroup
 from smp.comm.reduction import Reduction, reduction_name, supported
-from smp.comm.tensors import Output, check_list, check_single, dense, flat, nbytes, plain_cpu
+from smp.comm.tensors import Output, check_list, check_outputs, check_single, dense, flat, nbytes, overlap, plain_cpu
 
 
 class SmddpGroup(OrderedGroup):
@@ -27,7 +27,7 @@ class SmddpGroup(OrderedGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         base = _either(self._plain, "all_gather_single", "_allgather_base")
         arguments = (output, input) if opts is None else (output, input, opts)
-        problem = check_single(output, input, self._size, "output", "input")
+        problem = check_single(output, input, self._size, "output", "input") or check_outputs((output,))
         if not plain_cpu((output, input)):
             gpu: GpuRun | None = None if problem else lambda own: own.all_gather(output, input)
             return self._elsewhere("all_gather", (input, output), lambda: base(*arguments), gpu=gpu, opts=opts)
@@ -38,6 +38,8 @@ class SmddpGroup(OrderedGroup):
             out, source = Output(output, keep=False), dense(input)
             start = out.memory.data_ptr()
             places = [start + r * part for r in range(self._size)]
+            if overlap(source, out.memory) and source.data_ptr() != places[self._rank]:
+                source = source.clone()
             collectives.all_gather(signature, source.data_ptr(), [part] * self._size, places)
             out.finish()
 
@@ -54,13 +56,16 @@ class SmddpGroup(OrderedGroup):
         base, arguments = self._plain.allgather, (output_tensors, input_tensors, *(() if opts is None else (opts,)))
         if len(input_tensors) != 1 or not plain_cpu((*outputs, source)):
             return self._elsewhere("all_gather", (*outputs, source), lambda: base(*arguments))
-        if problem := check_list(outputs, source, self._size, self._rank, "the output list"):
+        problem = check_list(outputs, source, self._size, self._rank, "the output list") or check_outputs(outputs)
+        if problem:
             return self._refuse("all_gather", problem, opts)
         sizes = tuple(t.numel() for t in outputs)
 
         def run(collectives: Collectives, signature: bytes) -> None:
             outs, mine = [Output(t, keep=False) for t in outputs], dense(source)
             places = [out.memory.data_ptr() for out in outs]
+            if any(overlap(mine, out.memory) for r, out in enumerate(outs) if r != self._rank):
+                mine = mine.clone()
             collectives.all_gather(signature, mine.data_ptr(), [nbytes(t) for t in outputs], places)
             for out in outs:
                 out.finish()
@@ -85,7 +90,7 @@ class SmddpGroup(OrderedGroup):
         base = _either(self._plain, "reduce_scatter_single", "_reduce_scatter_base")
         opts = opts or ReduceScatterOptions()
         name = reduction_name(opts.reduceOp)
-        problem = check_single(input, output, self._size, "input", "output")
+        problem = check_single(input, output, self._size, "input", "output") or check_outputs((output,))
         if not plain_cpu((output, input)) or not supported(name, input.dtype):
             gpu: GpuRun | None = None if problem else lambda own: own.reduce_scatter(output, input, name)
             inner = lambda: base(output, input, opts)  # noqa: E731
@@ -116,7 +121,8 @@ class SmddpGroup(OrderedGroup):
 
         if len(output_tensors) != 1 or not plain_cpu((*inputs, output)) or not supported(name, output.dtype):
             return self._elsewhere("reduce_scatter", (*inputs, output), inner, name)
-        if problem := check_list(inputs, output, self._size, self._rank, "the input list"):
+        problem = check_list(inputs, output, self._size, self._rank, "the input list") or check_outputs((output,))
+        if problem:
             return self._refuse("reduce_scatter", problem, opts)
         sizes = tuple(t.numel() for t in inputs)
 
@@ -130,6 +136,9 @@ class SmddpGroup(OrderedGroup):
         self, collectives: Collectives, signature: bytes, parts: list[torch.Tensor], out: Output, name: str
     ) -> None:
         reduction, elements = Reduction(name, self._size), out.flat
+        own = parts[self._rank].data_ptr() == elements.data_ptr()
+        if any(overlap(elements, part) for r, part in enumerate(parts) if not (own and r == self._rank)):
+            parts = [part.clone() for part in parts]
         collectives.reduce_scatter(signature, parts, elements, reduction)
         reduction.finish(elements)
         out.finish()
@@ -151,6 +160,8 @@ class SmddpGroup(OrderedGroup):
         name = reduction_name(opts.reduceOp)
         if len(tensors) != 1 or not plain_cpu(tensors) or not supported(name, tensor.dtype):
             return self._elsewhere("all_reduce", tensors, lambda: base(tensors, opts), name)
+        if problem := check_outputs(tensors):
+            return self._refuse("all_reduce", problem, opts)
 
         def run(collectives: Collectives, signature: bytes) -> None:
             out, reduction = Output(tensor, keep=True), Reduction(name, self._size)
@@ -175,6 +186,8 @@ class SmddpGroup(OrderedGroup):
         tensor, base, root = tensors[0], self._plain.broadcast, opts.rootRank
         if len(tensors) != 1 or not plain_cpu(tensors):
             return self._elsewhere("broadcast", tensors, lambda: base(tensors, opts))
+        if self._rank != root and (problem := check_outputs(tensors)):
+            return self._refuse("broadcast", problem, opts)
 
         def run(collectives: Collectives, signature: bytes) -> None:
             out = Output(tensor, keep=self._rank == root)
@@ -220,10 +233,12 @@ class SmddpGroup(OrderedGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: Any, *arguments: Any) -> Any:
+        self._check_usable()
         report.count("send", nbytes(tensors[0]), _device_path(tensors[0]), "left to it")
         return super().send(tensors, *arguments)
 
     def recv(self, tensors: Any, *arguments: Any) -> Any:
+        self._check_usable()
         report.count("recv", nbytes(tensors[0]), _device_path(tensors[0]), "left to it")
         return super().recv(tensors, *arguments)
 

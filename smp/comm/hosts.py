@@ -4,7 +4,7 @@ Each rank exchanges with the ranks that have its place on the other hosts, so a 
 ranks, and no byte twice. What arrives is handed on through the arena while the next chunk is on its way.
 
 Every operation begins with a meeting: when all ranks of a host do the same, each tells its ends on the other hosts what
-that is. So every rank knows what all hosts do before anything is written, and small data comes along with it. Nobody
+that is. So every rank knows what all hosts do before anything is written, and up to 64 KiB of data come along. Nobody
 can leave a meeting before everybody has begun the operation, which makes it a barrier.
 
 Sums are made in rank order inside each host, then over the hosts in the order of their lowest ranks: the same bits on
@@ -25,6 +25,9 @@ from smp.comm.hosts_reduction import ReduceScatter
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import PAYLOAD, Message, Wire, memory
+
+# Up to so many bytes of a host, each of its ranks carries all of them: that spares a round of the arena.
+_CARRIED_BYTES = 4096
 
 
 class HostsCollectives:
@@ -53,7 +56,8 @@ class HostsCollectives:
         self._ranks, self._group, self._chunk = ranks, group, chunk
         self._arena = local.arena if isinstance(local, HostCollectives) else None
         self._others = self._arena.others if self._arena is not None else ()
-        self._scratch = ctypes.create_string_buffer(PAYLOAD)
+        self._scratch = ctypes.create_string_buffer(_CARRIED_BYTES)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
 
     def _meet(self, signature: bytes, locally: Callable[[], None]) -> None:
         """See that all ranks of all hosts do the same.
@@ -99,16 +103,22 @@ class HostsCollectives:
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank: see :meth:`HostCollectives.all_gather`."""
-        if max(sum(sizes[r] for r in ranks) for ranks in self.hosts) > PAYLOAD:
+        if max(sum(sizes[r] for r in ranks) for ranks in self.hosts) <= _CARRIED_BYTES:
+            self._all_gather_carried(signature, source, sizes, places)
+        elif max(sizes) <= PAYLOAD:
+            self._exchange_packed(signature, source, sizes, places)
+            self._hand_on(signature, source, sizes, places, {})
+        else:
             self.agree(signature)
             self._all_gather(signature, source, sizes, places)
-            return
+
+    def _all_gather_carried(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         gathered = ctypes.addressof(self._scratch)
 
         def locally() -> None:
             own = [sizes[r] for r in self.mates]
             self.local.all_gather(signature, source, own, [gathered + sum(own[:i]) for i in range(len(own))])
-            self.wire.pack(gathered, sum(own))
+            self.wire.pack_for_all(gathered, sum(own))
 
         self._meet(signature, locally)
         for host, ranks in enumerate(self.hosts):
@@ -116,6 +126,18 @@ class HostsCollectives:
             for r in ranks:
                 futex.copy(places[r], address, sizes[r])
                 address += sizes[r]
+
+    def _exchange_packed(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+        """Exchange with this rank's other ends in the meeting."""
+
+        def locally() -> None:
+            self.local.agree(signature)
+            self.wire.pack_for_all(source, sizes[self.rank])
+
+        self._meet(signature, locally)
+        for host in self.wire.before:
+            r = self.hosts[host][self.place]
+            futex.copy(places[r], self.wire.incoming(host), sizes[r])
 
     def _exchange(
         self, source: int, sizes: Sequence[int], places: Sequence[int]
@@ -137,8 +159,20 @@ class HostsCollectives:
         return leaving, arriving
 
     def _all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        """The same when all agree: this host's bytes are shared while the first of the others' are on their way."""
+        """The same when all agree."""
         leaving, arriving = self._exchange(source, sizes, places)
+        self._hand_on(signature, source, sizes, places, arriving)
+        for message in leaving:
+            message.wait()
+
+    def _hand_on(
+        self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int],
+        arriving: dict[tuple[int, int], Message],
+    ) -> None:  # fmt: skip
+        """Share this rank's bytes and those of its other ends inside the host.
+
+        This host's go first, while those that are still ``arriving`` (see :meth:`_exchange`) are on their way.
+        """
         longest = [max(sizes[r] for r in ranks) for ranks in self.hosts]
         steps = [(self.host, start) for start in range(0, longest[self.host], self._chunk)]
         for start in range(0, max(longest), self._chunk):
@@ -148,7 +182,7 @@ class HostsCollectives:
             host, start = steps[index]
             r = self.hosts[host][self.place]
             if (size := min(self._chunk, sizes[r] - start)) > 0:
-                if host != self.host:
+                if (host, start) in arriving:
                     arriving.pop((host, start)).wait()
                 self._put(k, (source if host == self.host else places[r]) + start, size)
 
@@ -162,8 +196,6 @@ class HostsCollectives:
                 self._get(other, k, places[r] + start, min(self._chunk, sizes[r] - start))
 
         self.local.rounds(signature, len(steps), fill, take)
-        for message in leaving:
-            message.wait()
 
     def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
         """Complete a gathered buffer that this host's ranks share, whose pages every rank of the host sees.
@@ -175,28 +207,32 @@ class HostsCollectives:
             address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
             part: bytes of each rank.
         """
-        own = address + self.rank * part
-        if part * len(self.mates) > PAYLOAD:
+        sizes = [part] * len(self._ranks)
+        places = [address + r * part for r in range(len(sizes))]
+        own = places[self.rank]
+        if part * len(self.mates) <= _CARRIED_BYTES:
+            self._exchange_slices_carried(signature, places, part)
+        elif part <= PAYLOAD:
+            self._exchange_packed(signature, own, sizes, places)
+        else:
             self.agree(signature)
-            size = sum(len(ranks) for ranks in self.hosts)
-            places = [address + r * part for r in range(size)]
-            leaving, arriving = self._exchange(own, [part] * size, places)
+            leaving, arriving = self._exchange(own, sizes, places)
             for message in (*leaving, *arriving.values()):
                 message.wait()
-        else:
-            gathered = ctypes.addressof(self._scratch)
-
-            def locally() -> None:
-                self.local.agree(signature)
-                for place, r in enumerate(self.mates):
-                    futex.copy(gathered + place * part, address + r * part, part)
-                self.wire.pack(gathered, len(self.mates) * part)
-
-            self._meet(signature, locally)
-            for host in self.wire.before:
-                slice_ = address + self.hosts[host][self.place] * part
-                futex.copy(slice_, self.wire.incoming(host) + self.place * part, part)
         self.local.barrier(signature)
+
+    def _exchange_slices_carried(self, signature: bytes, places: Sequence[int], part: int) -> None:
+        gathered = ctypes.addressof(self._scratch)
+
+        def locally() -> None:
+            self.local.agree(signature)
+            for i, r in enumerate(self.mates):
+                futex.copy(gathered + i * part, places[r], part)
+            self.wire.pack_for_all(gathered, len(self.mates) * part)
+
+        self._meet(signature, locally)
+        for host in self.wire.before:
+            futex.copy(places[self.hosts[host][self.place]], self.wire.incoming(host) + self.place * part, part)
 
     # --- broadcast
 
@@ -204,7 +240,7 @@ class HostsCollectives:
         """Copy the root's bytes to every rank, at ``address``."""
         host = next(h for h, ranks in enumerate(self.hosts) if root in ranks)
         place = self.hosts[host].index(root)
-        if nbytes > PAYLOAD:
+        if nbytes > _CARRIED_BYTES:
             self.agree(signature)
             if host == self.host:
                 self._broadcast_from(signature, address, nbytes, place)
@@ -220,7 +256,7 @@ class HostsCollectives:
             if self.rank == root:
                 futex.copy(scratch, address, nbytes)
             self.local.broadcast(signature, scratch, nbytes, place)
-            self.wire.pack(scratch, nbytes)
+            self.wire.pack_for_all(scratch, nbytes)
 
         self._meet(signature, locally)
         if self.rank != root:
@@ -286,7 +322,11 @@ class HostsCollectives:
         """Reduce every rank's part for this rank: see :meth:`HostCollectives.reduce_scatter`."""
         if max(part.numel() for part in parts) * out.dtype.itemsize > PAYLOAD:
             self.agree(signature)
-            self._reduce_scatter(signature, parts, out, reduction)
+            operation = ReduceScatter(
+                self.local, self.wire, self._topology, chunk=self._chunk, parts=parts, out=out, reduction=reduction,
+                workspace=self._room
+            )  # fmt: skip
+            operation.run(signature)
             return
         # A local rank makes this host's sums for its place on every host.
         by_place = [torch.cat([parts[ranks[i]] for ranks in self.hosts]) for i in range(len(self.mates))]
@@ -296,8 +336,7 @@ class HostsCollectives:
         def locally() -> None:
             self.local.reduce_scatter(signature, by_place, sums, reduction)
             for host in self.wire.after:
-                piece = pieces[host]
-                futex.copy(self.wire.outgoing(host), piece.data_ptr(), piece.numel() * piece.dtype.itemsize)
+                self.wire.pack(host, pieces[host].data_ptr(), pieces[host].numel() * out.dtype.itemsize)
 
         self._meet(signature, locally)
         self._combine_payloads(pieces[self.host], out, reduction)
@@ -315,11 +354,10 @@ class HostsCollectives:
     def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
         nbytes = tensor.numel() * tensor.dtype.itemsize
-        if nbytes > PAYLOAD:
-            self.agree(signature)
+        if nbytes > _CARRIED_BYTES:
             parts = self._shares(tensor)
             own = parts[self.rank]
-            self._reduce_scatter(signature, parts, own, reduction)
+            self.reduce_scatter(signature, parts, own, reduction)
             sizes = [part.numel() * part.dtype.itemsize for part in parts]
             self._all_gather(signature, own.data_ptr(), sizes, [part.data_ptr() for part in parts])
             return
@@ -327,7 +365,7 @@ class HostsCollectives:
 
         def locally() -> None:
             self.local.all_reduce(signature, sums, reduction)
-            self.wire.pack(sums.data_ptr(), nbytes)
+            self.wire.pack_for_all(sums.data_ptr(), nbytes)
 
         self._meet(signature, locally)
         self._combine_payloads(sums, tensor, reduction)
@@ -339,11 +377,9 @@ class HostsCollectives:
         share = -(-share // 64) * 64
         return [tensor[share * r : share * (r + 1)] for r in range(size)]
 
-    def _reduce_scatter(
-        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
-    ) -> None:
-        """The same when all agree."""
-        operation = ReduceScatter(
-            self.local, self.wire, self._topology, chunk=self._chunk, parts=parts, out=out, reduction=reduction
-        )
-        operation.run(signature)
+    def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory to work in, kept for the next time: fresh pages cost as much as what is done with them."""
+        nbytes = numel * dtype.itemsize
+        if self._workspace.numel() < nbytes:
+            self._workspace = torch.empty(nbytes, dtype=torch.uint8)
+        return self._workspace[:nbytes].view(dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,11 +30,13 @@ class ReduceScatter:
         parts: this rank's part for each rank: 1-D, contiguous; the sizes may differ, but are the same everywhere.
         out: 1-D, contiguous, as long as this rank's part, which it may be.
         reduction: what to do; it is not finished here.
+        workspace: gives memory for so many elements of a dtype, until the operation has ended.
     """
 
     def __init__(
         self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *, chunk: int,
         parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction,
+        workspace: Callable[[int, torch.dtype], torch.Tensor],
     ):  # fmt: skip
         self._local, self._wire, self._hosts = local, wire, topology.hosts
         self._host, self._place, self._rank = topology.host, topology.local, topology.neighbours[topology.local]
@@ -42,10 +45,10 @@ class ReduceScatter:
         self._sizes, self._itemsize = [part.numel() for part in parts], out.dtype.itemsize
         share = chunk // len(topology.neighbours) // 64 * 64  # bytes of a slot for one rank
         self._piece = min(share // self._itemsize, max(self._sizes))
-        # By (piece modulo depth, host): the others' sums for this rank, and this host's for them and for itself.
-        self._incoming, self._sums = (
-            torch.empty(_DEPTH, len(self._hosts), self._piece, dtype=out.dtype) for _ in range(2)
-        )
+        # The others' sums for this rank, and this host's for them and for itself, by (piece modulo depth, host).
+        shape = (2, _DEPTH, len(self._hosts), self._piece)
+        self._incoming, self._sums = workspace(math.prod(shape), out.dtype).view(shape)
+        self._own: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Message]] = {}
         self._leaving: dict[tuple[int, int], Message] = {}
 
@@ -91,34 +94,35 @@ class ReduceScatter:
             key = (index % _DEPTH, host)
             if key in self._leaving:
                 self._leaving.pop(key).wait()
-            sums = self._sums[key][:size]
-            self._sum_here(self._parts[rank][index * self._piece :][:size], k, sums)
-            if host != self._host:
+            sums = self._sum_here(self._parts[rank][index * self._piece :][:size], k, self._sums[key][:size])
+            if host == self._host:
+                self._own[index] = sums
+            else:
                 self._leaving[key] = self._wire.send(host, sums)
         if host == self._host and index:
             self._finish(index - 1)
 
-    def _sum_here(self, own: torch.Tensor, k: int, out: torch.Tensor) -> None:
-        """Reduce this host's parts in rank order: this rank's ``own``, and the peers' in their slots."""
-        if isinstance(self._local, HostCollectives):
-            start = self._place * self._piece
-            parts = [
-                own if r == self._place else self._local.slot(r, k, own.dtype, own.numel(), start)
-                for r in range(self._local.size)
-            ]
-            add_up(parts, out, self._reduction)
-        else:
-            out.copy_(own)
+    def _sum_here(self, own: torch.Tensor, k: int, out: torch.Tensor) -> torch.Tensor:
+        """Reduce this host's parts in rank order, this rank's ``own`` and the peers' in their slots; often ``out``."""
+        if not isinstance(self._local, HostCollectives):
+            return own
+        start = self._place * self._piece
+        parts = [
+            own if r == self._place else self._local.slot(r, k, own.dtype, own.numel(), start)
+            for r in range(self._local.size)
+        ]
+        add_up(parts, out, self._reduction)
+        return out
 
     def _finish(self, index: int) -> None:
         """Reduce the hosts' sums of a piece, in the order of hosts."""
         if size := self._length(self._rank, index):
             for message in self._arriving.pop(index):
                 message.wait()
-            slot = index % _DEPTH
-            sums = [
-                (self._sums if host == self._host else self._incoming)[slot, host, :size]
-                for host in range(len(self._hosts))
-            ]
-            add_up(sums, self._out[index * self._piece :][:size], self._reduction)
+            own, out = self._own.pop(index), self._out[index * self._piece :][:size]
+            if own.data_ptr() == out.data_ptr() and self._host > 1:
+                own = own.clone()  # the first two sums are added up before it is read
+            place = self._incoming[index % _DEPTH]
+            sums = [own if host == self._host else place[host, :size] for host in range(len(self._hosts))]
+            add_up(sums, out, self._reduction)
             self._expect(index + _DEPTH)

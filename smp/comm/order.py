@@ -80,7 +80,8 @@ class QueuedWork(Work):
             self._done.set()
             future = self._future
         if future is not None:
-            self._complete(future)
+            # In a thread of its own: callbacks may call collectives and wait for them, and this one holds the turn.
+            threading.Thread(target=self._complete, args=(future,), daemon=True).start()
 
     def _complete(self, future: Future) -> None:
         if self._error is None:
@@ -92,9 +93,10 @@ class QueuedWork(Work):
         # torch's own calls pass 0 for "no limit of yours".
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.is_set():
-            self._order.help(self._done, seconds)
-        if not self._done.is_set():
-            raise RuntimeError(f"smddp: the operation has not ended within {seconds:g} s")
+            if seconds <= 0:
+                self._order.help(self._done)
+            elif not self._done.wait(seconds):  # to help could take longer
+                raise RuntimeError(f"smddp: the operation has not ended within {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
@@ -231,15 +233,11 @@ class Order:
         """Whether nothing waits or runs."""
         return not self._waiting and not self._turn.locked()
 
-    def help(self, done: threading.Event, seconds: float) -> None:
-        """Run what waits until ``done``, or until another thread has set it, or for ``seconds`` (0: no limit)."""
-        if not self._turn.acquire(timeout=seconds or -1):
-            return
-        try:
+    def help(self, done: threading.Event) -> None:
+        """Run what waits until ``done``, or until another thread has set it."""
+        with self._turn:
             while not done.is_set() and self._waiting:
                 self._waiting.popleft().execute()
-        finally:
-            self._turn.release()
 
     def stop(self, *, join: bool) -> None:
         """Run what waits, then let the worker end; with ``join``, wait for that."""

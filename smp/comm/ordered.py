@@ -161,14 +161,20 @@ class OrderedGroup(ProcessGroup):
             path: for the report, if it is not the group's usual one.
         """
         self._check_usable()
-        if self._pid != os.getpid():
-            raise dist.DistBackendError(f"smddp: group {self.label} belongs to process {self._pid}, which was forked")
         connection = self._connection
         if connection is not None and connection.collectives is None and self._order.idle:
             report.count(operation, size, "gloo", connection.why)
             return inner()
+        span = report.record(operation, size)
+        if span is not None:
+            span.__enter__()  # here, whichever thread ends it: a profiler looks at the threads that it was started in
+
         def collective() -> None:
-            self._perform(operation, size, key, run, inner, opts, path)
+            try:
+                self._perform(operation, size, key, run, inner, opts, path)
+            finally:
+                if span is not None:
+                    span.__exit__(None, None, None)
 
         if async_op is None:
             # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
@@ -179,6 +185,8 @@ class OrderedGroup(ProcessGroup):
         return DONE
 
     def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise dist.DistBackendError(f"smddp: group {self.label} belongs to process {self._pid}, which was forked")
         if self._broken is not None:
             raise dist.DistBackendError(f"smddp: group {self.label} cannot be used any more: {self._broken}")
 
@@ -186,9 +194,6 @@ class OrderedGroup(ProcessGroup):
         self, operation: str, size: int, key: tuple[Any, ...], run: Run, inner: Callable[[], Any], opts: Any,
         path: str,
     ) -> None:  # fmt: skip
-        span = report.record(operation, size)
-        if span is not None:
-            span.__enter__()
         try:
             connection = self._connection or self.connection
             if connection.collectives is None:
@@ -199,7 +204,9 @@ class OrderedGroup(ProcessGroup):
             # Unset is a negative time.
             own = opts.timeout.total_seconds() if opts is not None else 0.0
             connection.start(operation, self._number, size, own if own > 0 else self._seconds)
-            run(connection.collectives, self._signatures.get(key) or self._sign(key))
+            # In this mode every tensor can be written, outside it one made in it cannot; threads are outside.
+            with torch.inference_mode():
+                run(connection.collectives, self._signatures.get(key) or self._sign(key))
             connection.end()
             report.count(operation, size, path or connection.path)
         except Mismatch:
@@ -207,9 +214,6 @@ class OrderedGroup(ProcessGroup):
         except BaseException as error:
             self.fail(error)
             raise
-        finally:
-            if span is not None:
-                span.__exit__(None, None, None)
 
     def _sign(self, key: tuple[Any, ...]) -> bytes:
         if len(self._signatures) >= _SIGNATURES_KEPT:
@@ -239,6 +243,7 @@ class OrderedGroup(ProcessGroup):
 
     def _inner(self, operation: str, tensors: Sequence[torch.Tensor], why: str, call: Callable[[], Any]) -> Any:
         """Hand a collective to the inner backend, after those of ours that are queued."""
+        self._check_usable()
         size = sum(nbytes(t) for t in tensors)
         path = "nccl" if any(t.device.type == "cuda" for t in tensors) else "gloo"
 

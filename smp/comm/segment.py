@@ -87,7 +87,8 @@ def share(store: dist.Store, name: str, size: int, *, peers: Peers, timeout: tim
         store.set(f"{name}/offer", json.dumps([os.getpid(), descriptor, size, nonce, reason]))
     else:
         _wait(store, [f"{name}/offer"], [0], peers, timeout)
-        pid, number, size, nonce, reason = json.loads(store.get(f"{name}/offer"))
+        pid, number, size, nonce, refused = json.loads(store.get(f"{name}/offer"))
+        reason = reason or refused
         if not reason:
             segment, reason = _open(pid, number, size, nonce)
     try:

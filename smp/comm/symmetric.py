@@ -160,7 +160,9 @@ class Memory:
         self._plain_store = dist.PrefixStore("gpu", store)
         self._rank, self._ranks, self._device, self._timeout = rank, ranks, device, timeout
         self._turns = itertools.count()
-        self._store = _CountingAnew(dist.PrefixStore("rendezvous", self._plain_store), timeout)
+        # The ranks begin a rendezvous together; if one fails in it, the others must say so while it waits for them.
+        patience = min(timeout / 2, timedelta(minutes=1))
+        self._store = _CountingAnew(dist.PrefixStore("rendezvous", self._plain_store), patience)
         self._group = ProcessGroup(self._store, rank, len(ranks))
         self._group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         self._name = dist.distributed_c10d.GroupName(f"smddp-gpu-{next(_names)}")
@@ -260,7 +262,8 @@ class SymmetricBuffers:
             current.wait_stream(block.stream)
         block.stream = current
         if self._poison:
-            block.memory[:nbytes].fill_(0xFF)
+            with torch.inference_mode():  # the block may have been made in it
+                block.memory[:nbytes].fill_(0xFF)
         return _tensor(_Lease(hold, block, nbytes), block.memory.device).view(dtype)
 
     def find(self, tensor: torch.Tensor) -> Block | None:

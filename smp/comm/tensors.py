@@ -68,6 +68,12 @@ class Output:
             self._tensor.detach().copy_(self.memory)
 
 
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors share memory."""
+    start, other = a.data_ptr(), b.data_ptr()
+    return start < other + nbytes(b) and other < start + nbytes(a)
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the elements."""
     return tensor.numel() * tensor.element_size()
@@ -82,6 +88,16 @@ def check_single(many: torch.Tensor, one: torch.Tensor, size: int, many_name: st
             f"{many_name} {tuple(many.shape)} has {many.numel()} elements, {one_name} {tuple(one.shape)} has "
             f"{one.numel()}: {many_name} must have {size} (ranks) times as many"
         )
+    return None
+
+
+def check_outputs(tensors: Sequence[torch.Tensor]) -> str | None:
+    """What is wrong with tensors to write to, or None."""
+    for tensor in tensors:
+        strides = tensor.stride()
+        expanded = 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))
+        if expanded and tensor.numel():
+            return f"the output {tuple(tensor.shape)} is expanded: several of its elements are one number in memory"
     return None
 
 

@@ -20,8 +20,9 @@ from smp.comm import futex
 from smp.comm.arena import SIGNATURE_BYTES
 from smp.comm.topology import Topology
 
-PAYLOAD = 4096  # bytes of data that a meeting carries along
+PAYLOAD = 64 * 1024  # bytes of data that a meeting may carry along
 _MEETING_BYTES = SIGNATURE_BYTES + PAYLOAD
+_OBJECTION_BYTES = 4096
 _MEETING, _DATA, _NEVER = 0, 1, 2  # gloo's tags
 
 
@@ -75,6 +76,7 @@ class Wire:
         self._store, self._group, self._doing = store, group, f"the first exchange of group {group}"
         self._outgoing = ctypes.create_string_buffer(self.size * _MEETING_BYTES)
         self._incoming = ctypes.create_string_buffer(self.size * _MEETING_BYTES)
+        self._packed = [0] * self.size  # bytes of the payload for each host
         others = ", ".join(str(end) for end in self._ends if end != self._ends[self.host])
         try:
             self._link: Any = dist.ProcessGroupGloo(
@@ -115,7 +117,7 @@ class Wire:
     # --- meetings
 
     def meet(self, signature: bytes, objection: str = "") -> list[tuple[bytes, str]]:
-        """Tell every host what this one does, with the payload of :meth:`pack`, and hear what the others do.
+        """Tell every host what this one does, with what is packed for it, and hear what the others do.
 
         Args:
             signature: of the operation, ``SIGNATURE_BYTES`` bytes.
@@ -125,20 +127,21 @@ class Wire:
             For each host its signature and its objection; one of the two is empty.
         """
         if objection:
-            text = objection.encode()[: PAYLOAD - 1]
             signature = bytes(SIGNATURE_BYTES)
+            text = objection.encode()[: _OBJECTION_BYTES - 1].ljust(_OBJECTION_BYTES, b"\0")
             for host in self.after:
-                ctypes.memmove(self.outgoing(host), text + b"\0", len(text) + 1)
+                ctypes.memmove(self._outgoing_payload(host), text, len(text))
+                self._packed[host] = len(text)
+        messages = []
+        for host in self.before:
+            # gloo takes a shorter message than the one expected.
+            whole = memory(self.incoming(host) - SIGNATURE_BYTES, _MEETING_BYTES)
+            messages.append(self._receive(host, whole, _MEETING))
         for host in self.after:
-            ctypes.memmove(self.outgoing(host) - SIGNATURE_BYTES, signature, SIGNATURE_BYTES)
-        messages = [
-            self._receive(host, memory(self.incoming(host) - SIGNATURE_BYTES, _MEETING_BYTES), _MEETING)
-            for host in self.before
-        ]
-        messages += [
-            self._send(host, memory(self.outgoing(host) - SIGNATURE_BYTES, _MEETING_BYTES), _MEETING)
-            for host in self.after
-        ]
+            start = self._outgoing_payload(host) - SIGNATURE_BYTES
+            ctypes.memmove(start, signature, SIGNATURE_BYTES)
+            messages.append(self._send(host, memory(start, SIGNATURE_BYTES + self._packed[host]), _MEETING))
+            self._packed[host] = 0
         for message in messages:
             message.wait()
         return [(signature.rstrip(b"\0"), objection) if h == self.host else self._heard(h) for h in range(self.size)]
@@ -148,20 +151,24 @@ class Wire:
         said = ctypes.string_at(address - SIGNATURE_BYTES, SIGNATURE_BYTES).rstrip(b"\0")
         if said:
             return said, ""
-        return b"", ctypes.string_at(address, PAYLOAD).partition(b"\0")[0].decode(errors="replace")
+        return b"", ctypes.string_at(address, _OBJECTION_BYTES).partition(b"\0")[0].decode(errors="replace")
 
-    def outgoing(self, host: int) -> int:
-        """Address of the payload for a host, until the meeting."""
-        return ctypes.addressof(self._outgoing) + host * _MEETING_BYTES + SIGNATURE_BYTES
+    def pack(self, host: int, address: int, nbytes: int) -> None:
+        """Make up to ``PAYLOAD`` bytes what a host hears in the next meeting."""
+        futex.copy(self._outgoing_payload(host), address, nbytes)
+        self._packed[host] = nbytes
+
+    def pack_for_all(self, address: int, nbytes: int) -> None:
+        """Make it what every host hears."""
+        for host in self.after:
+            self.pack(host, address, nbytes)
 
     def incoming(self, host: int) -> int:
-        """Address of a host's payload, from the meeting to the next."""
+        """Address of what a host has packed, from one meeting to the next."""
         return ctypes.addressof(self._incoming) + host * _MEETING_BYTES + SIGNATURE_BYTES
 
-    def pack(self, address: int, nbytes: int) -> None:
-        """Make up to ``PAYLOAD`` bytes the payload for every host."""
-        for host in self.after:
-            futex.copy(self.outgoing(host), address, nbytes)
+    def _outgoing_payload(self, host: int) -> int:
+        return ctypes.addressof(self._outgoing) + host * _MEETING_BYTES + SIGNATURE_BYTES
 
     # --- failing
 

@@ -1,0 +1,371 @@
+"""What of the GPU path needs no GPU: choices, reasons, the order of copies, barriers and streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp.comm import cuda, symmetric
+from smp.comm.copy_engine import CopyEngine
+from smp.comm.cuda import GpuCollectives, SymmetricAllGather, SymmetricReduceScatter, install, zero_copy_available
+from smp.comm.order import DONE, GpuWork
+from smp.comm.reduction import Reduction
+from smp.comm.settings import Settings, read_settings
+from smp.comm.symmetric import Block, Place, obstacle
+from tests.distributed import run_distributed
+from tests.fake_gpu import FakeStream
+
+HALF = 4096
+SIZES = [0, 1, 63, 1024, 1025, 5000]
+
+
+# --- choices and reasons
+
+
+@pytest.mark.parametrize(
+    ("operation", "size", "changes", "expected"),
+    [
+        ("all_gather", 2**20, {}, ""),
+        ("all_gather", 2**20 - 1, {}, "too small"),
+        ("all_gather", 2**20, {"capturing": True}, "in a graph capture"),
+        ("all_gather", 2**20, {"coalescing": True}, "in a coalesced batch"),
+        ("reduce_scatter", 2**30, {}, "NCCL adds while it moves"),
+        ("reduce_scatter", 2**20, {"gpu_sums": True}, ""),
+        ("reduce_scatter", 1, {"gpu_sums": True}, "too small"),
+        ("all_gather", 0, {"gpu_minimum": 0}, ""),
+    ],
+)
+def test_choice(operation, size, changes, expected):
+    flags = {"capturing": False, "coalescing": False} | {k: v for k, v in changes.items() if not k.startswith("gpu")}
+    settings = dataclasses.replace(Settings(), **{k: v for k, v in changes.items() if k.startswith("gpu")})
+    assert cuda.why_not(operation, size, settings, **flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("places", "visible", "denied", "expected"),
+    [
+        ("abc", "abc", [], ""),
+        ("aaa", "a", [], ""),  # one GPU for all: for torch to refuse
+        ("abc", "ab", [], "the GPU of rank 30 is hidden from rank 10"),
+        ("abc", "abc", [(0, 2)], "no peer access between the GPUs of ranks 10 and 30"),
+        ("abc", "abc", [(1, 2)], ""),  # another rank's to say
+    ],
+)
+def test_obstacles(places, visible, denied, expected):
+    members = [Place(gpu, [1], "") for gpu in places]
+    indices = {gpu: index for index, gpu in enumerate(visible)}
+    assert obstacle(members, 0, [10, 20, 30], indices, lambda a, b: (a, b) not in denied) == expected
+
+
+def test_obstacles_that_all_ranks_see():
+    def check(*places):
+        return {obstacle(places, rank, [0, 1], {"a": 0, "b": 1}, lambda a, b: True) for rank in range(2)}
+
+    assert check(Place("a", [1], ""), Place("", [1], "no way")) == {"no way"}
+    assert check(Place("a", [1], ""), Place("b", [2], "")) == {"the ranks' SMP_SYMMETRIC_ or SMDDP_ settings differ"}
+
+
+def test_a_place_says_what_stands_in_the_way(monkeypatch):
+    device = torch.device("cuda", 0)
+    assert symmetric.place(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
+    for backend, problem in [
+        ("NCCL", "torch's symmetric memory is set to NCCL"),
+        (None, "torch has no symmetric memory"),
+    ]:
+        monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device, backend=backend: backend))
+        assert symmetric.place(device, Settings()).problem == problem
+    monkeypatch.setattr(symmetric, "_torch", None)
+    assert symmetric.place(device, Settings()).problem == "torch has no symmetric memory"
+    monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    assert symmetric.place(device, Settings()) == Place("GPU-7", [32 * 2**20, 2**20, False, 64 * 2**30], "")
+
+
+def test_knobs(monkeypatch):
+    for name, value in [("WORKSPACE_BYTES", 2**20), ("MINIMUM_BYTES", 5), ("REDUCE_SCATTER", 1)]:
+        monkeypatch.setenv(f"SMP_SYMMETRIC_{name}", str(value))
+    settings = read_settings()
+    assert (settings.workspace, settings.gpu_minimum, settings.gpu_sums) == (2**20, 5, True)
+
+
+# --- the order of copies and barriers
+
+
+class FakeHandle:
+    """torch's handle, on CPU memory: a rank is a thread. One of them is slow after every barrier."""
+
+    def __init__(self, rank: int, memories: list[torch.Tensor], barrier: threading.Barrier, slow: int):
+        self.rank, self.memories, self._barrier, self.slow = rank, memories, barrier, slow
+
+    def get_buffer(self, rank, sizes, dtype, offset=0):
+        assert dtype == torch.uint8
+        part = self.memories[rank][offset : offset + sizes[0]]
+        assert len(part) == sizes[0], "out of bounds"
+        return part
+
+    def barrier(self, channel, timeout_ms):
+        assert (channel, timeout_ms) == (0, 7500)
+        self._barrier.wait(20)
+        if self.rank == self.slow:
+            time.sleep(0.002)
+
+
+class World:
+    """Ranks that are threads, and what they share."""
+
+    def __init__(self, size: int, slow: int):
+        self.size, self.slow, self.barrier = size, slow, threading.Barrier(size)
+        self._errors: list[BaseException] = []
+
+    def blocks(self, nbytes: int) -> list[Block]:
+        memories = [torch.full((nbytes,), 0xEE, dtype=torch.uint8) for _ in range(self.size)]
+        return [Block(memories[r], FakeHandle(r, memories, self.barrier, self.slow)) for r in range(self.size)]
+
+    def run(self, fn) -> None:
+        def main(rank):
+            try:
+                fn(rank)
+            except BaseException as error:
+                self._errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        broken = [e for e in self._errors if not isinstance(e, threading.BrokenBarrierError)]
+        if self._errors:
+            raise (broken or self._errors)[0]
+
+
+def values(rank: int, turn: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    return (torch.randn(numel, generator=generator) * 8).to(dtype)
+
+
+WORLDS = [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3)]
+
+
+@pytest.mark.parametrize(("size", "slow"), WORLDS)
+def test_gathers_through_the_workspace(size, slow):
+    world = World(size, slow)
+    workspace = world.blocks(2 * HALF)
+
+    def rank_main(rank):
+        engine = CopyEngine(workspace[rank], rank, size, lambda: 7.5)
+        for turn, (numel, dtype) in enumerate(itertools.product(SIZES, [torch.float32, torch.bool, torch.bfloat16])):
+            expected = torch.cat([values(r, turn, numel, dtype) for r in range(size)])
+            output = torch.empty(size * numel, dtype=dtype)
+            source = values(rank, turn, numel, dtype)
+            if turn % 2:  # in place
+                source = output[rank * numel : (rank + 1) * numel].copy_(source)
+            engine.all_gather(output.view(torch.uint8), source.view(torch.uint8), None)
+            assert torch.equal(output, expected), (turn, numel, dtype)
+
+    world.run(rank_main)
+
+
+@pytest.mark.parametrize(("size", "slow"), WORLDS)
+def test_gathers_into_a_block(size, slow):
+    world = World(size, slow)
+    workspace, blocks = world.blocks(2 * HALF), world.blocks(4 * 5000 * size)
+
+    def rank_main(rank):
+        engine = CopyEngine(workspace[rank], rank, size, lambda: 7.5)
+        for turn, numel in enumerate(SIZES[1:] + SIZES[1:]):
+            output = blocks[rank].memory[: 4 * size * numel].view(torch.float32)
+            source = output[rank * numel : (rank + 1) * numel]
+            source.copy_(values(rank, turn, numel, torch.float32))
+            if turn % 3 == 2:
+                source = source.clone()
+            engine.all_gather(output.view(torch.uint8), source.view(torch.uint8), blocks[rank])
+            assert torch.equal(output, torch.cat([values(r, turn, numel, torch.float32) for r in range(size)]))
+
+    world.run(rank_main)
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(("size", "slow"), WORLDS)
+def test_scatters(size, slow, in_block):
+    world = World(size, slow)
+    workspace, blocks = world.blocks(2 * HALF), world.blocks(4 * 5000 * size)
+
+    def rank_main(rank):
+        engine = CopyEngine(workspace[rank], rank, size, lambda: 7.5)
+        cases = itertools.product(SIZES, [torch.float32, torch.bfloat16, torch.int32], ["SUM", "MAX"])
+        for turn, (numel, dtype, name) in enumerate(cases):
+            expected, *others = (values(r, turn, size * numel, dtype).view(size, numel)[rank] for r in range(size))
+            reduction = Reduction(name, size)
+            for other in others:  # in the order of the ranks
+                expected = expected + other if name == "SUM" else torch.maximum(expected, other)
+            source = values(rank, turn, size * numel, dtype)
+            if in_block:
+                source = blocks[rank].memory[: source.nbytes].view(dtype).copy_(source)
+            output = source.view(size, numel)[rank] if turn % 2 else torch.empty(numel, dtype=dtype)
+            engine.reduce_scatter(output, source, reduction, blocks[rank] if in_block else None)
+            assert torch.equal(output, expected), (turn, numel, dtype, name)
+
+    world.run(rank_main)
+
+
+def test_an_average_is_finished_once():
+    world = World(2, 0)
+    workspace = world.blocks(2 * HALF)
+
+    def rank_main(rank):
+        output = torch.empty(3)
+        engine = CopyEngine(workspace[rank], rank, 2, lambda: 7.5)
+        engine.reduce_scatter(output, torch.arange(6.0) + 2 * rank, Reduction("AVG", 2), None)
+        assert output.tolist() == [3.0 * rank + i + 1 for i in range(3)]
+
+    world.run(rank_main)
+
+
+# --- streams
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """``torch.cuda`` with named streams; what they do is logged."""
+    log: list[str] = []
+
+    def record(stream):
+        log.append(f"{stream.name} records")
+
+    state = SimpleNamespace(log=log, current=FakeStream("main", log))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(name="the last", record=record))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("side", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: state.current)
+    monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
+    return state
+
+
+def lone(streams) -> GpuCollectives:
+    topology = SimpleNamespace(members=(0,), hosts=((0,),))
+    connection = SimpleNamespace(settings=Settings(), topology=topology)
+    return GpuCollectives(connection, 0, torch.device("cuda", 0), gloo=None, seconds=lambda: 1.0)
+
+
+def test_a_synchronous_call_runs_on_the_current_stream(streams):
+    gpu = lone(streams)
+    assert gpu.unavailable == "one rank"
+    assert gpu.run(lambda: streams.log.append(torch.is_inference_mode_enabled()), [], async_op=False) is DONE
+    assert streams.log == ["main waits for the last", True, "main records"]
+    torch.cuda.stream.assert_called_once_with(streams.current)
+
+
+def test_an_asynchronous_call_runs_beside_it(streams):
+    gpu, tensor = lone(streams), mock.Mock()
+    work = gpu.run(lambda: streams.log.append("copies"), [tensor], async_op=True)
+    assert streams.log == ["side waits for main", "side waits for the last", "copies", "side records"]
+    assert tensor.record_stream.call_args.args[0].name == "side"
+    assert isinstance(work, GpuWork) and not work.is_completed() and work.result() == [tensor]
+    streams.current = FakeStream("another", streams.log)
+    assert work.wait() and streams.log[-1] == "another waits for work on side"
+
+
+def on_cpu(streams, rank: int) -> GpuCollectives:
+    """Two ranks' collectives, of which the other one is a copy of this one's workspace."""
+    gpu = lone(streams)
+    memory = torch.zeros(2 * HALF, dtype=torch.uint8)
+    block = Block(
+        memory, SimpleNamespace(get_buffer=lambda r, sizes, dtype, at: memory[at:][: sizes[0]], barrier=mock.Mock())
+    )
+    gpu._rank, gpu._size, gpu._engine = rank, 2, CopyEngine(block, rank, 2, lambda: 1.0)
+    return gpu
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensors_of_any_layout(streams, rank):
+    gpu, source = on_cpu(streams, rank), torch.arange(4.0)
+    scattered = torch.zeros(8, 2)[:, 0]
+    gpu.all_gather(scattered, source)
+    assert scattered.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    for start in range(5):  # the input is any part of the output
+        output = torch.arange(8.0)
+        gpu.all_gather(output, output[start : start + 4])
+        assert output.tolist() == [start + i for i in range(4)] * 2
+    for start in range(5):
+        whole = torch.arange(8.0)
+        expected = 2 * whole.view(2, 4)[rank]
+        gpu.reduce_scatter(whole[start : start + 4], whole, "SUM")
+        assert torch.equal(whole[start : start + 4], expected)
+
+
+def test_several_hosts_are_left_to_nccl(streams):
+    connection = SimpleNamespace(settings=Settings(), topology=SimpleNamespace(members=(0, 1), hosts=((0,), (1,))))
+    gpu = GpuCollectives(connection, 0, torch.device("cuda", 0), gloo=None, seconds=lambda: 1.0)
+    assert gpu.unavailable == "several hosts" == gpu.share_buffers()
+
+
+# --- fully_shard
+
+
+class Module:
+    """What ``install`` asks of a module."""
+
+    def __init__(self):
+        self.set: list = []
+
+    def set_custom_all_gather(self, comm):
+        self.set.append(comm)
+
+    set_custom_reduce_scatter = set_custom_all_gather
+
+    def set_symm_mem_for_comm(self, backend):
+        self.set.append(backend)
+
+
+def _no_gpu():
+    reason = "no CUDA device" if dist.get_backend() == "smddp" else f"backend {dist.get_backend()}"
+    assert zero_copy_available(dist.group.WORLD) == reason
+    module = Module()
+    assert install(module, dist.group.WORLD) == reason and not module.set
+
+
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
+def test_without_a_gpu(backend):
+    run_distributed(_no_gpu, world_size=1, backend=backend)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_install(sums, monkeypatch):
+    gpu = SimpleNamespace(share_buffers=lambda: "", settings=Settings(gpu_sums=sums))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    module = Module()
+    assert install(module, SimpleNamespace(gpu=lambda device: gpu)) is None
+    assert [type(comm) for comm in module.set] == [SymmetricAllGather, SymmetricReduceScatter][: 1 + sums]
+
+
+@pytest.mark.parametrize("error", ["", "no allocation backend NCCL\nmore"])
+def test_install_across_hosts(error, monkeypatch):
+    gpu = SimpleNamespace(share_buffers=lambda: "several hosts")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        cuda._symmetric_memory, "set_backend", mock.Mock(side_effect=RuntimeError(error) if error else None)
+    )
+    module, group = Module(), SimpleNamespace(gpu=lambda device: gpu)
+    if error:
+        assert install(module, group) == "several hosts, and no allocation backend NCCL" and not module.set
+    else:
+        assert install(module, group) is None and module.set == ["NCCL"]
+
+
+def test_only_the_input_of_a_reduce_scatter_is_leased(monkeypatch):
+    leased = []
+    monkeypatch.setattr(cuda, "_lease", lambda group, size, dtype, device: leased.append(size) or torch.empty(size))
+    comm = SymmetricReduceScatter(None)
+    for size in [(8,), (4,), (6,), (3,)]:
+        assert comm.allocate(size, dtype=torch.float32, device=torch.device("cpu")).shape == size
+    assert leased == [(8,), (6,)]
