@@ -70,6 +70,23 @@ def touched(numel: int) -> Tensor:
     return torch.empty(numel).zero_()
 
 
+def connected(backend: str) -> Any:
+    """A group of all ranks, its connections and threads made."""
+    group = dist.new_group(backend=backend)
+    dist.barrier(group=group)
+    return group
+
+
+def bind(rank: int, size: int) -> None:
+    """Give this thread a core of its own, if there are enough; threads that exist already stay free.
+
+    Otherwise the kernel may leave two ranks on one core for minutes, where they take turns.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if size <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 # --- the contenders: one method for each operation they take part in, which makes ready everything but the call
 
 
@@ -77,7 +94,7 @@ class Torch:
     """torch.distributed over one backend."""
 
     def __init__(self, backend: str):
-        self._group = dist.new_group(backend=backend)
+        self._group = connected(backend)
 
     def all_gather(self, r: Rank) -> Call:
         # The older names warn at each call since torch 2.13, which takes time.
@@ -102,7 +119,7 @@ class SharedBuffers:
     """What ``fully_shard`` exchanges through: gathered outputs and reduce-scatter inputs that the ranks share."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="smddp")
+        self._group = connected("smddp")
 
     def all_gather(self, r: Rank) -> Call:
         gather = SharedAllGather(self._group)
@@ -299,6 +316,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("smddp", store=store, rank=rank, world_size=size, timeout=timeout)
     gate = Gate(folder / "gate", rank, size)
     contenders = {name: CONTENDERS[name][1]() for name in plan["contenders"]}
+    bind(rank, size)
     results = []
     for number, values in enumerate(plan["cases"]):
         case = Case(**values)

@@ -60,7 +60,9 @@ def contenders(case: Case, nccl: dist.ProcessGroup | None) -> dict[str, Call]:
     whole = torch.ones(numel * size, dtype=torch.bfloat16, device="cuda")
     shared = comm.allocate((numel * size,), dtype=torch.bfloat16, device=part.device)
     shared.fill_(1)
-    gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    # torch 2.13's names, or the older ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     if case.operation == "all_gather":
         calls: dict[str, Call] = {
             "nccl": lambda: gather(whole, part, group=nccl),

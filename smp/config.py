@@ -145,7 +145,7 @@ class ParallelConfig(Section):
     )
     shared_buffers: bool = setting(
         True,
-        "With backend smddp on CPUs, gather parameters and reduce gradients in memory that a host's ranks share.",
+        "With backend smddp, gather parameters (on CPUs also reduce gradients) in memory that a host's ranks share.",
     )
     limit_all_gathers: bool = setting(
         True, "FSDP1's rate limiter.", no_effect="fully_shard bounds the gathers in flight by itself"

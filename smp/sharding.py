@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from smp.comm import fsdp, gloo
+from smp.comm import cuda, fsdp, gloo
 from smp.config import ParallelConfig
 from smp.mesh import Mesh
 
@@ -100,13 +101,19 @@ def shard_model(
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.device_type == "cpu":
-            group = mesh.device_mesh.get_group("dp_shard")
-            gloo.install(module, group)
-            if parallel.shared_buffers:
-                fsdp.install(module, group)
+        _install_collectives(module, mesh, shared_buffers=parallel.shared_buffers)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
+
+
+def _install_collectives(module: FSDPModule, mesh: Mesh, *, shared_buffers: bool) -> None:
+    """Replace torch's collectives where the sharding group's backend has something better for ``fully_shard``."""
+    group = mesh.device_mesh.get_group("dp_shard")
+    backend = dist.get_backend(group)
+    if backend == "gloo" and mesh.device_type == "cpu":  # gloo sends no GPU memory by itself
+        gloo.install(module)
+    elif backend == "smddp" and shared_buffers and group.size() > 1:
+        fsdp.install(module, group) if mesh.device_type == "cpu" else cuda.install(module, group)
 
 
 def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:

@@ -15,8 +15,12 @@ INTERFACE = "wire0"  # of every host, to the others
 _CLONE_NEWNET = 0x40000000
 
 
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    _run("ip", *words)
 
 
 @functools.cache
@@ -32,8 +36,11 @@ def refusal() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[str]]:
-    """Make namespaces, each with its loopback and with ``INTERFACE`` at 10.77.0.1, .2 and so on; their names."""
+def hosts(count: int, rate: str = "") -> Iterator[list[str]]:
+    """Make namespaces, each with its loopback and with ``INTERFACE`` at 10.77.0.1, .2 and so on; their names.
+
+    ``rate`` limits what each sends: ``4gbit`` and the like.
+    """
     switch, *names = [f"smp{os.getpid()}-{i}" for i in range(count + 1)]
     made: list[str] = []
     try:
@@ -48,6 +55,9 @@ def hosts(count: int) -> Iterator[list[str]]:
             _ip("-n", name, "address", "add", f"10.77.0.{i}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
+            if rate:
+                limit = ["root", "tbf", "rate", rate, "burst", "1mb", "latency", "100ms"]
+                _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *limit)
         yield names
     finally:
         for name in made:

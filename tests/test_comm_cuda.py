@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from smp.comm import cuda, symmetric
-from smp.comm.copy_engine import CopyEngine
+from smp.comm.copy_engine import CopyEngine, why_not
 from smp.comm.cuda import GpuCollectives, SymmetricAllGather, SymmetricReduceScatter, install, zero_copy_available
 from smp.comm.order import DONE, GpuWork
 from smp.comm.reduction import Reduction
@@ -46,7 +46,7 @@ SIZES = [0, 1, 63, 1024, 1025, 5000]
 def test_choice(operation, size, changes, expected):
     flags = {"capturing": False, "coalescing": False} | {k: v for k, v in changes.items() if not k.startswith("gpu")}
     settings = dataclasses.replace(Settings(), **{k: v for k, v in changes.items() if k.startswith("gpu")})
-    assert cuda.why_not(operation, size, settings, **flags) == expected
+    assert why_not(operation, size, settings, **flags) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream, FakeTorch, gpus, host_tensor
 
 PATH = "symmetric memory"
+# torch 2.13's names, or the older ones.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # --- the rendezvous
@@ -145,8 +148,8 @@ def _ways():
     group._gpu, group._plain = gpu, SimpleNamespace(**{name: lambda *_, n=name: left.append(n) for name in names})
     with FakeTensorMode(), mock.patch.object(ordered, "plain_gpu", lambda tensors: True):
         one, other = torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
-        dist.all_gather_single(one, other)
-        dist.reduce_scatter_single(one, other, op=dist.ReduceOp.MAX)
+        ALL_GATHER(one, other)
+        REDUCE_SCATTER(one, other, op=dist.ReduceOp.MAX)
         assert gpu.calls == [
             ("all_gather", 8, None, False), (8, 8), ("reduce_scatter", 8, "MAX", False), (8, 8, "MAX")
         ]  # fmt: skip
@@ -155,13 +158,13 @@ def _ways():
         group._coalescing = True
         # Not even with something of the CPU's in the queue may another thread make the call.
         with mock.patch.object(type(group._order), "idle", False):
-            dist.all_gather_single(one, other)
-            dist.reduce_scatter_single(one, other)
+            ALL_GATHER(one, other)
+            REDUCE_SCATTER(one, other)
         assert [call[-1] for call in gpu.calls] == [True, True] and len(left) == 2
-        assert group.all_gather_single_coalesced([one], [other]) is DONE  # NCCL gave no work
+        assert group.allgather_into_tensor_coalesced([one], [other]) is DONE  # NCCL gave no work
         with pytest.raises(ValueError, match="output"):  # of a wrong size: NCCL says so
             group._plain.all_gather_single = mock.Mock(side_effect=ValueError("output tensor size"))
-            dist.all_gather_single(torch.empty(9, device="cuda"), other)
+            ALL_GATHER(torch.empty(9, device="cuda"), other)
     assert {key.why for key in smp.comm.report() if key.path == "nccl"} == {"too small", "cuda tensors"}
 
 
@@ -177,9 +180,9 @@ def _broken_group():
     ):
         one = torch.empty(8, device="cuda")
         with pytest.raises(dist.DistBackendError, match="not there"):
-            dist.all_gather_single(one, one)
+            ALL_GATHER(one, one)
         with pytest.raises(dist.DistBackendError, match="cannot be used any more: not there"):
-            dist.all_gather_single(one, one)
+            ALL_GATHER(one, one)
 
 
 def test_a_failed_beginning_ends_the_group():
@@ -202,13 +205,13 @@ def _collectives():
     with gpus(first=3 * rank):
         if rank < 2:
             output = torch.empty(2000)
-            dist.all_gather_single(output, values(rank, 5, 1000, torch.float32), group=pair)
+            ALL_GATHER(output, values(rank, 5, 1000, torch.float32), group=pair)
             assert torch.equal(output, torch.cat([values(r, 5, 1000, torch.float32) for r in range(2)]))
         assert world.gpu(torch.device("cpu")).share_buffers() == ""
         for turn, (numel, dtype) in enumerate(itertools.product(numbers, [torch.float32, torch.bfloat16])):
             expected = torch.cat([values(r, turn, numel, dtype) for r in range(size)])
             output = torch.empty(size * numel, dtype=dtype)
-            work = dist.all_gather_single(output, values(rank, turn, numel, dtype), async_op=turn % 2 == 0)
+            work = ALL_GATHER(output, values(rank, turn, numel, dtype), async_op=turn % 2 == 0)
             assert work is None or work.wait()
             comm = SymmetricAllGather(world)
             shared = comm.allocate((size * numel,), dtype=dtype, device=torch.device("cpu"))
@@ -222,7 +225,7 @@ def _collectives():
                 source.copy_(values(rank, turn, size * numel, dtype))
                 total = torch.empty(numel, dtype=dtype)
                 if scatter is None:
-                    dist.reduce_scatter_single(total, source)
+                    REDUCE_SCATTER(total, source)
                 else:
                     scatter(total, source, world, dist.ReduceOp.SUM)
                 summed, *others = (values(r, turn, size * numel, dtype).view(size, numel)[rank] for r in range(size))

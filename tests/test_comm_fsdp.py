@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import smp.comm
-from smp.comm import fsdp
+from smp.comm import fsdp, ring
 from smp.comm.fsdp import SharedAllGather, SharedReduceScatter, use_shared_buffers
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
 
@@ -211,7 +211,9 @@ def _memory():
         assert found[-1] <= 4 * gathered * (1 + dist.get_world_size())
 
 
-def test_buffers_do_not_grow():
+def test_buffers_do_not_grow(monkeypatch):
+    # A rank may be late by any time on a busy machine, and then gets another buffer.
+    monkeypatch.setattr(ring, "_PATIENCE", 60.0)
     run_distributed(_memory, world_size=2, backend="smddp")
 
 

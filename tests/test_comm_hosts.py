@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import smp.comm
 from smp.comm import segment
 from smp.comm.arena import Mismatch
-from smp.comm.fsdp import use_shared_buffers
+from smp.comm.fsdp import SharedAllGather, use_shared_buffers
 from tests import netns
 from tests.distributed import run_distributed, run_ranks
 
@@ -28,18 +28,22 @@ from tests.distributed import run_distributed, run_ranks
 LAYOUTS = {"2x2": "aabb", "2x2 in turns": "abab", "3x1": "abc", "2x3": "aaabbb", "3x2": "aabbcc"}
 SMALL_SLOTS = str(4 * 4096)  # SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES: many chunks of little data
 
-# Elements: none, one, around what comes with the meeting (4096 bytes of fp32), several chunks of 4096 bytes.
-SIZES = (0, 1, 63, 1023, 1025, 9001)
+# Elements: none, one, around what each rank carries for all of its host, what comes with a meeting (64 KiB), messages.
+SIZES = (0, 1, 63, 1023, 1025, 9001, 20_011)
+UNEVEN = ((5, 0, 2000, 1, 3, 1), (3, 20_001, 0, 4100, 9, 17_000), (1, 2, 3, 4, 5, 6), (0, 0, 0, 0, 0, 5000))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
-def on_hosts(layout: str, environment: dict[str, str], rank: int) -> None:
-    os.environ.update(environment, SMP_HOST_ID=layout[rank])
+def on_hosts(layout: str, environments: dict[str, dict[str, str]], rank: int) -> None:
+    os.environ.update(environments.get(layout[rank], {}), SMP_HOST_ID=layout[rank])
 
 
-def run_on_hosts(fn, *args, layout: str, scratch: str = SMALL_SLOTS, **kwargs) -> None:
-    prepare = functools.partial(on_hosts, layout, {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": scratch})
-    run_distributed(fn, *args, world_size=len(layout), backend="smddp", timeout=60, prepare=prepare, **kwargs)
+def run_on_hosts(fn, *args, layout: str, scratch: str = SMALL_SLOTS, **environments) -> None:
+    """``environments`` holds what is different on a host."""
+    common = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": scratch}
+    by_host = {host: common | environments.get(host, {}) for host in layout}
+    prepare = functools.partial(on_hosts, layout, by_host)
+    run_distributed(fn, *args, world_size=len(layout), backend="smddp", timeout=60, prepare=prepare)
 
 
 def host_ranks(layout: str) -> list[list[int]]:
@@ -73,9 +77,15 @@ def _wait(work) -> None:
 # --- bits
 
 
+def cases(sizes):
+    for numel, dtype, async_op in itertools.product(sizes, DTYPES, (False, True)):
+        if numel < 10_000 or dtype in (torch.float32, torch.bfloat16):
+            yield numel, dtype, async_op
+
+
 def _gathers(sizes):
     rank, size = dist.get_rank(), dist.get_world_size()
-    for numel, dtype, async_op in itertools.product(sizes, DTYPES, (False, True)):
+    for numel, dtype, async_op in cases(sizes):
         mine, wanted = values(rank, numel, dtype), [values(r, numel, dtype) for r in range(size)]
         out = torch.full((size * numel,), 1).to(dtype)
         _wait(dist.all_gather_single(out, mine, async_op=async_op))
@@ -90,7 +100,7 @@ def _gathers(sizes):
                 tensor = mine.clone()
                 _wait(dist.broadcast(tensor, root, async_op=async_op))
                 same(tensor, wanted[root], "broadcast", numel, dtype, root)
-    for lengths in ((5, 0, 2000, 1, 3, 1), (3, 9001, 0, 4100, 9, 1024), (1, 2, 3, 4, 5, 6), (0, 0, 0, 0, 0, 5000)):
+    for lengths in UNEVEN:
         wanted = [values(r, lengths[r], torch.float32) for r in range(size)]
         outs = [torch.empty_like(w) for w in wanted]
         dist.all_gather(outs, wanted[rank])
@@ -101,11 +111,11 @@ def _gathers(sizes):
 
 def _reductions(hosts, sizes):
     rank, size = dist.get_rank(), dist.get_world_size()
-    for numel, dtype, async_op in itertools.product(sizes, DTYPES, (False, True)):
-        tensor, wanted = values(rank, numel, dtype), total(hosts, numel, dtype)
-        _wait(dist.all_reduce(tensor, async_op=async_op))
-        same(tensor, wanted, "all_reduce", numel, dtype)
+    for numel, dtype, async_op in cases(sizes):
         whole, wanted = values(rank, numel * size, dtype), total(hosts, numel * size, dtype)
+        tensor = whole[1:].clone()
+        _wait(dist.all_reduce(tensor, async_op=async_op))
+        same(tensor, wanted[1:], "all_reduce", numel, dtype)
         wanted = wanted[rank * numel :][:numel]
         out = torch.empty(numel, dtype=dtype)
         _wait(dist.reduce_scatter_single(out, whole, async_op=async_op))
@@ -113,7 +123,7 @@ def _reductions(hosts, sizes):
         own = whole[rank * numel :][:numel]
         _wait(dist.reduce_scatter_single(own, whole, async_op=async_op))
         same(own, wanted, "in place", numel, dtype)
-    for lengths in ((5, 0, 2000, 1, 3, 1), (3, 9001, 0, 4100, 9, 1024)):
+    for lengths in UNEVEN:
         begins = [sum(lengths[:r]) for r in range(size + 1)]
         whole, wanted = values(rank, begins[-1], torch.float32), total(hosts, begins[-1], torch.float32)
         out = torch.empty(lengths[rank])
@@ -171,7 +181,7 @@ def test_bits(layout):
 @pytest.mark.parametrize("layout", ["2x3", "3x2"])
 def test_bits_of_six_ranks(layout):
     hosts = LAYOUTS[layout]
-    run_on_hosts(_bits, host_ranks(hosts), (1, 1025, 6001), layout=hosts)
+    run_on_hosts(_bits, host_ranks(hosts), (1, 1025, 20_011), layout=hosts)
 
 
 def _several_megabytes(hosts):
@@ -180,8 +190,11 @@ def _several_megabytes(hosts):
     out = torch.empty(size * numel)
     dist.all_gather_single(out, mine)
     same(out, torch.cat([values(r, numel, torch.float32) for r in range(size)]))
-    dist.all_reduce(mine)
+    whole = torch.cat([mine] * size)
+    dist.reduce_scatter_single(mine, whole)
     same(mine, total(hosts, numel, torch.float32))
+    dist.all_reduce(whole)
+    same(whole, torch.cat([mine] * size))
     tensor = values(rank, 3 * numel, torch.float32)
     dist.broadcast(tensor, 1)
     same(tensor, values(1, 3 * numel, torch.float32))
@@ -191,6 +204,32 @@ def _several_megabytes(hosts):
 def test_chunks_of_the_usual_size(layout):
     hosts = LAYOUTS[layout]
     run_on_hosts(_several_megabytes, host_ranks(hosts), layout=hosts, scratch=str(4 * 2**20))
+
+
+def _slices():
+    """Into shared buffers where a host has them; what is private on another host meets them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    comm = SharedAllGather(dist.group.WORLD)
+    for numel in (100, 5000, 50_000):  # carried, with a meeting, in messages
+        for again in range(3):
+            whole = comm.allocate((size * numel,), dtype=torch.float32, device=torch.device("cpu"))
+            part = whole[rank * numel :][:numel]
+            part.copy_(values(rank, numel, torch.float32) + again)
+            comm(whole, part, dist.group.WORLD)
+            same(whole, torch.cat([values(r, numel, torch.float32) + again for r in range(size)]), numel)
+            del whole, part
+    calls = 9 if os.environ.get("SMDDP_AG_SORT_BUFFER_SIZE_BYTES") != "0" else 0
+    assert smp.comm.report().calls("all_gather", "shared buffer") == calls
+    assert smp.comm.report().calls("all_gather") == 9
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2x2 in turns"])
+@pytest.mark.parametrize("shared", ["everywhere", "on one host"])
+def test_shared_buffers(layout, shared):
+    other = {"SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": str(8 * 4096)}
+    if shared == "on one host":
+        other["SMDDP_AG_SORT_BUFFER_SIZE_BYTES"] = "0"
+    run_on_hosts(_slices, layout=LAYOUTS[layout], b=other)
 
 
 # --- groups

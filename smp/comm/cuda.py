@@ -24,33 +24,15 @@ from torch.distributed import _symmetric_memory
 from torch.distributed.fsdp import FSDPModule
 
 from smp.comm.connect import Connection
-from smp.comm.copy_engine import CopyEngine
+from smp.comm.copy_engine import CopyEngine, why_not
 from smp.comm.order import DONE, GpuWork
 from smp.comm.reduction import Reduction, supported
 from smp.comm.ring import SharedRing, control_bytes
-from smp.comm.settings import Settings
 from smp.comm.symmetric import Memory, SymmetricBuffers
 from smp.comm.tensors import Output, flat, nbytes, overlap
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
-
-
-def why_not(operation: str, size: int, settings: Settings, *, capturing: bool, coalescing: bool) -> str:
-    """Why NCCL does a collective better, or nothing: the same on all ranks.
-
-    Args:
-        operation: ``all_gather`` or ``reduce_scatter``.
-        size: bytes of one rank's part.
-        settings: the group's.
-        capturing: whether the current stream is being captured in a graph: the copies wait for other streams.
-        coalescing: whether the call is one of a batch that NCCL starts and ends.
-    """
-    if operation == "reduce_scatter" and not settings.gpu_sums:
-        return "NCCL adds while it moves"
-    if coalescing or capturing:
-        return "in a coalesced batch" if coalescing else "in a graph capture"
-    return "too small" if size < settings.gpu_minimum else ""
 
 
 class GpuCollectives:

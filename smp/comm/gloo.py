@@ -105,8 +105,11 @@ class DirectReduceScatter(_Allocating):
         return _Done() if async_op else None
 
 
-def install(module: FSDPModule, group: dist.ProcessGroup) -> None:
-    """Use the direct collectives for one sharded module, if ``group`` is gloo's; others are left as they are."""
-    if dist.get_backend(group) == "gloo":
-        module.set_custom_all_gather(DirectAllGather())  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(DirectReduceScatter())  # type: ignore[arg-type]
+def install(module: FSDPModule) -> None:
+    """Use the direct collectives for one sharded module.
+
+    Args:
+        module: on the CPU, sharded over a group of gloo.
+    """
+    module.set_custom_all_gather(DirectAllGather())  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(DirectReduceScatter())  # type: ignore[arg-type]

@@ -20,12 +20,14 @@ class _Process:
         except ProcessLookupError:
             self.descriptor = -1
             return
-        self._poll = select.poll()
-        self._poll.register(self.descriptor, select.POLLIN)
         weakref.finalize(self, os.close, self.descriptor)
 
     def ended(self) -> bool:
-        return self.descriptor < 0 or bool(self._poll.poll(0))
+        if self.descriptor < 0:
+            return True
+        poll = select.poll()  # of its own: groups ask in several threads, and an object takes one at a time
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 _processes: weakref.WeakValueDictionary[int, _Process] = weakref.WeakValueDictionary()

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import json
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -168,6 +169,7 @@ class Memory:
         self._name = dist.distributed_c10d.GroupName(f"smddp-gpu-{next(_names)}")
         # The registry does not keep the group alive; this object does.
         _distributed_c10d._register_process_group(self._name, self._group)
+        weakref.finalize(self, _distributed_c10d._unregister_process_group, self._name)
 
     def obstacle(self, settings: Settings) -> str:
         """Why the group cannot have any, or nothing."""

@@ -27,6 +27,9 @@ WORKSPACE = 2**18
 SIZES = [0, 1, 63, 4097, 2**15 - 1, 2**15, 2**15 + 1, 300_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 PATH = "symmetric memory"
+# torch 2.13's names, or the older ones.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def run(fn, *args, world_size: int, spread: bool = False) -> None:
@@ -83,10 +86,10 @@ def _gathers():
         expected = gathered(turn, numel, dtype)
         source = values(rank, turn, numel, dtype).cuda()
         output = torch.empty(size * numel, dtype=dtype, device="cuda")
-        works = [dist.all_gather_into_tensor(output, source, async_op=turn % 3 == 0)]
+        works = [ALL_GATHER(output, source, async_op=turn % 3 == 0)]
         in_place = torch.empty_like(output)
         part = in_place[rank * numel :][:numel].copy_(source)
-        works.append(dist.all_gather_into_tensor(in_place, part))
+        works.append(ALL_GATHER(in_place, part))
         shared = SymmetricAllGather(dist.group.WORLD).allocate((size * numel,), dtype=dtype, device=output.device)
         part = shared[rank * numel :][:numel].copy_(source)
         works.append(SymmetricAllGather(dist.group.WORLD)(shared, part, dist.group.WORLD, turn % 2 == 0))
@@ -112,7 +115,7 @@ def _scatters():
         source = values(rank, turn, size * numel, dtype).cuda()
         in_place = turn % 2 == 1
         output = source.view(size, numel)[rank] if in_place else torch.empty(numel, dtype=dtype, device="cuda")
-        work = dist.reduce_scatter_tensor(output, source, op=getattr(dist.ReduceOp, name), async_op=turn % 3 == 0)
+        work = REDUCE_SCATTER(output, source, op=getattr(dist.ReduceOp, name), async_op=turn % 3 == 0)
         if work is not None:
             work.wait()
         assert torch.equal(output.cpu(), reduced(turn, numel, dtype, name)), (numel, dtype, name)
@@ -137,12 +140,12 @@ def _streams():
                 torch.cuda._sleep(20_000_000)  # this rank is late on the GPU
             source = torch.full((numel,), float(rank + turn), device="cuda") * 2
             output = torch.empty(size * numel, device="cuda")
-            work = dist.all_gather_into_tensor(output, source, async_op=turn % 4 == 0)
+            work = ALL_GATHER(output, source, async_op=turn % 4 == 0)
             source.zero_() if turn % 4 else None  # the next kernel of the same stream
             if work is not None:
                 work.wait()
             total = torch.empty(numel, device="cuda")
-            dist.reduce_scatter_tensor(total, output)
+            REDUCE_SCATTER(total, output)
             results.append((turn, (output + 1, total + 1)))
     torch.cuda.synchronize()
     for turn, (output, total) in results:
@@ -164,7 +167,7 @@ def _subgroups():
     for turn, (ranks, group) in enumerate(zip(groups * 3, made * 3, strict=True)):
         if rank in ranks:
             output = torch.empty(len(ranks) * 40_000, device="cuda")
-            dist.all_gather_into_tensor(output, values(rank, turn, 40_000, torch.float32).cuda(), group=group)
+            ALL_GATHER(output, values(rank, turn, 40_000, torch.float32).cuda(), group=group)
             assert torch.equal(output.cpu(), gathered(turn, 40_000, torch.float32, ranks))
     assert smp.comm.report().calls("all_gather", "nccl") == 0
 
@@ -179,12 +182,12 @@ def _coalesced():
     outputs = [torch.empty(size * n, device="cuda") for n in (5, 40_000)]
     with dist._coalescing_manager(async_ops=True) as batch:
         for turn, output in enumerate(outputs):
-            dist.all_gather_into_tensor(output, values(rank, turn, output.numel() // size, torch.float32).cuda())
+            ALL_GATHER(output, values(rank, turn, output.numel() // size, torch.float32).cuda())
     batch.wait()
     for turn, output in enumerate(outputs):
         assert torch.equal(output.cpu(), gathered(turn, output.numel() // size, torch.float32))
     strided = torch.zeros(size * 1000, 2, device="cuda")[:, 0]
-    dist.all_gather_into_tensor(strided, values(rank, 7, 1000, torch.float32).cuda())
+    ALL_GATHER(strided, values(rank, 7, 1000, torch.float32).cuda())
     assert torch.equal(strided.cpu(), gathered(7, 1000, torch.float32))
 
 
@@ -250,7 +253,7 @@ def _inference():
     size, rank = dist.get_world_size(), dist.get_rank()
     with torch.inference_mode():
         output = torch.empty(size * 1000, device="cuda")
-    dist.all_gather_into_tensor(output, values(rank, 0, 1000, torch.float32).cuda())
+    ALL_GATHER(output, values(rank, 0, 1000, torch.float32).cuda())
     assert torch.equal(output.cpu(), gathered(0, 1000, torch.float32))
 
 
@@ -263,11 +266,11 @@ def _again(reason: str):
     assert (zero_copy_available(dist.group.WORLD) or "") == reason
     if not reason:
         output = torch.empty(size * 70_000, device="cuda")
-        dist.all_gather_into_tensor(output, values(rank, 1, 70_000, torch.float32).cuda())
+        ALL_GATHER(output, values(rank, 1, 70_000, torch.float32).cuda())
         assert torch.equal(output.cpu(), gathered(1, 70_000, torch.float32))
         meet()
         group = dist.new_group(list(range(size)), backend="smddp")
-        dist.all_gather_into_tensor(output, values(rank, 2, 70_000, torch.float32).cuda(), group=group)
+        ALL_GATHER(output, values(rank, 2, 70_000, torch.float32).cuda(), group=group)
         assert torch.equal(output.cpu(), gathered(2, 70_000, torch.float32))
         meet()
         dist.destroy_process_group(group)
