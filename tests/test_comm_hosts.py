@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import os
@@ -330,12 +331,15 @@ def test_mismatches_raise_on_every_rank():
 def _one_ends(victim, how, numel):
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(4))
+    if how == "sleeps":
+        # Shorter than what the connections were made with.
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
     if rank == victim:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "raises":
             raise ValueError("enough")
-        time.sleep(5)
+        time.sleep(4)
     started = time.monotonic()
     try:
         for _ in range(2):
@@ -360,7 +364,7 @@ def test_a_killed_rank_is_noticed_and_named(layout, numel):
 
 def test_a_rank_that_does_not_come_is_named():
     prepare = functools.partial(on_hosts, "abc", {})
-    outcomes = run_ranks(_one_ends, 1, "sleeps", 5, world_size=3, timeout=2, limit=15, prepare=prepare)
+    outcomes = run_ranks(_one_ends, 1, "sleeps", 5, world_size=3, timeout=100, limit=30, prepare=prepare)
     for outcome in (outcomes[0], outcomes[2]):
         assert "rank 1 on another host failed" in outcome.result[0], outcome
         assert "all_reduce #2 of group" in outcome.result[0], outcome

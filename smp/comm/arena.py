@@ -11,8 +11,9 @@ The slot for round k held round k - 4. By 2 every peer has posted k - 2, so by 1
 overwritten that somebody still reads, and a rank may be one round ahead with filling, which keeps both busy.
 
 Stores become visible in program order on x86-64 (so the data comes before the counter); the segment refuses other
-processors. Waiting spins a little, then sleeps in the kernel (futex) in slices of 50 ms, and after each looks whether
-the peer lives, has failed, or is late.
+processors. Waiting spins a little, then lets others run, then sleeps in the kernel (futex) in slices of 50 ms, and
+after each looks whether the peers live, have failed, or are late. A rank says when it goes to sleep, so that posting
+needs no system call while nobody sleeps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import threading
 import time
 from typing import NamedTuple
 
@@ -35,6 +37,7 @@ _LINE = 128  # bytes from one rank's counter to the next: two cache lines, which
 _NOTE = 512  # bytes of each rank's note: its last operation, and why it failed
 _PAGE = 4096
 _WORD = 0xFFFFFFFF
+_fence = threading.Lock()  # taking it orders a store before a later load, which x86-64 alone does not
 _NOTE_HEAD = struct.Struct("<QddQ32s")  # operation number, started, ended (monotonic seconds), bytes, name
 _NOTE_END = struct.Struct("<d")
 
@@ -133,8 +136,9 @@ class Arena:
         ]
         self._seen = [0] * self.size  # the last round known to be posted by each rank
         self.round = 0  # the last one this rank has begun
-        # More spinning only burns what a peer needs to go on.
-        self._spins = 100 if self.size <= futex.cores() else 1
+        self._asleep = [counter + 1 for counter in self._counter]  # words: whether a rank sleeps
+        # With more ranks than cores, looking only burns what a peer needs to go on.
+        self._spins, self._yields = (20, 100) if self.size <= futex.cores() else (1, 20)
         self._own_note = self._note(self.rank)
         self._operation = "nothing"
         self._number = 0
@@ -160,8 +164,15 @@ class Arena:
 
     def post(self, k: int) -> None:
         """Tell the peers that this rank's slot of round k is filled, or was not needed."""
-        self._words[self._counter[self.rank]] = k & _WORD
-        futex.wake(self._counter_address[self.rank])
+        words = self._words
+        words[self._counter[self.rank]] = k & _WORD
+        # A peer marks itself asleep before the kernel compares the counter: one of the two sees the other.
+        _fence.acquire()
+        _fence.release()
+        for other in self.others:
+            if words[self._asleep[other]]:
+                futex.wake(self._counter_address[self.rank])
+                break
 
     def wait(self, rank: int, k: int) -> None:
         """Wait until ``rank`` has posted round k.
@@ -175,13 +186,18 @@ class Arena:
         for _ in range(self._spins):
             if self._posted(rank) >= k:
                 return
-        os.sched_yield()
-        deadline = 0.0
+        for _ in range(self._yields):
+            os.sched_yield()
+            if self._posted(rank) >= k:
+                return
+        deadline, asleep = 0.0, self._asleep[self.rank]
         while True:
             word = words[counter]
             if self._posted(rank) >= k:
                 return
+            words[asleep] = 1
             futex.wait(self._counter_address[rank], word)
+            words[asleep] = 0
             if words[counter] == word:
                 deadline = self._watch(k, deadline)
 

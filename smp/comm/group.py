@@ -99,7 +99,7 @@ class SmddpGroup(OrderedGroup):
             return self._refuse("reduce_scatter", problem, opts)
 
         def run(collectives: Collectives, signature: bytes) -> None:
-            parts = list(flat(input).view(self._size, output.numel()))
+            parts = list(flat(input).view(self._size, output.numel()).unbind())
             self._reduce_scatter(collectives, signature, parts, Output(output, keep=False), name)
 
         key = ("reduce_scatter", name, input.dtype, output.numel())

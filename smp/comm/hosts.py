@@ -28,7 +28,6 @@ from smp.comm.wire import PAYLOAD, Message, Wire, memory
 
 # Up to so many bytes of a host, each of its ranks carries all of them: that spares a round of the arena.
 _CARRIED_BYTES = 4096
-_SHORTEST_MESSAGE = 256 * 1024  # bytes that are worth a message of their own
 
 
 class HostsCollectives:
@@ -54,9 +53,11 @@ class HostsCollectives:
         self.local, self.wire, self.hosts, self._topology = local, wire, topology.hosts, topology
         self.host, self.place, self.mates = topology.host, topology.local, topology.neighbours
         self.rank = self.mates[self.place]
-        self._ranks, self._group, self._chunk = ranks, group, chunk
         self._arena = local.arena if isinstance(local, HostCollectives) else None
         self._others = self._arena.others if self._arena is not None else ()
+        self._ranks, self._group, self._slot = ranks, group, chunk
+        # Where nothing is handed on, nothing is gained by cutting what is moved.
+        self._chunk = chunk if self._others else 2**30
         self._scratch = ctypes.create_string_buffer(_CARRIED_BYTES)
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
@@ -87,11 +88,6 @@ class HostsCollectives:
     def barrier(self, signature: bytes) -> None:
         """Return when every rank has called it."""
         self._meet(signature, lambda: self.local.agree(signature))
-
-    def _cut(self, longest: int) -> int:
-        """Bytes of a message, if a rank sends up to ``longest`` to another: a quarter can be worked on while the rest is
-        under way."""
-        return min(self._chunk, max(_SHORTEST_MESSAGE, -(-longest // (4 * 4096)) * 4096))
 
     def _put(self, k: int, source: int, nbytes: int, offset: int = 0) -> None:
         """Copy into this rank's slot for round k, if there is anybody to read it."""
@@ -153,14 +149,14 @@ class HostsCollectives:
         Returns:
             What leaves, and what arrives by (host, byte it starts at).
         """
-        ends, chunk = [sizes[ranks[self.place]] for ranks in self.hosts], self._cut(max(sizes))
+        ends = [sizes[ranks[self.place]] for ranks in self.hosts]
         leaving, arriving = [], {}
-        for start in range(0, max(ends), chunk):
+        for start in range(0, max(ends), self._chunk):
             for host in self.wire.before:
-                if (size := min(chunk, ends[host] - start)) > 0:
+                if (size := min(self._chunk, ends[host] - start)) > 0:
                     place = places[self.hosts[host][self.place]] + start
                     arriving[host, start] = self.wire.receive(host, memory(place, size))
-            if (size := min(chunk, ends[self.host] - start)) > 0:
+            if (size := min(self._chunk, ends[self.host] - start)) > 0:
                 leaving += [self.wire.send(host, memory(source + start, size)) for host in self.wire.after]
         return leaving, arriving
 
@@ -179,27 +175,27 @@ class HostsCollectives:
 
         This host's go first, while those that are still ``arriving`` (see :meth:`_exchange`) are on their way.
         """
-        longest, chunk = [max(sizes[r] for r in ranks) for ranks in self.hosts], self._cut(max(sizes))
-        steps = [(self.host, start) for start in range(0, longest[self.host], chunk)]
-        for start in range(0, max(longest), chunk):
+        longest = [max(sizes[r] for r in ranks) for ranks in self.hosts]
+        steps = [(self.host, start) for start in range(0, longest[self.host], self._chunk)]
+        for start in range(0, max(longest), self._chunk):
             steps += [(host, start) for host in self.wire.before if start < longest[host]]
 
         def fill(index: int, k: int) -> None:
             host, start = steps[index]
             r = self.hosts[host][self.place]
-            if (size := min(chunk, sizes[r] - start)) > 0:
+            if (size := min(self._chunk, sizes[r] - start)) > 0:
                 if (host, start) in arriving:
                     arriving.pop((host, start)).wait()
                 self._put(k, (source if host == self.host else places[r]) + start, size)
 
         def take(index: int, k: int) -> None:
             host, start = steps[index]
-            size = min(chunk, sizes[self.rank] - start)
+            size = min(self._chunk, sizes[self.rank] - start)
             if host == self.host and size > 0 and places[self.rank] != source:
                 futex.copy(places[self.rank] + start, source + start, size)
             for other in self._others:
                 r = self.hosts[host][other]
-                self._get(other, k, places[r] + start, min(chunk, sizes[r] - start))
+                self._get(other, k, places[r] + start, min(self._chunk, sizes[r] - start))
 
         self.local.rounds(signature, len(steps), fill, take)
 
@@ -271,7 +267,7 @@ class HostsCollectives:
     def _broadcast_step(self, nbytes: int) -> int:
         """Bytes of a chunk, so that every rank of a host has some to carry."""
         share = -(-nbytes // len(self.mates))
-        return min(self._cut(share), -(-share // 64) * 64)
+        return min(self._chunk, -(-share // 64) * 64)
 
     def _broadcast_from(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """On the root's host: share the chunks, and let the ranks send them in turn."""
@@ -326,12 +322,11 @@ class HostsCollectives:
         self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
     ) -> None:
         """Reduce every rank's part for this rank: see :meth:`HostCollectives.reduce_scatter`."""
-        longest = max(part.numel() for part in parts) * out.dtype.itemsize
-        if longest > PAYLOAD:
+        if max(part.numel() for part in parts) * out.dtype.itemsize > PAYLOAD:
             self.agree(signature)
             operation = ReduceScatter(
-                self.local, self.wire, self._topology, chunk=self._chunk, message=self._cut(longest),
-                parts=parts, out=out, reduction=reduction, workspace=self._room,
+                self.local, self.wire, self._topology, chunk=self._slot, parts=parts, out=out, reduction=reduction,
+                workspace=self._room,
             )  # fmt: skip
             operation.run(signature)
             return

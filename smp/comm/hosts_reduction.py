@@ -26,8 +26,7 @@ class ReduceScatter:
         local: this host's collectives.
         wire: to the other hosts.
         topology: of the group.
-        chunk: bytes of a slot that may be used, the same on every host.
-        message: bytes of a message, the same on every host.
+        chunk: bytes of a message at most, and of a slot that may be used, the same on every host.
         parts: this rank's part for each rank: 1-D, contiguous; the sizes may differ, but are the same everywhere.
         out: 1-D, contiguous, as long as this rank's part, which it may be.
         reduction: what to do; it is not finished here.
@@ -35,7 +34,7 @@ class ReduceScatter:
     """
 
     def __init__(
-        self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *, chunk: int, message: int,
+        self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *, chunk: int,
         parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction,
         workspace: Callable[[int, torch.dtype], torch.Tensor],
     ):  # fmt: skip
@@ -45,8 +44,8 @@ class ReduceScatter:
         self._itemsize = out.dtype.itemsize
         share = chunk // len(topology.neighbours) // 64 * 64  # bytes of a slot for one rank
         longest = max(part.numel() for part in parts)
-        self._piece = min(min(share, message) // self._itemsize, longest)  # elements of one round
-        rounds = min(-(-message // (self._piece * self._itemsize)), -(-longest // self._piece))
+        self._piece = min(share // self._itemsize, longest)  # elements of one round
+        rounds = min(chunk // (self._piece * self._itemsize), -(-longest // self._piece))
         self._batch = rounds * self._piece  # elements of one message
         # The others' sums for this rank, and this host's for them and for itself, by (batch modulo depth, host).
         shape = (2, _DEPTH, len(self._hosts), self._batch)

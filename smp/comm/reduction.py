@@ -24,6 +24,9 @@ _FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.dtype, ...]
 }
 
 
+_SUM = ReduceOp.SUM
+
+
 class Reduction:
     """One reduction over a fixed number of ranks.
 
@@ -52,6 +55,8 @@ class Reduction:
 def reduction_name(op: ReduceOp) -> str:
     """``SUM`` and so on, of an option's ``reduceOp`` or of its plain kind."""
     # The order matters: a kind equals a ReduceOp only from the ReduceOp's side.
+    if op == _SUM:
+        return "SUM"
     return next((name for name in _FUNCTIONS if op == getattr(ReduceOp, name)), "PREMUL_SUM")
 
 

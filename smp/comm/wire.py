@@ -174,18 +174,21 @@ class Wire:
 
     def fail(self, host: int, error: RuntimeError) -> NoReturn:
         """Raise for what went wrong with a host."""
-        end = self._ends[host]
-        cause = ""
-        with contextlib.suppress(RuntimeError):  # the store's host may be the one that is gone
-            if self._store.check([f"failed{end}"]):
-                cause = f"; rank {end} has failed: {self._store.get(f'failed{end}').decode()}"
+        end, reason = self._ends[host], _reason(error)
+        # Only a rank that has closed the connection has said why; a host that is silent may be the store's too.
+        if not reason.startswith("Timed out"):
+            try:
+                if self._store.check([f"failed{end}"]):
+                    reason += f"; rank {end} has failed: {self._store.get(f'failed{end}').decode()}"
+            except RuntimeError as unknown:
+                reason += f"; why cannot be asked, as the store is gone too ({_reason(unknown)})"
         raise dist.DistBackendError(
-            f"smddp: {self._doing}: the exchange with rank {end} on another host failed: {_reason(error)}{cause}"
+            f"smddp: {self._doing}: the exchange with rank {end} on another host failed: {reason}"
         ) from error
 
     def close(self, reason: str) -> None:
         """Tell the other ends at once that this rank will send nothing more, and why."""
-        with contextlib.suppress(RuntimeError):  # as in fail()
+        with contextlib.suppress(RuntimeError):  # the store's process may be the one that is gone
             self._store.set(f"failed{self._ends[self.host]}", reason)
         for host in self.after:
             # A receive that is late makes gloo close all its connections; otherwise they live as long as any message.
