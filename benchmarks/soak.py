@@ -11,6 +11,7 @@ memory or open descriptors have grown. A failing call prints its case, and the r
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from tests.comm_traffic import Traffic
 SIZES = (0, 1, 3, 17, 500, 1023, 1025, 4097, 20_000, 65_537, 300_001, 1_100_000)
 BLOCK = 50  # calls between two looks at the clock
 SETTLED = 0.25  # of the time, or one minute: what has grown by then is not counted
+M_ARENA_MAX = -8  # of glibc's malloc.h
 MAX_GROWTH_MIB, MAX_NEW_DESCRIPTORS = 64, 16
 
 
@@ -75,6 +77,8 @@ def _grown(before: list[dict[str, float]], after: list[dict[str, float]]) -> lis
 
 
 def _soak(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    # One pool of memory for all threads: with one for each, what they keep for reuse would look like a leak.
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*deprecated")
     dist.init_process_group(

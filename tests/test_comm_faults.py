@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp.comm.peers import Peers
 from tests.distributed import Outcome, run_distributed, run_ranks, signal_others, wait_for
 
 Failure = tuple[str, float]  # what was raised, and after how many seconds
@@ -148,6 +150,29 @@ def _fails_in_a_collective() -> Failure:
 def test_a_rank_that_fails_inside_a_collective_tells_the_others_why():
     for message, seconds in _told(run_ranks(_fails_in_a_collective, world_size=3, timeout=600), [0, 2]):
         assert re.search(r"rank 1 \(pid \d+\) has failed: MemoryError: no memory left", message) and seconds < 60
+
+
+def test_several_threads_may_ask_whether_a_peer_lives():
+    """Groups are watched by their own threads, and share what they know of a process."""
+    process = subprocess.Popen(["sleep", "60"])
+    answers: list[bool] = []
+
+    def ask() -> None:
+        peers = Peers([os.getpid(), process.pid], [0, 1], 0)
+        answers.extend(peers.died(1) for _ in range(5000))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 20_000 and not any(answers)
+    process.kill()  # and not waited for: a zombie has ended too
+    peers = Peers([os.getpid(), process.pid], [0, 1], 0)
+    while not peers.died(1):
+        time.sleep(0.01)
+    process.wait()
+    assert peers.died(1) and Peers([os.getpid(), process.pid], [0, 1], 0).died(1) and not peers.died(0)
 
 
 # --- a rank that is stopped
