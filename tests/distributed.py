@@ -42,21 +42,28 @@ def _rank_main(rank: int, world_size: int, folder: str, fn, args, backend: str, 
 
 
 def run_distributed(
-    fn, *args, world_size: int, backend: str = "gloo", timeout: float | None = None, prepare=None
+    fn, *args, world_size: int, backend: str = "gloo", timeout: float | None = None, prepare=None, limit: float = 1800
 ) -> None:
     """Call ``fn(*args)`` on every rank; if any rank fails, raise with every failed rank's traceback.
 
     Processes are forked, so imports made by the parent are free; not after CUDA is initialised. ``timeout`` is the
-    group's, in seconds; ``prepare(rank)`` is called before the group is made.
+    group's, in seconds; ``prepare(rank)`` is called before the group is made. After ``limit`` seconds they are killed.
     """
+    end = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(
+            _rank_main,
+            args=(world_size, folder, fn, args, backend, timeout, prepare),
+            nprocs=world_size,
+            join=False,
+            start_method="fork",
+        )
         try:
-            mp.start_processes(
-                _rank_main,
-                args=(world_size, folder, fn, args, backend, timeout, prepare),
-                nprocs=world_size,
-                start_method="fork",
-            )
+            while not ranks.join(max(0.0, end - time.monotonic())):
+                if time.monotonic() > end:
+                    for process in ranks.processes:
+                        process.kill()
+                    raise AssertionError(f"the ranks have not ended within {limit:g} s")
         except Exception as error:
             reports = [f"{p.stem}:\n{p.read_text()}" for p in sorted(pathlib.Path(folder).glob("rank*.txt"))]
             raise AssertionError("\n".join(reports) or str(error)) from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import smp.comm
+from smp.comm import futex
 from tests.comm_calls import check
 from tests.comm_cases import DIMENSIONS, REDUCED, Case, all_cases, covering_cases
 from tests.comm_traffic import Traffic
@@ -136,7 +138,7 @@ def _generator(seed: int) -> torch.Generator:
 
 def _overlaps() -> None:
     """An input that overlaps the output, neither in its own place nor in a peer's."""
-    rank, world, count = dist.get_rank(), dist.get_world_size(), 3000
+    rank, world, count = dist.get_rank(), dist.get_world_size(), 10_000
     for start in (0, 1, 7, count - 1, count + 5, 2 * count - 3):
         if start + count > count * world + 5:
             continue
@@ -152,10 +154,26 @@ def _overlaps() -> None:
         assert torch.equal(output, expected), start
 
 
+def _slow_readers(chunk: int) -> None:
+    """A slot is not filled again while somebody still reads it, however far the others could be."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    copy = futex.copy
+
+    def slow_copy(*arguments: int) -> None:
+        time.sleep(0.003)
+        copy(*arguments)
+
+    for slow, form in itertools.product(range(world), ("broadcast", "all_gather_single", "reduce_scatter_single")):
+        futex.copy = slow_copy if rank == slow else copy
+        check(Case(form, size=6 * chunk // 4 + 5, seed=slow + 1), None, list(range(world)), chunk)
+    futex.copy = copy
+
+
 def _one_at_a_time(chunk: int) -> None:
     for function in (_objects, _barrier, _zero_dimensions, _same_order_every_time, _overlaps):
         function()
     _roots(chunk)
+    _slow_readers(chunk)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")

@@ -169,7 +169,7 @@ def _train_with_workers() -> None:
 
 
 def test_forked_data_workers_leave_the_groups_alone():
-    run_distributed(_train_with_workers, world_size=2, backend="smddp", timeout=30)
+    run_distributed(_train_with_workers, world_size=2, backend="smddp", timeout=30, limit=60)
 
 
 def _memory_name() -> str:
@@ -222,7 +222,7 @@ def _wait_for_a_late_rank() -> float:
 
 def test_waiting_burns_no_core():
     outcomes = run_ranks(_wait_for_a_late_rank, world_size=8)
-    assert all(outcome.result is not None and outcome.result < 0.5 for outcome in outcomes), outcomes
+    assert all(outcome.result is not None and outcome.result < 0.15 for outcome in outcomes), outcomes
 
 
 # --- the arena

@@ -153,7 +153,7 @@ def _all_orders() -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_order(world_size):
-    run_distributed(_all_orders, world_size=world_size, backend="smddp", timeout=40)
+    run_distributed(_all_orders, world_size=world_size, backend="smddp", timeout=40, limit=120)
 
 
 def _power_sgd(backend: str) -> float:
@@ -182,4 +182,4 @@ def _same_power_sgd() -> None:
 
 
 def test_a_hook_that_calls_collectives_from_callbacks():
-    run_distributed(_same_power_sgd, world_size=2, backend="smddp", timeout=40)
+    run_distributed(_same_power_sgd, world_size=2, backend="smddp", timeout=40, limit=120)
