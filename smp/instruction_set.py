@@ -7,7 +7,9 @@ is tried in a child process first, under lower and lower ceilings.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import resource
 import signal
 import sys
 
@@ -37,6 +39,8 @@ def try_bf16_product(ceiling: str | None) -> int:
     if child == 0:
         status = 255
         try:
+            faulthandler.disable()  # the signal is the answer, not news
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             set_onednn_ceiling(ceiling)
             torch.set_num_threads(1)  # a pool of threads does not survive the fork
             matrix = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16)
