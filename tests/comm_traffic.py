@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.comm_calls import Call, prepare
 from tests.comm_cases import DIMENSIONS, Case
 
-FLYING = 8
+FLYING, GROUPS = 8, 4
 
 
 class Traffic:
@@ -29,7 +29,7 @@ class Traffic:
         self._sizes, self._life, self._seed = sizes, life, seed
         self._shared, self._own = random.Random(seed), random.Random(seed + 1 + self.rank)
         self._flying: list[tuple[Case, Call, Any, Any]] = []
-        self._groups = [self._new_group() for _ in range(4)]
+        self._groups: list[tuple[list[int], Any]] = []
         self._number = 0
 
     def _new_group(self) -> tuple[list[int], Any]:
@@ -44,6 +44,8 @@ class Traffic:
             AssertionError: a result is wrong; the message has the case.
         """
         self._number += 1
+        while len(self._groups) < GROUPS:
+            self._groups.append(self._new_group())
         if self._number % self._life == 0:
             self._replace(self._shared.randrange(len(self._groups)))
         members, group = self._shared.choice(self._groups)
@@ -60,6 +62,14 @@ class Traffic:
         """Wait for all."""
         while self._flying:
             self._land(self._own.randrange(len(self._flying)))
+
+    def close_groups(self) -> None:
+        """Wait for all, and give up the groups; the next :meth:`step` makes new ones."""
+        self.finish()
+        for members, group in self._groups:
+            if self.rank in members:
+                dist.destroy_process_group(group)
+        self._groups = []
 
     def _choose(self) -> Case:
         while True:
