@@ -112,7 +112,7 @@ def _install_collectives(module: FSDPModule, mesh: Mesh, *, shared_buffers: bool
     backend = dist.get_backend(group)
     if backend == "gloo" and mesh.device_type == "cpu":  # gloo sends no GPU memory by itself
         gloo.install(module)
-    elif backend == "smddp" and shared_buffers and group.size() > 1:
+    elif backend == "smddp" and shared_buffers:
         fsdp.install(module, group) if mesh.device_type == "cpu" else cuda.install(module, group)
 
 

@@ -9,7 +9,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor, all
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 import smp.comm
-from smp.comm.arena import SIGNATURE_BYTES, sign
+from smp.comm.arena import SIGNATURE_BYTES, sign, smallest_slot
 from smp.comm.tensors import Output, check_outputs, overlap, plain_cpu
 from tests.distributed import run_distributed
 
@@ -168,3 +168,9 @@ def test_long_signatures_differ_to_their_end():
     same = "all_gather torch.float32 (" + "1000000, " * 40
     first, other = sign(same + "1)"), sign(same + "2)")
     assert first != other and len(first) == len(other) == len(sign("barrier")) == SIGNATURE_BYTES
+
+
+def test_the_smallest_slot_has_a_place_for_every_rank():
+    for ranks in (2, 64, 65, 1000):
+        place = smallest_slot(ranks) // ranks // 64 * 64  # as reductions divide a slot
+        assert place >= torch.complex128.itemsize and smallest_slot(ranks) % 4096 == 0

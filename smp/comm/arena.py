@@ -67,6 +67,11 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+def smallest_slot(ranks: int) -> int:
+    """Bytes of a slot in which there is a place for every rank: 64 bytes, which any element fits in."""
+    return _round_up(64 * ranks, _PAGE)
+
+
 class Layout(NamedTuple):
     """Where things are in an arena.
 

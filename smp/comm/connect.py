@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from smp.comm.arena import SLOTS, Arena, Layout
+from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
 from smp.comm.host import HostCollectives, LoneCollectives
 from smp.comm.hosts import HostsCollectives
 from smp.comm.peers import Peers
@@ -156,7 +156,7 @@ def _connect(
         why = "the hosts hold unequal numbers of the group's ranks"
     elif len(here) > 1:
         # The first rank's settings hold: the others learn the size from the segment.
-        size = Layout(len(here), settings.scratch // SLOTS).total
+        size = Layout(len(here), max(settings.scratch // SLOTS, smallest_slot(len(here)))).total
         segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
         arena = Arena(segment, peers, name) if segment is not None else None
     local = HostCollectives(arena) if arena is not None else LoneCollectives()

@@ -33,6 +33,9 @@ from smp.comm.tensors import Output, flat, nbytes, overlap
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
+# The second names are those before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GpuCollectives:
@@ -172,8 +175,7 @@ class SymmetricAllGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work | None:
         """Gather; the arguments are those of ``all_gather_single``."""
-        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
-        return call(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class SymmetricReduceScatter:
@@ -196,8 +198,7 @@ class SymmetricReduceScatter:
         async_op: bool = False,
     ) -> Work | None:  # fmt: skip
         """Reduce; the arguments are those of ``reduce_scatter_single``."""
-        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
-        return call(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def zero_copy_available(group: dist.ProcessGroup) -> str | None:

@@ -19,15 +19,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from smp.comm.connect import Collectives
+from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.group import SmddpGroup
 from smp.comm.host import HostCollectives
 from smp.comm.reduction import Reduction, reduction_name, supported
 from smp.comm.ring import SharedRing, control_bytes, tensor
 
 PATH = "shared buffer"
-# The second names are those before torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _pools: weakref.WeakKeyDictionary[SmddpGroup, _Pool] = weakref.WeakKeyDictionary()
 
@@ -107,7 +105,7 @@ class SharedAllGather:
         """
         offset = _pool(self._group).offset(output_tensor)
         if offset is None:
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         part = input_tensor.numel() * input_tensor.element_size()
         address = output_tensor.data_ptr()
 
@@ -163,7 +161,7 @@ class SharedReduceScatter:
         pool, name = _pool(self._group), reduction_name(op)
         offset = pool.offset(input_tensor)
         if offset is None or not supported(name, input_tensor.dtype):
-            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         size, rank, numel = pool.peers.size, pool.peers.local, input_tensor.numel()
         itemsize = input_tensor.element_size()
         base = offset - rank * numel * itemsize  # of the first rank's input
