@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 
 import pytest
@@ -24,6 +25,16 @@ DEFAULT = 4 * 2**20
 def scratch(monkeypatch):
     """Set the scratch memory of the ranks to come."""
     return lambda nbytes: monkeypatch.setenv("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", str(nbytes))
+
+
+def without_kernel(rank: int) -> None:
+    """Rounds in Python."""
+    os.environ["SMP_COMM_KERNEL"] = "0"
+
+
+def kernel_on_odd(rank: int) -> None:
+    """Rounds in C on every other rank: the two must be the same protocol."""
+    os.environ["SMP_COMM_KERNEL"] = str(rank % 2)
 
 
 def _all_right(cases: list[Case], chunk: int) -> None:
@@ -177,10 +188,12 @@ def _one_at_a_time(chunk: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_one_at_a_time(scratch, world_size):
+@pytest.mark.parametrize(
+    "world_size, prepare", [(1, None), (2, None), (3, None), (2, without_kernel), (3, kernel_on_odd)]
+)
+def test_one_at_a_time(scratch, world_size, prepare):
     scratch(SMALL)
-    run_distributed(_one_at_a_time, SMALL // 4, world_size=world_size, backend="smddp")
+    run_distributed(_one_at_a_time, SMALL // 4, world_size=world_size, backend="smddp", prepare=prepare)
 
 
 # --- several groups, several calls in flight
@@ -193,10 +206,10 @@ def _traffic(seed: int, steps: int) -> None:
     traffic.finish()
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_traffic(scratch, world_size):
+@pytest.mark.parametrize("world_size, prepare", [(3, None), (4, None), (3, without_kernel), (4, kernel_on_odd)])
+def test_traffic(scratch, world_size, prepare):
     scratch(SMALL)
-    run_distributed(_traffic, world_size, 300, world_size=world_size, backend="smddp")
+    run_distributed(_traffic, world_size, 300, world_size=world_size, backend="smddp", prepare=prepare)
 
 
 @pytest.mark.slow

@@ -18,16 +18,19 @@ needs no system call while nobody sleeps.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from smp.comm import futex
+from smp.comm.kernel import ArenaView, Gather, Kernel
 from smp.comm.peers import Peers
 from smp.comm.segment import NONCE_BYTES, Segment
 
@@ -124,9 +127,10 @@ class Arena:
         segment: ``Layout(...).total`` bytes, fresh.
         peers: the ranks that share it.
         group: name of the group, for messages.
+        kernel: to run rounds in C.
     """
 
-    def __init__(self, segment: Segment, peers: Peers, group: str):
+    def __init__(self, segment: Segment, peers: Peers, group: str, kernel: Kernel | None = None):
         assert NONCE_BYTES <= _LINE
         self.segment, self.peers, self.group = segment, peers, group
         self.layout = Layout.of(segment.size, peers.size)
@@ -143,7 +147,17 @@ class Arena:
         self.round = 0  # the last one this rank has begun
         self._asleep = [counter + 1 for counter in self._counter]  # words: whether a rank sleeps
         # With more ranks than cores, looking only burns what a peer needs to go on.
-        self._spins, self._yields = (20, 100) if self.size <= futex.cores() else (1, 20)
+        crowded = self.size > futex.cores()
+        self._spins, self._yields = (1, 20) if crowded else (20, 100)
+        self._kernel = kernel
+        self._c = ArenaView(
+            segment.address, self.rank, self.size, self.layout.counters, _LINE, self.layout.slots, self.layout.stride,
+            SLOTS, _PAGE, SIGNATURE_BYTES, *((1, 20) if crowded else (500, 100)),
+        )  # fmt: skip
+        self._c_address = ctypes.addressof(self._c)
+        self._sizes, self._places = (ctypes.c_int64 * self.size)(), (ctypes.c_void_p * self.size)()
+        self._gather = Gather(sizes=ctypes.addressof(self._sizes), places=ctypes.addressof(self._places))
+        self._gather_address = ctypes.addressof(self._gather)
         self._own_note = self._note(self.rank)
         self._operation = "nothing"
         self._number = 0
@@ -279,6 +293,51 @@ class Arena:
         """What a rank is doing in round k, which it has posted."""
         at = self._slot_offset[rank][k % SLOTS]
         return bytes(self._view[at : at + SIGNATURE_BYTES])
+
+    def meet(self, k: int, signature: bytes) -> None:
+        """Sign and post round k, whose slot is filled, and :meth:`agree`."""
+        if self._kernel is None:
+            self.sign(k, signature)
+            self.post(k)
+            self.agree(k, signature)
+            return
+        status = self._kernel.meet(self._c_address, k & _WORD, signature)
+        while status > 0:
+            self.wait(status - 1, k)
+            status = self._kernel.agree(self._c_address, k & _WORD, signature)
+        if status:
+            raise Mismatch(self.group, self._describe(k))
+
+    def gather(
+        self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int], chunk: int, count: int
+    ) -> bool:
+        """Run all rounds of an all_gather or a broadcast in C.
+
+        Args:
+            signature: of the operation.
+            source: address of this rank's bytes.
+            sizes: bytes that each rank gives.
+            places: address for each rank's bytes; this rank's own may be ``source``.
+            chunk: bytes of a round at most.
+            count: of rounds.
+
+        Returns:
+            False, and nothing is done, without the kernel.
+        """
+        if self._kernel is None:
+            return False
+        call, first = self._gather, self.round + 1
+        call.signature, call.source, call.chunk, call.count = signature, source, chunk, count
+        self._sizes[:], self._places[:] = list(sizes), list(places)
+        call.first, call.index, call.filled, call.taken = first & _WORD, 0, 0, 0
+        while status := self._kernel.gather(self._c_address, self._gather_address):
+            self.round = first + min(call.index, count - 1)
+            if status < 0:
+                raise Mismatch(self.group, self._describe(first))
+            # The round needed is one of the last few; the kernel knows its lower half.
+            self.wait(status - 1, self.round - ((self.round - call.needed) & _WORD))
+        self.round = first + count - 1
+        return True
 
     def agree(self, k: int, signature: bytes) -> None:
         """Wait for every peer's round k and see that all do the same.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
 from smp.comm.host import HostCollectives, LoneCollectives
 from smp.comm.hosts import HostsCollectives
+from smp.comm.kernel import load
 from smp.comm.peers import Peers
 from smp.comm.reduction import Reduction
 from smp.comm.segment import Segment, share
@@ -158,7 +159,8 @@ def _connect(
         # The first rank's settings hold: the others learn the size from the segment.
         size = Layout(len(here), max(settings.scratch // SLOTS, smallest_slot(len(here)))).total
         segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
-        arena = Arena(segment, peers, name) if segment is not None else None
+        if segment is not None:
+            arena = Arena(segment, peers, name, load() if settings.kernel else None)
     local = HostCollectives(arena) if arena is not None else LoneCollectives()
     wire = None
     if len(topology.hosts) > 1 and topology.even:

@@ -60,10 +60,8 @@ class HostCollectives:
         """
         arena = self.arena
         k = arena.begin()
-        arena.sign(k, signature)
         fill(0, k)
-        arena.post(k)
-        arena.agree(k, signature)
+        arena.meet(k, signature)
         for index in range(1, count):
             ahead = arena.begin()
             fill(index, ahead)
@@ -74,11 +72,11 @@ class HostCollectives:
 
     def agree(self, signature: bytes) -> None:
         """See that all ranks do the same."""
-        self.rounds(signature, 1, _nothing, _nothing)
+        self.arena.meet(self.arena.begin(), signature)
 
     def barrier(self, signature: bytes) -> None:
         """Return when every rank has called it."""
-        self.rounds(signature, 1, _nothing, _nothing)
+        self.agree(signature)
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank.
@@ -90,6 +88,9 @@ class HostCollectives:
             places: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
         """
         arena, chunk, mine = self.arena, min(self.chunk, _GATHER_BYTES), sizes[self.rank]
+        count = max(1, -(-max(sizes) // chunk))
+        if arena.gather(signature, source, sizes, places, chunk, count):
+            return
 
         def fill(index: int, k: int) -> None:
             start = index * chunk
@@ -106,28 +107,16 @@ class HostCollectives:
                 if start < sizes[other]:
                     futex.copy(places[other] + start, arena.address(other, k), min(chunk, sizes[other] - start))
 
-        self.rounds(signature, max(1, -(-max(sizes) // chunk)), fill, take)
+        self.rounds(signature, count, fill, take)
 
     def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
         """Wait until every rank's slice is in the buffer, which is the same memory for all."""
-        self.rounds(signature, 1, _nothing, _nothing)
+        self.agree(signature)
 
     def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """Copy the root's bytes to every rank, at ``address``."""
-        arena, chunk = self.arena, min(self.chunk, _GATHER_BYTES)
-
-        def fill(index: int, k: int) -> None:
-            if self.rank == root:
-                start = index * chunk
-                futex.copy(arena.address(root, k), address + start, min(chunk, nbytes - start))
-
-        def take(index: int, k: int) -> None:
-            if self.rank != root:
-                start = index * chunk
-                arena.wait(root, k)
-                futex.copy(address + start, arena.address(root, k), min(chunk, nbytes - start))
-
-        self.rounds(signature, max(1, -(-nbytes // chunk)), fill, take)
+        sizes = [nbytes if r == root else 0 for r in range(self.size)]
+        self.all_gather(signature, address, sizes, [address] * self.size)
 
     def reduce_scatter(
         self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
@@ -184,7 +173,7 @@ class HostCollectives:
             out: 1-D, private.
             reduction: what to do; it is not finished here.
         """
-        self.rounds(signature, 1, _nothing, _nothing)
+        self.agree(signature)
         add_up(parts, out, reduction)
 
     def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
@@ -229,12 +218,11 @@ class HostCollectives:
         for start in range(0, numel, step):
             length = min(step, numel - start)
             k = arena.begin()
-            if start == 0:
-                arena.sign(k, signature)
             futex.copy(arena.address(self.rank, k), source + start * itemsize, length * itemsize)
-            arena.post(k)
             if start == 0:
-                arena.agree(k, signature)
+                arena.meet(k, signature)
+            else:
+                arena.post(k)
             bounds = [min(share * r, length) for r in range(self.size + 1)]
             first, last = bounds[self.rank], bounds[self.rank + 1]
             for other in arena.others:
@@ -252,10 +240,6 @@ class HostCollectives:
                 size = (bounds[r + 1] - bounds[r]) * itemsize
                 if size:
                     futex.copy(source + (start + bounds[r]) * itemsize, arena.address(r, after), size)
-
-
-def _nothing(index: int, k: int) -> None:
-    """A round of a barrier moves nothing."""
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:

@@ -20,6 +20,7 @@ class Settings:
             of ``fully_shard``; what does not fit goes through the scratch memory. 0: no shared buffers.
         poison: ``SMP_POISON_SHARED_BUFFERS``: 1 fills a shared buffer with NaN bytes before it is used again, to find
             what reads it too late. Slow.
+        kernel: ``SMP_COMM_KERNEL``: 0 runs the rounds in Python even where the C kernel could be compiled.
         workspace: ``SMP_SYMMETRIC_WORKSPACE_BYTES``: memory of one rank's GPU in one group that the other GPUs of the
             host can read, for what does not lie in such memory already. A message of any size passes; it goes in
             chunks of half of it. 0: everything on GPUs is left to NCCL.
@@ -33,6 +34,7 @@ class Settings:
     scratch: int = 4 * 2**20
     shared: int = 64 * 2**30
     poison: bool = False
+    kernel: bool = True
     workspace: int = 32 * 2**20
     gpu_minimum: int = 2**20
     gpu_sums: bool = False
@@ -49,6 +51,7 @@ def read_settings() -> Settings:
         environment_bytes("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", default.scratch, multiple=4 * _PAGE, minimum=4 * _PAGE),
         environment_bytes("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", default.shared, multiple=1, minimum=0),
         bool(environment_bytes("SMP_POISON_SHARED_BUFFERS", 0, multiple=1, minimum=0)),
+        bool(environment_bytes("SMP_COMM_KERNEL", 1, multiple=1, minimum=0)),
         environment_bytes("SMP_SYMMETRIC_WORKSPACE_BYTES", default.workspace, multiple=2 * 64 * 2**10, minimum=0),
         environment_bytes("SMP_SYMMETRIC_MINIMUM_BYTES", default.gpu_minimum, multiple=1, minimum=0),
         bool(environment_bytes("SMP_SYMMETRIC_REDUCE_SCATTER", 0, multiple=1, minimum=0)),
