@@ -33,6 +33,7 @@ from smp.mesh import Degrees, resolve_degrees
 from smp.metrics import last_logged_step
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.registry import build_model
+from smp.models.tensor_plan import tensor_parallel_problems
 from smp.runtime import Launch, choose_backend, choose_device
 from smp.train_state import TrainState
 from smp.transform import compute_dtype
@@ -92,6 +93,10 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
     model = attempt(resolve_model, config.model)
     if model is None:
         raise ConfigError(problems)
+    if degrees is not None:
+        problems += tensor_parallel_problems(
+            model.family.tensor_plan, model.hf_config, degree=degrees.tp, shard=degrees.dp_shard
+        )
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     checkpoint_dirs = [Path(d).absolute() for d in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
     attempt(_check_output, config, run_dir)
@@ -287,6 +292,8 @@ def _sizes(plan: Plan) -> tuple[ModelShape, Workload]:
         micro_batch_size=config.run.train_batch_size,
         compute_bytes=plan.dtype.itemsize,
         activation_checkpointing=config.activation.activation_checkpointing,
+        sequence_parallel=config.parallel.sequence_parallel,
+        save_gathered=config.parallel.tp_save_gathered,
         attention_matrix=plan.model.attn_implementation == "eager",
     )
 
@@ -299,7 +306,7 @@ def refuse_too_large(plan: Plan) -> None:
     """
     shape, work = _sizes(plan)
     available = available_memory(plan.device, plan.launch.local_world_size)
-    enough = processes_that_fit(shape, work, available)
+    enough = processes_that_fit(shape, work, available, tp=plan.degrees.tp)
     smaller = "a smaller model, batch or sequence (--dry_run 1 shows what needs how much)"
     advice = f"use {enough} such processes with full sharding, or {smaller}" if enough else f"use {smaller}"
     check_fits(

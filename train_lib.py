@@ -60,6 +60,7 @@ class Trainer:
     state: TrainState
     metrics: MetricsLogger | NullMetricsLogger
     memory: MemoryTracker
+    data_group: dist.ProcessGroup | None
 
 
 def run(plan: Plan) -> None:
@@ -95,9 +96,9 @@ def run(plan: Plan) -> None:
         seed_everything(config.run.seed, mesh.data_rank)
         state = dataclasses.replace(plan.state)  # the plan keeps where the run began
         if plan.resume is not None:
-            state = load_checkpoint(plan.resume, model=model, optimizer=optimizer, seed=config.run.seed)
+            state = load_checkpoint(plan.resume, model=model, optimizer=optimizer, seed=config.run.seed, mesh=mesh)
         schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
-        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory)
+        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))
         train(trainer)
@@ -124,6 +125,7 @@ def train(trainer: Trainer) -> None:
             next(batches),
             device=plan.device,
             grad_clip=config.optim.grad_clip,
+            data_group=trainer.data_group,
             defer_sync=config.parallel.defer_gradient_sync,
             record=functools.partial(memory.record, step=state.step),
         )
@@ -181,10 +183,12 @@ class StepResult:
     tokens: int  # valid tokens of the whole global batch
     grad_norm: torch.Tensor  # 0-d
 
+    data_group: dist.ProcessGroup | None  # the ranks that read different data
+
     def loss(self) -> float:
         """Mean loss over the global batch's valid tokens; collective."""
         total = self.loss_sum.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.data_group)
         return float(total) / max(self.tokens, 1)
 
 
@@ -195,6 +199,7 @@ def train_step(
     *,
     device: torch.device,
     grad_clip: float,
+    data_group: dist.ProcessGroup | None = None,
     defer_sync: bool = False,
     record: Callable[[str], None] = lambda tag: None,
 ) -> StepResult:
@@ -204,11 +209,12 @@ def train_step(
         model: from :func:`smp.transform.parallelize`.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
+        data_group: the ranks that read different data; None: all.
         defer_sync: reduce gradients once, after the last micro-batch.
         record: called with the name of each phase, for the memory tracker.
     """
     valid = torch.tensor(sum(count_valid_tokens(m["labels"]) for m in batch.microbatches), device=device)
-    counted = dist.all_reduce(valid, async_op=True)
+    counted = dist.all_reduce(valid, group=data_group, async_op=True)
     record("Before train step")
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(batch.microbatches):
@@ -227,7 +233,7 @@ def train_step(
     # Before the next forward, so that gradients and activations are never held together.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
-    return StepResult(loss_sum, tokens, grad_norm)
+    return StepResult(loss_sum, tokens, grad_norm, data_group)
 
 
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -256,7 +262,7 @@ def validate(trainer: Trainer) -> float:
             total[1] += count_valid_tokens(microbatch["labels"])
     trainer.model.train()
     reshard(trainer.model)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=trainer.data_group)
     return float(total[0] / total[1])
 
 

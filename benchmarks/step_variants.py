@@ -37,7 +37,8 @@ CPU = torch.device("cpu")
 SIZES = {
     "llama70m": (640, 10, 1728, 16_384, 256),
     "neox70m": (640, 10, 2560, 16_384, 256),
-    "llama_tiny": (64, 2, 128, 512, 32),
+    "llama108m": (768, 10, 2048, 24_000, 1024),
+    "llama_tiny": (256, 2, 128, 512, 32),
     "neox_tiny": (64, 2, 256, 512, 32),
 }
 
@@ -54,7 +55,8 @@ class Case:
     processes: int
     threads: int  # of each process
     steps: int
-    rows: int  # samples of each process and step
+    rows: int  # samples of each data-parallel process and step
+    data_parallel: bool = True  # whether the processes read different samples
 
     @property
     def bf16(self) -> bool:
@@ -69,7 +71,7 @@ class Case:
     @property
     def tokens(self) -> int:
         """Tokens of the timed steps, over all processes."""
-        return self.processes * self.rows * self.length * self.steps
+        return (self.processes if self.data_parallel else 1) * self.rows * self.length * self.steps
 
 
 def resolved_model(name: str) -> ResolvedModel:
@@ -123,7 +125,7 @@ def smp_step(case: Case, rank: int, *, shared_buffers: bool = True) -> Step:
 
 def fsdp2_step(case: Case, rank: int, *, fused: bool, shared_buffers: bool = False) -> Step:
     """The loop of torch's FSDP2 tutorial: each block and the root sharded, the defaults otherwise."""
-    model, family = _plain_model(case), resolved_model(case.model).family
+    model, family = plain_model(case), resolved_model(case.model).family
     policy = _fsdp2_policy(case)
     for block in model_blocks(model, family):
         fully_shard(block, mp_policy=policy)
@@ -131,7 +133,7 @@ def fsdp2_step(case: Case, rank: int, *, fused: bool, shared_buffers: bool = Fal
     _require_fsdp2(model, case)
     if shared_buffers:
         smp.comm.use_shared_buffers(model)
-    return _plain_loop(case, rank, model, _adamw(model.parameters(), fused=fused))
+    return _plain_loop(case, rank, model, adamw(model.parameters(), fused=fused))
 
 
 def accelerate_step(case: Case, rank: int) -> Step:
@@ -145,28 +147,28 @@ def accelerate_step(case: Case, rank: int) -> Step:
     # model DDP.
     accelerator.state.distributed_type = accelerate.DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
-    model = _plain_model(case)
-    model, optimizer = accelerator.prepare(model, _adamw(model.parameters(), fused=True))
+    model = plain_model(case)
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters(), fused=True))
     _require_fsdp2(model, case)
     return _plain_loop(case, rank, model, optimizer, backward=accelerator.backward, clip=accelerator.clip_grad_norm_)
 
 
 def one_process_step(case: Case, rank: int) -> Step:
     """The plain Hugging Face model, all cores as threads of one process; bf16 is autocast's."""
-    model = _plain_model(case)
-    return _plain_loop(case, rank, model, _adamw(model.parameters(), fused=True))
+    model = plain_model(case)
+    return _plain_loop(case, rank, model, adamw(model.parameters(), fused=True))
 
 
 def floor_step(case: Case, rank: int) -> Step:
     """No exchange: forward and backward of the whole model, AdamW on this process's part of it, without clipping."""
-    model = _plain_model(case)
+    model = plain_model(case)
     parameters = list(model.parameters())
     # The rows that FSDP2 would leave to this rank, in fp32. In fp32 they are views: no copy in either direction.
     parts = [p.detach().chunk(case.processes)[rank].float() for p in parameters]
     if case.bf16:
         model.to(torch.bfloat16)
     working = [p.detach().chunk(case.processes)[rank] for p in parameters]
-    optimizer = _adamw(parts, fused=True)
+    optimizer = adamw(parts, fused=True)
 
     def step(number: int) -> Tensor:
         ids = batch(case, rank, number)
@@ -185,7 +187,7 @@ def floor_step(case: Case, rank: int) -> Step:
     return step
 
 
-def _plain_model(case: Case) -> nn.Module:
+def plain_model(case: Case) -> nn.Module:
     """The whole Hugging Face model, with the values that the job gives its shards."""
     resolved = resolved_model(case.model)
     model = build_model(resolved.hf_config, attn_implementation=resolved.attn_implementation)
@@ -219,7 +221,7 @@ def _plain_loop(
     return step
 
 
-def _adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.AdamW:
     """The job's groups and settings: weight decay on matrices only."""
     parameters = list(parameters)
     groups = [

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import accelerate
@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from pages import origin, publish
-from step_variants import SIZES, VARIANTS, Case, resolved_model
+from step_variants import SIZES, VARIANTS, Case, Variant, resolved_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.errors import UserError
@@ -61,7 +61,7 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _worker(rank: int, case: Case, folder: str, barrier) -> None:
+def _worker(rank: int, case: Case, variant: Variant, folder: str, barrier) -> None:
     """One process of a case: build, warm up, time, and write what was seen to ``folder``."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.processes), LOCAL_WORLD_SIZE=str(case.processes),
@@ -69,7 +69,6 @@ def _worker(rank: int, case: Case, folder: str, barrier) -> None:
     )  # fmt: skip
     torch.set_num_threads(case.threads)
     imported = _peak_mib()
-    variant = VARIANTS[case.variant]
     if variant.backend == "fake":
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.processes)
     elif variant.backend:
@@ -87,14 +86,14 @@ def _worker(rank: int, case: Case, folder: str, barrier) -> None:
         dist.destroy_process_group()
 
 
-def measure(case: Case) -> Result:
+def measure(case: Case, variant: Variant) -> Result:
     """Run one case in fresh processes, so that its peak memory is its own.
 
     They are forked: the libraries are imported already, and no thread has been started here.
     """
     barrier = multiprocessing.get_context("fork").Barrier(case.processes)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_worker, args=(case, folder, barrier), nprocs=case.processes, start_method="fork")
+        mp.start_processes(_worker, args=(case, variant, folder, barrier), nprocs=case.processes, start_method="fork")
         reports = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.processes)]
     return Result(
         tokens_per_second=case.tokens / max(r["seconds"] for r in reports),
@@ -141,7 +140,7 @@ def run(arguments: argparse.Namespace) -> tuple[Results, list[str]]:
             threads=arguments.processes * arguments.threads if alone else arguments.threads, steps=arguments.steps,
             rows=arguments.processes if alone else 1,
         )  # fmt: skip
-        result = measure(case)
+        result = measure(case, VARIANTS[variant])
         results[pair][variant].append(result)
         if variant not in NOT_COMPARED and "smp" in arguments.variants:
             check_losses(case, result.losses, results[pair]["smp"][-1].losses)
@@ -166,35 +165,45 @@ def _paired(results: dict[str, list[Result]], variant: str, other: str) -> str:
     return f"{statistics.median(_ratios(results, variant, other)):.2f}"
 
 
-def _against(results: dict[str, list[Result]], pairs: Sequence[tuple[str, str]]) -> list[str]:
+def _against(
+    results: dict[str, list[Result]], pairs: Sequence[tuple[str, str]], variants: Mapping[str, Variant]
+) -> list[str]:
     """A table of paired ratios with their spread."""
     lines = ["| speed of | over that of | median | range of the rounds |", "|---|---|---:|---:|"]
     for one, other in pairs:
         if one in results and other in results:
             ratios = sorted(_ratios(results, one, other))
             lines.append(
-                f"| {VARIANTS[one].name} | {VARIANTS[other].name} | {statistics.median(ratios):.2f} | "
+                f"| {variants[one].name} | {variants[other].name} | {statistics.median(ratios):.2f} | "
                 f"{ratios[0]:.2f}-{ratios[-1]:.2f} |"
             )
     return lines if len(lines) > 2 else []
 
 
-def table(results: dict[str, list[Result]]) -> list[str]:
+def table(
+    results: dict[str, list[Result]],
+    variants: Mapping[str, Variant] = VARIANTS,
+    compared: Sequence[tuple[str, str]] = COMPARED,
+) -> list[str]:
     """Two markdown tables: the variants, and what they say about each other."""
+    floor = "floor" in variants
     lines = [
-        "| variant | tokens/s, median | min-max | times smp | of the floor | peak RSS per process, MiB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| variant | tokens/s, median | min-max | times smp |"
+        + " of the floor |" * floor
+        + " peak RSS per process, MiB |",
+        "|---|---:|---:|---:|" + "---:|" * floor + "---:|",
     ]
     for variant, found in results.items():
         speeds = [r.tokens_per_second for r in found]
+        of_floor = f" {_paired(results, variant, 'floor')} |" * floor
         lines.append(
-            f"| {VARIANTS[variant].name} | {statistics.median(speeds):.0f} | {min(speeds):.0f}-{max(speeds):.0f} | "
-            f"{_paired(results, variant, 'smp')} | {_paired(results, variant, 'floor')} | "
-            f"{statistics.median(r.peak_mib for r in found):.0f} |"
+            f"| {variants[variant].name} | {statistics.median(speeds):.0f} | {min(speeds):.0f}-{max(speeds):.0f} | "
+            f"{_paired(results, variant, 'smp')} |{of_floor} {statistics.median(r.peak_mib for r in found):.0f} |"
         )
     imported = statistics.median(r.imported_mib for found in results.values() for r in found)
     return [
-        *lines, "", f"Imported libraries hold {imported:.0f} MiB of each peak.", "", *_against(results, COMPARED),
+        *lines, "", f"Imported libraries hold {imported:.0f} MiB of each peak.", "",
+        *_against(results, compared, variants),
     ]  # fmt: skip
 
 

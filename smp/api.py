@@ -20,16 +20,59 @@ from smp.errors import UserError
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
 from smp.runtime import read_launch
+from smp.state import State
+from smp.tensor_parallel.apply import is_split, split_model, take_from_rank0
+from smp.tensor_parallel.region import Region
 from smp.transform import parallelize as _parallelize
+from smp.transform import tensor_region
 
 
 @dataclasses.dataclass(frozen=True)
 class _Initialized:
     mesh: Mesh
     parallel: ParallelConfig
+    region: Region | None
 
 
 _current: _Initialized | None = None
+
+# SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
+_SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "sm_activation_offloading": ((False,), "activation offloading is not in this version; leave it at False"),
+    "activation_loading_horizon": ((2,), "activation offloading is not in this version; leave it out"),
+    "fsdp_cache_flush_warnings": ((False,), "these warnings are not in this version; leave it out"),
+    "allow_empty_shards": ((True, False), "use True or False; fully_shard always allows empty shards"),
+}
+
+
+def _read_smp_keys(values: dict[str, Any]) -> int:
+    """Take SMP v2's own keys out of ``values``; returns ``random_seed``.
+
+    Raises:
+        UserError: a value asks for what is not there.
+    """
+    for key, (allowed, otherwise) in _SMP_KEYS.items():
+        value = values.pop(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"smp.init: {key} {value} is not available: {otherwise}")
+    seed = values.pop("random_seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise UserError(f"smp.init: random_seed {seed} is not allowed: give a whole number from 0 to {2**31 - 1}")
+    return seed
+
+
+def _require_init(caller: str) -> _Initialized:
+    if _current is None:
+        raise UserError(f"{caller} needs a mesh: call smp.init({{...}}) before it")
+    return _current
+
+
+def _for_state() -> tuple[Mesh, ParallelConfig, Region | None]:
+    current = _require_init("smp.state")
+    return current.mesh, current.parallel, current.region
+
+
+state = State(_for_state)
 
 
 def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -41,14 +84,17 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
     values = {} if config is None else config
     if not isinstance(values, dict):
         raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got a {type(values).__name__}")
+    own = {key: value for key, value in values.items() if key in (*_SMP_KEYS, "random_seed")}
+    values = {key: value for key, value in values.items() if key not in own}
     known = {f.name: f.name for f in dataclasses.fields(ParallelConfig)}
     known |= {alias: f.name for f in dataclasses.fields(ParallelConfig) for alias in f.metadata["aliases"]}
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+            every = sorted((*known, *_SMP_KEYS, "random_seed"))
+            near = difflib.get_close_matches(key, every, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(every)}"
             raise UserError(f"smp.init: unknown key {key}: {hint}")
-    return {known[key]: value for key, value in values.items()}
+    return own | {known[key]: value for key, value in values.items()}
 
 
 def _device_type() -> str:
@@ -62,8 +108,8 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
 
     Args:
-        config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}``: a dict, or the path
-            of a JSON file.
+        config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
+            dict, or the path of a JSON file.
 
     Returns:
         The mesh: ``mesh.data_rank`` and ``mesh.data_size`` say which part of the data this rank reads.
@@ -74,13 +120,17 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     global _current
     if not dist.is_initialized():
         raise UserError("smp.init needs a process group: call torch.distributed.init_process_group(...) before it")
-    parallel = ParallelConfig(**_read(config))
+    values = _read(config)
+    seed = _read_smp_keys(values)
+    parallel = ParallelConfig(**values)
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
     degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
-    _current = _Initialized(build_mesh(degrees, _device_type()), parallel)
-    return _current.mesh
+    mesh = build_mesh(degrees, _device_type())
+    region = tensor_region(mesh, parallel, random_seed=seed) if degrees.tp > 1 else None
+    _current = _Initialized(mesh, parallel, region)
+    return mesh
 
 
 def is_initialized() -> bool:
@@ -88,10 +138,52 @@ def is_initialized() -> bool:
     return _current is not None
 
 
+def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False) -> None:
+    family = family_of(model.config)
+    if current.region is not None and not is_split(model):
+        split_model(model, family, current.region, from_rank0=from_rank0)
+    elif from_rank0 and current.region is None:
+        take_from_rank0(model, torch.device(current.mesh.device_type))
+
+
+def transform(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: str = "p2p",
+) -> nn.Module:
+    """Apply tensor parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
+
+    With ``tensor_parallel_degree`` 1 there is nothing to split. Shard the result with :func:`parallelize`.
+
+    Args:
+        model: Llama, Mistral, GPT-NeoX or of a family of :func:`smp.register_family`; the same on every rank, or on the
+            meta device.
+        device: where to move the model's parameters and buffers afterwards.
+        dtype: what to convert them to.
+        config: SMP v2's ``MoEConfig``: refused.
+        load_state_dict_from_rank0: take all values from rank 0, one parameter at a time; other ranks may hold any, or
+            be on the meta device. Collective.
+        cp_comm_type: of context parallelism, which is not available: only the default.
+
+    Raises:
+        UserError: ``init`` was not called, the architecture is not supported, or the degree does not fit its shape.
+    """
+    current = _require_init("smp.transform")
+    if config is not None:
+        raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
+    if cp_comm_type != "p2p":
+        raise UserError("smp.transform: cp_comm_type is for context parallelism, which is out of scope: leave it out")
+    _split(model, current, from_rank0=load_state_dict_from_rank0)
+    return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
+
+
 def parallelize(
     model: nn.Module, *, dtype: torch.dtype | None = None, activation_checkpointing: bool = False
 ) -> nn.Module:
-    """Shard a Hugging Face causal language model in place over the mesh of :func:`init`.
+    """Shard a Hugging Face causal language model in place over the mesh of :func:`init`; :func:`transform` it before.
 
     Gradients are summed over data ranks: divide the loss by the global number of valid tokens
     (:func:`smp.count_valid_tokens`), not by the rank's.
@@ -104,14 +196,14 @@ def parallelize(
     Raises:
         UserError: ``init`` was not called, or the architecture is not supported.
     """
-    if _current is None:
-        raise UserError("smp.parallelize needs a mesh: call smp.init({...}) before it")
+    current, family = _require_init("smp.parallelize"), family_of(model.config)
+    _split(model, current)
     activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
     return _parallelize(
         model,
-        family_of(model.config),
-        mesh=_current.mesh,
-        parallel=_current.parallel,
+        family,
+        mesh=current.mesh,
+        parallel=current.parallel,
         activation=activation,
         dtype=dtype,
     )

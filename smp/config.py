@@ -111,9 +111,15 @@ class ParallelConfig(Section):
         aliases=("shard_degree",),
     )
     tensor_parallel_degree: int = setting(
-        1, "Ranks per tensor-parallel group.", only=(1,),
-        otherwise="tensor parallelism is not in this version; leave it at 1 and shard with --hybrid_shard_degree",
-    )  # fmt: skip
+        1, "Ranks that split each layer; neighbours, so keep them in one host.", minimum=1
+    )
+    sequence_parallel: bool = setting(
+        True, "Under tensor parallelism, split what lies between the split layers by tokens."
+    )
+    tp_save_gathered: bool = setting(
+        False,
+        "Under sequence parallelism, keep gathered inputs for backward instead of gathering them anew: faster, larger.",
+    )
     context_parallel_degree: int = setting(
         1, "Ranks that split one sequence.", only=(1,),
         otherwise="context parallelism is out of scope for now; leave it at 1 and shorten --max_context_width",
@@ -123,8 +129,8 @@ class ParallelConfig(Section):
         otherwise="mixture-of-experts models are out of scope for now; leave it at 1",
     )  # fmt: skip
     use_smp_implementation: bool = setting(
-        False, "SMP v2's switch to its own tensor-parallel model code.", only=(False,),
-        otherwise="it switches on tensor parallelism, which is not in this version; leave it at 0",
+        False, "SMP v2's switch to its own tensor-parallel model code.",
+        no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's",
     )  # fmt: skip
     cp_comm_type: Literal["p2p", "all_gather"] = setting(
         "p2p", "Exchange used by context parallelism.", only=("p2p",),

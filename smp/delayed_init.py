@@ -40,6 +40,15 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that has several."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
 def materialize_(model: nn.Module, device: torch.device) -> None:
     """Allocate the local part of every parameter on ``device``, uninitialised, and move the buffers there."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -49,7 +58,11 @@ def materialize_(model: nn.Module, device: torch.device) -> None:
             f"buffer {lost[0]} is on the meta device, so its value is lost: build the model with real buffers"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
+        shared = _tied(model)
         model.to_empty(device=device)
+        for (first, first_name), *others in shared:  # torch allocates a tied parameter of a plain model once per place
+            for module, name in others:
+                module._parameters[name] = first._parameters[first_name]
     else:
         model.to(device)
     with torch.no_grad():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.config import ActivationConfig, ParallelConfig
@@ -14,17 +17,19 @@ from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, memory_t
 from smp.mesh import Degrees, build_mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
+from smp.models.tensor_plan import tensor_parallel_problems
 from smp.transform import parallelize
 
 
-def sharded_parameters(
-    resolved: ResolvedModel, degrees: Degrees, *, parallel: ParallelConfig, activation: ActivationConfig
-) -> dict[str, tuple[torch.Size, torch.Size]]:
-    """Shard the model as rank 0 of ``degrees`` would; every parameter's whole and local shape by name."""
+@contextlib.contextmanager
+def sharded_model(
+    resolved: ResolvedModel, degrees: Degrees, *, parallel: ParallelConfig, activation: ActivationConfig, rank: int = 0
+) -> Iterator[nn.Module]:
+    """The model on the meta device, split and sharded as ``rank`` of ``degrees`` would; no group may be running."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = degrees.data_size * degrees.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
         model = build_on_meta(build)
@@ -36,12 +41,31 @@ def sharded_parameters(
             activation=activation,
             dtype=None,
         )
+        yield model
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_parameters(
+    resolved: ResolvedModel, degrees: Degrees, *, parallel: ParallelConfig, activation: ActivationConfig
+) -> dict[str, tuple[torch.Size, torch.Size]]:
+    """Shard the model as rank 0 of ``degrees`` would; every parameter's whole and local shape by name."""
+    with sharded_model(resolved, degrees, parallel=parallel, activation=activation) as model:
         return {
             name: (parameter.shape, parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
             for name, parameter in model.named_parameters()
         }
-    finally:
-        dist.destroy_process_group()
+
+
+def tensor_parallel_degrees(resolved: ResolvedModel, degrees: Degrees) -> str:
+    """The legal tensor-parallel degrees of a job of as many processes."""
+    world, plan, config = degrees.data_size * degrees.tp, resolved.family.tensor_plan, resolved.hf_config
+    legal = (d for d in range(1, world + 1) if world % d == 0)
+    return ", ".join(
+        str(degree)
+        for degree in legal
+        if not tensor_parallel_problems(plan, config, degree=degree, shard=degrees.dp_shard)
+    )
 
 
 def degree_table(shape: ModelShape, work: Workload, data_size: int, chosen: Degrees) -> str:
@@ -76,6 +100,8 @@ def report(
             "",
             "predicted peak of each rank:",
             memory_table(estimate_memory(shape, degrees, work), available),
+            "",
+            f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, degrees)}",
             "",
             "legal sharding degrees:",
             degree_table(shape, work, degrees.data_size, degrees),

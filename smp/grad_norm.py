@@ -20,7 +20,8 @@ def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if placement.is_shard() and mesh.size(axis) > 1
+        # Not `is_shard`: a DTensor that is split twice along one axis has a placement that is no Shard.
+        if not placement.is_replicate() and mesh.size(axis) > 1
     )
 
 

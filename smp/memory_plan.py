@@ -37,6 +37,16 @@ class ModelShape:
     heads: int
     vocabulary: int
     gated_mlp: bool
+    key_value_heads: int = 0  # 0: as many as heads
+    key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
+
+    def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
+        """What a tensor-parallel rank holds of ``parameters``, which contain so many blocks.
+
+        Each holds all key and value projections where there are fewer heads than ranks.
+        """
+        whole = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
+        return whole + -(-(parameters - whole) // tp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +57,9 @@ class Workload:
     micro_batch_size: int
     compute_bytes: int  # per element: 4 for fp32, 2 for bf16
     activation_checkpointing: bool
-    attention_matrix: bool  # whether scores of the whole sequence exist (eager attention)
+    sequence_parallel: bool = True  # under tensor parallelism
+    save_gathered: bool = False  # under sequence parallelism, whether gathered inputs are kept for backward
+    attention_matrix: bool = False  # whether scores of the whole sequence exist (eager attention)
 
 
 def model_shape(model: torch.nn.Module, hf_config: Any, *, embedding: str, blocks: str, gated_mlp: bool) -> ModelShape:
@@ -59,6 +71,9 @@ def model_shape(model: torch.nn.Module, hf_config: Any, *, embedding: str, block
     total = count(model)
     block_counts = [count(block) for block in model.get_submodule(blocks).children()]
     table = count(model.get_submodule(embedding))
+    heads = hf_config.num_attention_heads
+    key_value_heads = getattr(hf_config, "num_key_value_heads", 0)
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     return ModelShape(
         parameters=total,
         largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
@@ -66,29 +81,41 @@ def model_shape(model: torch.nn.Module, hf_config: Any, *, embedding: str, block
         layers=len(block_counts),
         hidden=hf_config.hidden_size,
         intermediate=hf_config.intermediate_size,
-        heads=hf_config.num_attention_heads,
+        heads=heads,
         vocabulary=hf_config.vocab_size,
         gated_mlp=gated_mlp,
+        key_value_heads=key_value_heads,
+        key_value=2 * key_value_heads * head_dim * hf_config.hidden_size,
     )
 
 
 def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict[str, int]:
     """Predicted peak bytes of one rank, by category.
 
-    Parameters, gradients and AdamW's two moments are fp32 and sharded. Gathered parameters: two units at a time (the
-    current one and the one fetched ahead) when they are freed after forward, all of them otherwise.
+    Parameters, gradients and AdamW's two moments are fp32, and split over sharding and tensor-parallel ranks.
+    Gathered parameters: two units at a time (the current one and the one fetched ahead) when they are freed after
+    forward, all of them otherwise.
     Activations follow Korthikanti et al., arXiv:2205.05198, section 4, without the attention matrix, which fused
     attention does not store.
     """
-    fp32 = 4
-    shard = -(-shape.parameters // degrees.dp_shard)
-    gathered = min(2 * shape.largest_unit, shape.parameters) if degrees.reshard_after_forward else shape.parameters
+    fp32, tp = 4, degrees.tp
+    held = shape.of_rank(shape.parameters, shape.layers, tp)
+    shard = -(-held // degrees.dp_shard)
+    unit = shape.of_rank(shape.largest_unit, int(shape.largest_unit == shape.block), tp)
+    gathered = min(2 * unit, held) if degrees.reshard_after_forward else held
     tokens = work.micro_batch_size * work.sequence_length
     mlp = (4 if shape.gated_mlp else 3) * shape.intermediate
-    inside_block = tokens * (10 * shape.hidden + mlp) * work.compute_bytes
+    # Of a block's ten hidden states (norms, residuals, projections' inputs and outputs), four lie between split layers.
+    split_tokens = tp > 1 and work.sequence_parallel
+    between = 4 * shape.hidden // (tp if split_tokens else 1)
+    # The inputs of attention and MLP, of all tokens.
+    gathered_inputs = 2 * shape.hidden if split_tokens and work.save_gathered else 0
+    inside_block = tokens * (between + gathered_inputs + (6 * shape.hidden + mlp) // tp) * work.compute_bytes
     if work.attention_matrix:
-        inside_block += 3 * work.micro_batch_size * shape.heads * work.sequence_length**2 * work.compute_bytes
-    block_input = tokens * shape.hidden * work.compute_bytes
+        matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
+        inside_block += 3 * matrix * work.compute_bytes // tp
+    hidden_state = tokens * shape.hidden * work.compute_bytes
+    block_input = hidden_state // (tp if split_tokens else 1)
     kept = shape.layers * (block_input if work.activation_checkpointing else inside_block)
     return {
         "parameters": shard * fp32,
@@ -96,10 +123,11 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
         "optimizer state": 2 * shard * fp32,
         # Also in a group of one, where gathering is a copy.
         "gathered parameters": gathered * work.compute_bytes,
-        "gradients before reduction": 2 * shape.largest_unit * fp32,
-        "activations": kept + inside_block,
+        "gradients before reduction": 2 * unit * fp32,
+        # Under sequence parallelism the input of the running layer exists whole for a moment.
+        "activations": kept + inside_block + (hidden_state if split_tokens else 0),
         # Logits, their log-softmax and their gradient, in fp32.
-        "logits and loss": 3 * tokens * shape.vocabulary * fp32,
+        "logits and loss": 3 * tokens * -(-shape.vocabulary // tp) * fp32,
         "process": BASE_HOST_BYTES,
     }
 
@@ -156,12 +184,12 @@ def check_fits(needed: dict[str, int], available: int, *, model: str, processes:
         )
 
 
-def processes_that_fit(shape: ModelShape, work: Workload, available: int) -> int | None:
-    """The smallest power of two of fully sharded processes whose predicted peak fits in ``available`` bytes each."""
+def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1) -> int | None:
+    """The fewest fully sharded processes, ``tp`` times a power of two, whose predicted peak fits in ``available``."""
     for exponent in range(15):
-        needed = estimate_memory(shape, Degrees(1, 2**exponent), work)
+        needed = estimate_memory(shape, Degrees(1, 2**exponent, tp), work)
         if sum(needed.values()) <= available:
-            return 2**exponent
+            return 2**exponent * tp
     return None
 
 

@@ -83,6 +83,7 @@ class Mesh:
 
     device_mesh: DeviceMesh
     degrees: Degrees
+    data_group: dist.ProcessGroup | None  # this rank's counterparts that read other data; None: all ranks
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -90,6 +91,11 @@ class Mesh:
         if self.degrees.dp_replicate == 1:
             return self.device_mesh["dp_shard"]
         return self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of this rank's tensor-parallel group."""
+        return self.device_mesh["tp"]
 
     @property
     def data_rank(self) -> int:
@@ -119,4 +125,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     world = dist.get_world_size()
     if degrees.data_size * degrees.tp != world:
         raise UserError(f"degrees {shape} multiply to {degrees.data_size * degrees.tp}, but {world} processes run")
-    return Mesh(init_device_mesh(device_type, shape, mesh_dim_names=AXES), degrees)
+    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    # Made here, where all ranks are: making a group is collective.
+    data = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if degrees.tp > 1 else None
+    return Mesh(device_mesh, degrees, data)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from smp.errors import ConfigError, UserError
 from smp.models.family import Family
@@ -104,7 +105,7 @@ def _local_slices(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tup
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
     for placement in parameter.placements:
-        if not isinstance(placement, Replicate) and type(placement) is not Shard:
+        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
             raise UserError(f"parameter {name} is laid out as {placement}; only Shard and Replicate can be loaded")
     shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))

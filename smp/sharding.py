@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
 from smp.config import ParallelConfig
@@ -94,9 +95,12 @@ def shard_model(
             mesh=mesh.fsdp_mesh,
             mp_policy=policy,
             reshard_after_forward=unit.reshard,
+            shard_placement_fn=_placement,
         )
         cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(unit.in_backward)
-    fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(
+        model, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=_placement
+    )
     for module in fsdp_modules(model):
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)
@@ -104,6 +108,22 @@ def shard_model(
         _install_collectives(module, mesh, shared_buffers=parallel.shared_buffers)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
+
+
+def _placement(parameter: nn.Parameter) -> Shard | None:
+    """Along which axis to shard: the first, unless tensor parallelism has split that one unevenly.
+
+    A DTensor that is split twice along one axis says where its parts lie only if the first split is even.
+    """
+    if isinstance(parameter, DTensor):
+        for placement in parameter.placements:
+            if (
+                isinstance(placement, Shard)
+                and placement.dim == 0
+                and parameter.shape[0] % parameter.device_mesh.size()
+            ):
+                return Shard(1)
+    return None
 
 
 def _install_collectives(module: FSDPModule, mesh: Mesh, *, shared_buffers: bool) -> None:

@@ -1,6 +1,7 @@
 """From a resolved model to one that trains: the only place that knows the order of the parts.
 
-build (meta) -> checkpoint blocks -> compile blocks -> shard -> materialise -> fill (initial or pretrained values)
+build (meta) -> split over tensor-parallel ranks -> checkpoint blocks -> compile blocks -> shard -> materialise
+-> fill (initial or pretrained values)
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, init_rule
 from smp.pretrained import load_pretrained_
 from smp.sharding import MIN_UNIT_PARAMETERS, Unit, shard_model, size_based_units, transformer_units
+from smp.tensor_parallel.apply import is_split, split_model
+from smp.tensor_parallel.region import Region
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
@@ -35,6 +38,16 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
     """The transformer blocks, in order."""
     return list(model.get_submodule(family.blocks).children())
+
+
+def tensor_region(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0) -> Region:
+    """This rank's tensor-parallel group."""
+    return Region(
+        mesh.tp_mesh,
+        sequence_parallel=parallel.sequence_parallel,
+        save_gathered=parallel.tp_save_gathered,
+        random_seed=random_seed,
+    )
 
 
 def _units(
@@ -59,7 +72,7 @@ def parallelize(
     dtype: torch.dtype | None,
     min_unit_parameters: int = MIN_UNIT_PARAMETERS,
 ) -> nn.Module:
-    """Apply checkpointing, compilation and sharding to a Hugging Face model, in place.
+    """Apply tensor parallelism, checkpointing, compilation and sharding to a Hugging Face model, in place.
 
     Args:
         model: of ``family``'s architecture, real or on the meta device.
@@ -68,6 +81,8 @@ def parallelize(
     """
     blocks = model_blocks(model, family)
     tied_before = sum(1 for _ in model.parameters())
+    if mesh.degrees.tp > 1 and not is_split(model):
+        split_model(model, family, tensor_region(mesh, parallel))
     if activation.activation_checkpointing:
         apply_activation_checkpointing(blocks)
     if activation.compile:

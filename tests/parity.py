@@ -126,6 +126,10 @@ class Layout:
     wrap: str = "transformer_auto_wrap_policy"
     min_unit: int = MIN_UNIT_PARAMETERS
     shared: bool = True
+    tp: int = 1
+    sequence: bool = True
+    save_gathered: bool = False
+    dtype: torch.dtype | None = None  # to compute in
 
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
@@ -134,6 +138,9 @@ class Layout:
             defer_gradient_sync=self.defer,
             shared_buffers=self.shared,
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
+            tensor_parallel_degree=self.tp,
+            sequence_parallel=self.sequence,
+            tp_save_gathered=self.save_gathered,
         )
 
     def mesh(self) -> Mesh:
@@ -153,7 +160,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
         mesh=mesh,
         parallel=layout.parallel(),
         activation=activation,
-        dtype=None,
+        dtype=layout.dtype,
         min_unit_parameters=layout.min_unit,
     )
     optimizer = build_optimizer(model, OptimConfig(), lr=LR)
@@ -168,7 +175,13 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
     for step in range(steps):
         batch = rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation)
         result = train_step(
-            model, optimizer, batch, device=torch.device("cpu"), grad_clip=CLIP, defer_sync=layout.defer
+            model,
+            optimizer,
+            batch,
+            device=torch.device("cpu"),
+            grad_clip=CLIP,
+            data_group=mesh.data_group,
+            defer_sync=layout.defer,
         )
         yield result.loss(), float(result.grad_norm), gradients
         hook.remove()

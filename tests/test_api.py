@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +13,7 @@ import transformers
 from torch.distributed import distributed_c10d
 
 import smp
+from smp.models import llama, registry
 from smp.optimizer import OptimConfig, build_optimizer
 from tests.distributed import run_distributed
 from tests.parity import CLIP, LR, VOCABULARY, build_reference, global_batch, reference_trajectory
@@ -66,6 +69,152 @@ def _refusals():
 
 def test_refusals():
     run_distributed(_refusals, world_size=1)
+
+
+def _transformed_script(expected, config, name):
+    """SMP v2's way: transform, then shard; the model's own loss."""
+    smp.init(config)
+    model = smp.parallelize(smp.transform(_weights_on_rank_0(name), load_state_dict_from_rank0=True))
+    optimizer = build_optimizer(model, OptimConfig(), lr=LR)
+    for step, wanted in enumerate(expected.losses):
+        inputs, labels = global_batch(step)
+        loss = model(input_ids=inputs, labels=labels).loss
+        loss.backward()
+        norm = smp.clip_grad_norm_(model, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() == pytest.approx(wanted, rel=1e-9)
+        assert norm.item() == pytest.approx(expected.norms[step], rel=1e-8)
+
+
+def _weights_on_rank_0(name):
+    """The model, without values on other ranks: rank 1 has it on the meta device."""
+    model = build_reference(name, torch.float64)
+    if dist.get_rank() != 1:
+        return model
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module._parameters[name] = torch.nn.Parameter(parameter.detach().to("meta"))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to("meta")
+    if model.config.tie_word_embeddings:
+        model.lm_head._parameters["weight"] = model.get_input_embeddings()._parameters["weight"]
+    return model
+
+
+def _unsplit():
+    smp.init({"tensor_parallel_degree": 1})
+    model = smp.transform(_weights_on_rank_0("llama_tied"), load_state_dict_from_rank0=True)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    inputs, _ = global_batch(0)
+    assert torch.equal(model(inputs).logits, build_reference("llama_tied", torch.float64)(inputs).logits)
+
+
+def test_an_unsplit_model_takes_weights_from_rank_0():
+    run_distributed(_unsplit, world_size=2)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+def test_transform_takes_weights_from_rank_0(name):
+    expected = reference_trajectory(build_reference(name, torch.float64), 3)
+    config = {"tensor_parallel_degree": 2, "sm_activation_offloading": False, "random_seed": 3}
+    run_distributed(_transformed_script, expected, config, name, world_size=2)
+
+
+def _state_of_eight():
+    with pytest.raises(smp.UserError, match=r"smp.state needs a mesh: call smp.init"):
+        _ = smp.state.tp_rank
+    smp.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
+    state, rank = smp.state, dist.get_rank()
+    assert (state.rank, state.world_size) == (rank, 8)
+    assert (state.tensor_parallel_degree, state.tp_size, state.hybrid_shard_degree) == (2, 2, 2)
+    assert state.tp_rank == rank % 2
+    assert dist.get_process_group_ranks(state.tp_process_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert state.world_process_group is dist.group.WORLD
+    assert dist.get_process_group_ranks(state.rep_rank_process_group) == [rank % 4, rank % 4 + 4]
+    assert [state.ranker.get_rep_rank(r) for r in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert state.ranker.get_rep_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert (state.cp_size, state.cp_rank, state.ep_size, state.ep_rank) == (1, 0, 1, 0)
+    assert not state.sm_activation_offloading
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with state.get_rng_state_tracker().fork():
+        mine = torch.rand(4)
+    drawn: list = [None] * 8
+    dist.all_gather_object(drawn, mine.tolist())
+    assert drawn[0] != drawn[1] and drawn[0] == drawn[2]  # differs in a tensor-parallel group, and only there
+    torch.set_rng_state(before)
+    with state.get_rng_state_tracker().fork():
+        assert torch.equal(torch.rand(4), mine)
+
+
+def test_state_tells_what_smp_v2_told():
+    run_distributed(_state_of_eight, world_size=8)
+
+
+def _new_family():
+    """A user's own architecture: Llama's layers under other names."""
+    model = build_reference("llama_gqa", torch.float64)
+    model.config.model_type = "my_llama"
+    known = dataclasses.asdict(llama.FAMILY)
+    family = smp.Family(**{**known, "name": "mine", "hf_model_type": "my_llama", "tensor_plan": None})
+    smp.init({"tensor_parallel_degree": 2})
+    with pytest.raises(smp.UserError, match="'my_llama' is not supported"):
+        smp.transform(model)
+    smp.register_family(family)
+    with pytest.raises(smp.UserError, match="exists: choose another name"):
+        smp.register_family(family)
+    with pytest.raises(smp.UserError, match="'my_llama' has no tensor-parallel plan"):
+        smp.transform(model)
+    parts = (
+        smp.Part("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", heads=True, key_value=("k_proj", "v_proj")),
+    )
+    for plan, sentence in (
+        (smp.TensorPlan((*parts, smp.Part("mlp", ("gate",), "down_proj"))), "names gate, which .*mlp does not have"),
+        (smp.TensorPlan((*parts, smp.Part("mlp", ("act_fn",), "down_proj"))), "splits act_fn .* only nn.Linear"),
+    ):
+        registry.FAMILIES["mine"] = dataclasses.replace(family, tensor_plan=plan)
+        with pytest.raises(smp.UserError, match=sentence):
+            smp.transform(build_as(model.config))
+    # Attention alone is split; the MLP then runs on a rank's tokens.
+    registry.FAMILIES["mine"] = dataclasses.replace(family, tensor_plan=smp.TensorPlan(parts))
+    inputs, labels = global_batch(0)
+    expected = model(input_ids=inputs).logits
+    split = smp.transform(copy.deepcopy(model))
+    found = split(input_ids=inputs, labels=labels)
+    assert torch.allclose(found.logits.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
+def build_as(config):
+    model = build_reference("llama_gqa", torch.float64)
+    model.config = config
+    return model
+
+
+def test_a_users_own_family():
+    run_distributed(_new_family, world_size=2)
+
+
+def _bad_transforms():
+    model = build_reference("llama_gqa", torch.float64)
+    with pytest.raises(smp.UserError, match=r"smp.transform needs a mesh: call smp.init"):
+        smp.transform(model)
+    smp.init({"tensor_parallel_degree": 1})
+    with pytest.raises(smp.UserError, match="mixture-of-experts"):
+        smp.transform(model, config=object())
+    with pytest.raises(smp.UserError, match="cp_comm_type"):
+        smp.transform(model, cp_comm_type="all_gather")
+    assert smp.transform(model, dtype=torch.float32) is model
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for key, value in (("sm_activation_offloading", True), ("activation_loading_horizon", 4), ("random_seed", -1)):
+        with pytest.raises(smp.UserError, match=f"smp.init: {key}"):
+            smp.init({key: value})
+    with pytest.raises(smp.UserError, match="does not divide the 1 processes"):
+        smp.init({"tensor_parallel_degree": 2})
+
+
+def test_bad_transforms():
+    run_distributed(_bad_transforms, world_size=1)
 
 
 def _mesh_device(backend, cuda, expected):

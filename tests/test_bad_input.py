@@ -16,7 +16,7 @@ import shutil
 import pytest
 
 import train_lib
-from tests.job import LLAMA, run_job
+from tests.job import LLAMA, NEOX, run_job
 
 SYNTHETIC = ["--use_synthetic_data", "1", "--max_steps", "1"]
 ROW = json.dumps({"input_ids": [1, 2, 3]}) + "\n"
@@ -70,7 +70,7 @@ SETTINGS = [
     (["--sharding_strategy", "no_shard", "--shard_degree", 4], "no_shard contradicts --hybrid_shard_degree 4.*choose"),
     (["--num_key_value_heads", 3], "--num_key_value_heads 3 does not divide --num_heads 4: choose a divisor"),
     (["--distributed_backend", "nccl"], "nccl needs GPUs and none is visible: use smddp or gloo"),
-    (["--tensor_parallel_degree", 2], "--tensor_parallel_degree 2 is not available.*--hybrid_shard_degree"),
+    (["--tensor_parallel_degree", 2], "--tensor_parallel_degree 2 does not divide the 1 processes: choose one of 1"),
     (["--fp8", 1], "--fp8 1 is not available: .*use --bf16 1"),
     (["--moe", 1], "--moe 1 is not available: .*leave it out"),
     (["--offload_activations", 1], "--offload_activations 1 is not available: .*--activation_checkpointing 1"),
@@ -93,6 +93,44 @@ SETTINGS = [
 @pytest.mark.parametrize(("words", "pattern"), SETTINGS, ids=[" ".join(map(str, words)) for words, _ in SETTINGS])
 def test_settings(words, pattern, refused):
     expect(refused(*LLAMA, *SYNTHETIC, *words), pattern)
+
+
+WIDE = ["--hidden_width", 48, "--num_heads", 12, "--num_key_value_heads", 4]
+
+# Twelve ranks have heads, but parts of six rows of the vocabulary end at the eleventh.
+TENSOR = [  # processes, degree, settings, what is said
+    (4, 0, [], ["--tensor_parallel_degree must be at least 1, got 0"]),
+    (4, 3, [], ["--tensor_parallel_degree 3 does not divide the 4 processes: choose one of 1, 2, 4$"]),
+    (2, 4, [], ["--tensor_parallel_degree 4 does not divide the 2 processes: choose one of 1, 2$"]),
+    (3, 3, [], ["--tensor_parallel_degree 3 does not divide the 4 attention heads: choose one of 1, 2, 4$"]),
+    (8, 8, ["--model_type", "gpt_neox"], ["degree 8 does not divide the 4 attention heads: choose one of 1, 2, 4$"]),
+    (6, 6, WIDE, ["degree 6 neither divides the 4 key/value heads nor is a multiple.*: choose one of 1, 2, 4$"]),
+    (4, 4, ["--vocab_size", 5], ["degree 4 leaves a rank without any of the vocabulary's 5 rows: choose one of 1, 2$"]),
+    (4, 4, ["--llama_intermediate_size", 3], ["leaves a rank without any of the MLP's 3 rows: choose one of 1, 2$"]),
+    (
+        6, 2, ["--vocab_size", 65, "--sharding_strategy", "full_shard"],
+        ["degree 2 does not divide the vocabulary's 65 rows, and --hybrid_shard_degree 3 does not divide the hidden "
+         "width 32, .*: choose one of 1$"],
+    ),
+    (
+        8, 8, ["--vocab_size", 5],
+        ["degree 8 does not divide the 4 .*: choose one of 1, 2$", "degree 8 leaves a rank without .* 5 rows"],
+    ),
+    (
+        4, 2, ["--shard_degree", 4],
+        ["--hybrid_shard_degree 4 does not divide the 2 data-parallel processes: choose .* from 1, 2$"],
+    ),
+    (4, 2, ["--sharding_strategy", "no_shard", "--shard_degree", 2], ["no_shard contradicts --hybrid_shard_degree 2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "degree", "words", "patterns"), TENSOR)
+def test_tensor_parallel_degrees(processes, degree, words, patterns, refused):
+    # The same checks as the job's own, for as many processes as one likes.
+    planned = ["--dry_run", 1, "--dry_run_world_size", processes, "--tensor_parallel_degree", degree]
+    model = [] if "--model_type" in words else LLAMA
+    model = model or [word for word in NEOX if word not in ("--model_type", "gpt_neox")]
+    expect(refused(*model, *SYNTHETIC, *planned, *words), *patterns)
 
 
 def test_unknown_model_names_the_nearest(refused):
@@ -219,6 +257,22 @@ def test_an_existing_run_is_left_alone(words, pattern, finished, refused, tmp_pa
     lines = refused(*LLAMA, *SYNTHETIC, "--output_dir", finished, *[places.get(str(word), word) for word in words])
     expect(lines, pattern)
     assert snapshot(finished) == before
+
+
+FOUR = [
+    (3, "degree 3 does not divide the 4 processes: choose one of 1, 2, 4$"),
+    (4, "degree 4 neither divides the 3 key/value heads nor is a multiple of them: choose one of 1, 3, 6$"),
+]
+
+
+@pytest.mark.parametrize(("degree", "pattern"), FOUR)
+def test_four_processes_refuse_a_tensor_parallel_degree_and_write_nothing(degree, pattern, tmp_path):
+    model = [*LLAMA, "--hidden_width", 48, "--num_heads", 12, "--num_key_value_heads", 3]
+    words = [*model, *SYNTHETIC, "--output_dir", tmp_path / "run", "--tensor_parallel_degree", degree]
+    outcome = run_job(*words, world_size=4)
+    assert outcome.statuses == [2] * 4 and "Traceback" not in outcome.output, outcome.output
+    expect(outcome.output.strip().splitlines(), pattern)
+    assert not list((tmp_path / "run").rglob("*"))
 
 
 @pytest.mark.parametrize(

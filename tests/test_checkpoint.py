@@ -137,7 +137,8 @@ def _load(folder, name, layouts):
     expected = torch.load(folder / "whole.pt")
     for layout in layouts:
         model, optimizer = build(layout, name)
-        state = load_checkpoint(folder / "m-2steps", model=model, optimizer=optimizer, seed=0)
+        path = folder / "m-2steps"
+        state = load_checkpoint(path, model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
         assert state == TrainState(step=2, samples=16, tokens=99)
         got = whole(model, optimizer)
         assert got.keys() == expected.keys()
@@ -177,9 +178,11 @@ def test_no_pickle_in_a_checkpoint(tmp_path):
 
 
 def _load_wrong(folder, name, sentence):
-    model, optimizer = build(Layout("full_shard"), name)
+    layout = Layout("full_shard")
+    model, optimizer = build(layout, name)
     with pytest.raises(UserError, match=sentence):
-        load_checkpoint(folder / "m-2steps", model=model, optimizer=optimizer, seed=0)
+        path = folder / "m-2steps"
+        load_checkpoint(path, model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path):

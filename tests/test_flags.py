@@ -6,10 +6,12 @@ shown by its refusal, since what it starts exists on GPUs only.
 
 from __future__ import annotations
 
+import collections
 import gzip
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -283,3 +285,21 @@ def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
         table = report.partition("legal sharding degrees:\n")[2].splitlines()[1:]
         assert [int(line.split()[0]) for line in table] == [2**k for k in range(world.bit_length())]
     assert int(peak_kib) < 1.5 * 2**20
+
+
+@check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
+def test_tensor_parallelism(tmp_path):
+    def calls(*words):
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--activation_checkpointing", 0, *words]
+        output = run_job(*job, "--output_dir", tmp_path / f"run{len(list(tmp_path.iterdir()))}", world_size=2).output
+        found = collections.Counter()
+        for operation, number in re.findall(r"^(all_gather|reduce_scatter|all_reduce) +\S+ \S+ +(\d+) ", output, re.M):
+            found[operation] += int(number)
+        return found
+
+    split = ["--tensor_parallel_degree", 2]
+    sequence, whole = calls(*split), calls(*split, "--sequence_parallel", 0)
+    assert whole["reduce_scatter"] < sequence["reduce_scatter"] and whole["all_reduce"] > sequence["all_reduce"]
+    kept = calls(*split, "--tp_save_gathered", 1)
+    # Two of each block, and the head's.
+    assert sequence["all_gather"] - kept["all_gather"] == 2 * 2 + 1

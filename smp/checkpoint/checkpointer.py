@@ -28,6 +28,7 @@ from smp.checkpoint.layout import (
     write_json,
 )
 from smp.errors import RankError, UserError
+from smp.mesh import Mesh
 from smp.optimizer import allocate_state
 from smp.sharding import reshard
 from smp.train_state import TrainState
@@ -178,11 +179,13 @@ def _check_tensors(path: Path, saved: dict[str, Any], wanted: dict[str, torch.Te
         raise UserError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
 
 
-def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> TrainState:
+def load_checkpoint(
+    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, mesh: Mesh
+) -> TrainState:
     """Fill model, optimizer and this rank's generators from a checkpoint of any layout; collective.
 
-    The generators continue exactly when the world size is the saved one; otherwise they are seeded by
-    (seed, step, rank).
+    The generators continue exactly when the world size and the tensor-parallel degree are the saved ones; otherwise
+    they are seeded by (seed, step, data rank): alike on ranks that hold the same data.
 
     Raises:
         UserError: the checkpoint is damaged or does not fit.
@@ -192,15 +195,15 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
     progress = TrainState.from_state_dict(saved["progress"])
     allocate_state(optimizer)
     tensors = _run_tensors(model, optimizer)
-    same_world = saved["world_size"] == dist.get_world_size()
-    rng = _rng_tensors(rank) if same_world else {}
+    same_tp = saved.get("degrees", {}).get("tp", 1) == mesh.degrees.tp
+    rng = _rng_tensors(rank) if same_tp and saved["world_size"] == dist.get_world_size() else {}
     reader = HuggingFaceStorageReader(str(path))
     metadata = reader.read_metadata().state_dict_metadata
     rng = {key: value for key, value in rng.items() if key in metadata}
     _check_tensors(path, metadata, tensors)
     dcp.load({**tensors, **rng}, storage_reader=reader)
     if not rng:
-        digest = hashlib.blake2b(f"{seed}:{progress.step}:{rank}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{seed}:{progress.step}:{mesh.data_rank}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
     for key, value in rng.items():
         (torch.set_rng_state if key.startswith("rng.cpu.") else torch.cuda.set_rng_state)(value)

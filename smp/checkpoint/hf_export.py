@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from smp.errors import UserError
 from smp.models.family import Family
@@ -133,6 +133,20 @@ def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None
     path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
 
 
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Every rank's part of a parameter, put together axis by axis; collective.
+
+    The data axes first, which were split last. ``full_tensor()`` does the same, and warns that it does.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    whole = parameter
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            whole = whole.redistribute(placements=[Replicate()] * (axis + 1) + list(parameter.placements[axis + 1 :]))
+    return whole.to_local()
+
+
 def _gather_and_write(
     model: nn.Module, partial: pathlib.Path, family: Family, *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> None:
@@ -143,8 +157,7 @@ def _gather_and_write(
     for file, names in files.items():
         tensors = {}
         for name in names:
-            parameter = parameters[name]
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            whole = _whole(parameters[name])
             if _is_main():
                 tensors[family.file_key(name)] = whole.detach().to("cpu", dtype or whole.dtype).contiguous()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from smp.models.tensor_plan import TensorPlan
+
 # Settings that every family has, and the config.json key each one sets (a dot reaches into a nested object).
 COMMON_SETTINGS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
@@ -52,6 +54,7 @@ class Family:
         gated_mlp: whether the MLP has three matrices (SwiGLU) or two.
         settings: setting name -> config.json key; settings not named here do not exist in the family.
         defaults: config.json values that ``--model_type`` starts from.
+        tensor_plan: how blocks are split over ranks; None: tensor parallelism is refused.
         file_prefixes: ``(prefix in checkpoint files, prefix of the module)`` where the two differ.
         old_buffers: regular expressions of keys in older files that are no parameters and are skipped.
     """
@@ -68,6 +71,7 @@ class Family:
     gated_mlp: bool
     settings: Mapping[str, str]
     defaults: Mapping[str, Any]
+    tensor_plan: TensorPlan | None = None
     file_prefixes: tuple[tuple[str, str], ...] = ()
     old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
 

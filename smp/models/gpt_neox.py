@@ -1,6 +1,7 @@
 """GPT-NeoX: parallel residual, partial rotary embedding, two-matrix MLP with biases."""
 
 from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family
+from smp.models.tensor_plan import GPT_NEOX_PLAN
 
 FAMILY = Family(
     name="gpt_neox",
@@ -18,6 +19,7 @@ FAMILY = Family(
         "resid_pdrop": "hidden_dropout",
         "rotary_pct": "rope_parameters.partial_rotary_factor",
     },
+    tensor_plan=GPT_NEOX_PLAN,
     defaults={
         **COMMON_DEFAULTS,
         "intermediate_size": 3072,

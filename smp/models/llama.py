@@ -1,6 +1,7 @@
 """Llama 2, 3 and 3.1."""
 
 from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family
+from smp.models.tensor_plan import LLAMA_PLAN
 
 FAMILY = Family(
     name="llama",
@@ -18,6 +19,7 @@ FAMILY = Family(
         "num_key_value_heads": "num_key_value_heads",
         "llama_intermediate_size": "intermediate_size",
     },
+    tensor_plan=LLAMA_PLAN,
     defaults={
         **COMMON_DEFAULTS,
         "intermediate_size": 11008,

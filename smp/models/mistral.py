@@ -1,6 +1,7 @@
 """Mistral 7B: Llama's layout with an optional sliding attention window."""
 
 from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family
+from smp.models.tensor_plan import LLAMA_PLAN
 
 FAMILY = Family(
     name="mistral",
@@ -18,6 +19,7 @@ FAMILY = Family(
         "num_key_value_heads": "num_key_value_heads",
         "sliding_window": "sliding_window",
     },
+    tensor_plan=LLAMA_PLAN,
     defaults={
         **COMMON_DEFAULTS,
         "num_key_value_heads": 12,

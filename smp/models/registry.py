@@ -12,7 +12,7 @@ from smp.errors import UserError
 from smp.models import gpt_neox, llama, mistral
 from smp.models.family import Family, InitRule
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt_neox.FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt_neox.FAMILY)}
 
 # SMP v2's --model_type -> family.
 MODEL_TYPES: Mapping[str, str] = {
@@ -38,6 +38,18 @@ def family_of(hf_config: Any) -> Family:
             return family
     supported = ", ".join(family.hf_model_type for family in FAMILIES.values())
     raise UserError(f"architecture {model_type!r} is not supported: the config's model_type must be one of {supported}")
+
+
+def register_family(family: Family) -> None:
+    """Make another architecture known to ``smp.transform`` and ``smp.parallelize``.
+
+    Raises:
+        UserError: its name or ``hf_model_type`` is taken.
+    """
+    for known in FAMILIES.values():
+        if known.name == family.name or known.hf_model_type == family.hf_model_type:
+            raise UserError(f"a family {known.name!r} for {known.hf_model_type!r} exists: choose another name and type")
+    FAMILIES[family.name] = family
 
 
 def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> InitRule:

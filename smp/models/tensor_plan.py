@@ -1,0 +1,120 @@
+"""Tensor-parallel plans, as data: which linear layers of a block are split, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from smp.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A submodule of a block that computes on whole sequences, between two splits of its weights.
+
+    Attributes:
+        module: path in the block. Its first argument (or ``hidden_states``) is gathered over the sequence.
+        columns: paths in ``module`` of the linear layers that read the input, split by their outputs.
+        row: path in ``module`` of the linear layer that makes the output, split by its inputs.
+        heads: whether the columns' outputs are attention heads, which are split whole.
+        key_value: those of ``columns`` that make keys and values alone, and may have fewer heads.
+    """
+
+    module: str
+    columns: tuple[str, ...]
+    row: str
+    heads: bool = False
+    key_value: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlan:
+    """How the blocks of an architecture are split; embedding and head are split by the vocabulary.
+
+    What no part names (norms, dropouts, residuals) must compute each token by itself: it runs on a rank's part of
+    the tokens.
+
+    Attributes:
+        parts: in the order of the forward.
+        heads, key_value_heads, width: config keys of the number of heads, of key and value heads (absent: as many as
+            heads), and of the columns' outputs where a part has no heads.
+    """
+
+    parts: tuple[Part, ...]
+    heads: str = "num_attention_heads"
+    key_value_heads: str = "num_key_value_heads"
+    width: str = "intermediate_size"
+
+
+LLAMA_PLAN = TensorPlan(
+    parts=(
+        Part("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", heads=True, key_value=("k_proj", "v_proj")),
+        Part("mlp", ("gate_proj", "up_proj"), "down_proj"),
+    )
+)
+
+# Queries, keys and values of a head are neighbours in query_key_value: splitting by heads keeps them together.
+GPT_NEOX_PLAN = TensorPlan(
+    parts=(
+        Part("attention", ("query_key_value",), "dense", heads=True),
+        Part("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+    )
+)
+
+
+def leaves_a_rank_empty(total: int, size: int) -> bool:
+    """Whether ``torch.chunk`` of ``total`` rows gives some of ``size`` ranks none."""
+    return (size - 1) * -(-total // size) >= total
+
+
+def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> list[str]:
+    """What stands against a degree above 1."""
+    heads, hidden = getattr(hf_config, plan.heads), hf_config.hidden_size
+    key_value = getattr(hf_config, plan.key_value_heads, heads)
+    found = []
+    if heads % degree:
+        found.append(f"does not divide the {heads} attention heads")
+    elif key_value % degree and degree % key_value:
+        found.append(f"neither divides the {key_value} key/value heads nor is a multiple of them")
+    for what, size in (("vocabulary", hf_config.vocab_size), ("MLP", getattr(hf_config, plan.width))):
+        if leaves_a_rank_empty(size, degree):
+            found.append(f"leaves a rank without any of the {what}'s {size} rows")
+        elif size % degree and hidden % shard:
+            found.append(
+                f"does not divide the {what}'s {size} rows, and --hybrid_shard_degree {shard} does not divide the "
+                f"hidden width {hidden}, along which they would be sharded then"
+            )
+    return found
+
+
+def tensor_parallel_problems(plan: TensorPlan | None, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
+    """One sentence for each reason why the model cannot be split over ``degree`` ranks.
+
+    Args:
+        plan: of the model's family; None if it has none.
+        hf_config: the model's config.
+        degree: tensor-parallel ranks.
+        shard: ranks of a sharding group.
+    """
+    if degree == 1:
+        return []
+    name = f"--tensor_parallel_degree {degree}"
+    if plan is None:
+        return [f"{name}: the architecture {hf_config.model_type!r} has no tensor-parallel plan; leave it at 1"]
+    found = _reasons(plan, hf_config, degree=degree, shard=shard)
+    if not found:
+        return []
+    higher = range(2, getattr(hf_config, plan.heads) + 1)
+    legal = [1, *(d for d in higher if not _reasons(plan, hf_config, degree=d, shard=shard))]
+    return [f"{name} {reason}: choose one of {', '.join(map(str, legal))}" for reason in found]
+
+
+def require_tensor_plan(plan: TensorPlan | None, hf_config: Any) -> TensorPlan:
+    """The plan.
+
+    Raises:
+        UserError: there is none.
+    """
+    if plan is None:
+        raise UserError(tensor_parallel_problems(None, hf_config, degree=2)[0].partition(": ")[2])
+    return plan

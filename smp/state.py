@@ -1,0 +1,149 @@
+"""What SMP v2's ``state`` told a script of its place in the job, by the same names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp.config import ParallelConfig
+from smp.mesh import Mesh
+from smp.tensor_parallel.region import Region
+
+
+class Ranker:
+    """Which ranks hold replicas of the same shard.
+
+    Args:
+        mesh: the job's.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._ranks = mesh.device_mesh.mesh  # (dp_replicate, dp_shard, tp)
+
+    def get_rep_rank(self, rank: int) -> int:
+        """The replica, 0 <= replica < dp_replicate, that a global rank belongs to."""
+        return int((self._ranks == rank).nonzero()[0, 0])
+
+    def get_rep_groups(self) -> list[list[int]]:
+        """For each position in a replica, the global ranks at that position."""
+        return self._ranks.flatten(1).T.tolist()
+
+
+class RandomTracker:
+    """Random numbers in regions where tensor-parallel ranks hold different data.
+
+    Args:
+        region: the group, or None without tensor parallelism.
+    """
+
+    def __init__(self, region: Region | None):
+        self._region = region
+
+    def fork(self, device: torch.device | None = None) -> contextlib.AbstractContextManager[None]:
+        """Numbers of this rank's own inside; see :meth:`smp.tensor_parallel.region.Region.fork_random`."""
+        if self._region is None:
+            return contextlib.nullcontext()
+        return self._region.fork_random(torch.device(device or self._region.device))
+
+
+class State:
+    """The public fields of SMP v2's ``torch.sagemaker.state``, after :func:`smp.init`.
+
+    Args:
+        current: gives mesh, configuration and tensor-parallel group; raises before ``init``.
+    """
+
+    def __init__(self, current: Callable[[], tuple[Mesh, ParallelConfig, Region | None]]):
+        self._current = current
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._current()[0]
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        self._current()
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        self._current()
+        return dist.get_world_size()
+
+    @property
+    def world_process_group(self) -> Any:
+        """The group of all processes."""
+        self._current()
+        return dist.group.WORLD
+
+    @property
+    def hybrid_shard_degree(self) -> int:
+        """Ranks of a sharding group."""
+        return self._mesh.degrees.dp_shard
+
+    @property
+    def tensor_parallel_degree(self) -> int:
+        """Ranks of a tensor-parallel group."""
+        return self._mesh.degrees.tp
+
+    tp_size = tensor_parallel_degree
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's rank in its tensor-parallel group."""
+        return self._mesh.tp_mesh.get_local_rank()
+
+    @property
+    def tp_process_group(self) -> dist.ProcessGroup:
+        """Its tensor-parallel group."""
+        return self._mesh.tp_mesh.get_group()
+
+    @property
+    def rep_rank_process_group(self) -> dist.ProcessGroup:
+        """The ranks that hold replicas of this one's shard."""
+        return self._mesh.device_mesh.get_group("dp_replicate")
+
+    @property
+    def ranker(self) -> Ranker:
+        """Which ranks hold replicas of the same shard."""
+        return Ranker(self._mesh)
+
+    @property
+    def context_parallel_degree(self) -> int:
+        """Always 1: there is no context parallelism."""
+        self._current()
+        return 1
+
+    @property
+    def expert_parallel_degree(self) -> int:
+        """Always 1: there is no expert parallelism."""
+        self._current()
+        return 1
+
+    cp_size, ep_size = context_parallel_degree, expert_parallel_degree
+
+    @property
+    def cp_rank(self) -> int:
+        """Always 0."""
+        return self.cp_size - 1
+
+    @property
+    def ep_rank(self) -> int:
+        """Always 0."""
+        return self.ep_size - 1
+
+    @property
+    def sm_activation_offloading(self) -> bool:
+        """Always False: there is no activation offloading yet."""
+        self._current()
+        return False
+
+    def get_rng_state_tracker(self) -> RandomTracker:
+        """Random numbers in regions where tensor-parallel ranks hold different data."""
+        return RandomTracker(self._current()[2])

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism for Hugging Face models: split layers, exchanges, forward."""

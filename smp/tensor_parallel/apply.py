@@ -1,0 +1,212 @@
+"""Split a model by its family's plan: parameters become DTensors over the mesh, modules compute on their part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from smp.errors import ConfigError, UserError
+from smp.models.family import Family
+from smp.models.tensor_plan import Part, TensorPlan, require_tensor_plan, tensor_parallel_problems
+from smp.tensor_parallel.forward import split_forward
+from smp.tensor_parallel.layers import Columns, Held, HeldWhole, split_embedding, split_head, split_part
+from smp.tensor_parallel.region import Region
+
+_MARK = "_smp_tensor_parallel"
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether :func:`split_model` has been applied."""
+    return hasattr(model, _MARK)
+
+
+def region_of(model: nn.Module) -> Region | None:
+    """The group that a model is split over, or None."""
+    return getattr(model, _MARK, None)
+
+
+def _from_rank0(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rank 0's values, on ``device``; collective."""
+    values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    dist.broadcast(values, src=0)
+    return values
+
+
+def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
+    """Give buffers, and parameters, rank 0's values on ``device``; collective.
+
+    Other ranks may hold any values, or be on the meta device.
+    """
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = _from_rank0(buffer, device)
+        if not parameters:
+            continue
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in done:
+                done[id(parameter)] = nn.Parameter(_from_rank0(parameter.detach(), device), parameter.requires_grad)
+            module._parameters[name] = done[id(parameter)]
+
+
+class _Distributor:
+    """Turns parameters into DTensors; a tied one is turned once."""
+
+    def __init__(self, region: Region, *, from_rank0: bool):
+        self.region, self.from_rank0 = region, from_rank0
+        self._done: dict[int, nn.Parameter] = {}  # by id of the original, of which none is made meanwhile
+
+    def __call__(self, module: nn.Module, name: str, placement: Placement) -> None:
+        parameter = module._parameters[name]
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if id(parameter) not in self._done:
+            self._done[id(parameter)] = self._distribute(parameter, placement)
+        module._parameters[name] = self._done[id(parameter)]
+
+    def _distribute(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        region, shape, stride = self.region, parameter.shape, parameter.stride()
+        whole = parameter.detach()
+        if self.from_rank0:
+            whole = _from_rank0(whole, torch.device(region.device))
+        if isinstance(placement, Shard):
+            first, last = region.bounds(shape[placement.dim])
+            # A copy, so that the whole one can go.
+            whole = whole.narrow(placement.dim, first, last - first).clone(memory_format=torch.contiguous_format)
+        own = DTensor.from_local(whole, region.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _child(module: nn.Module, path: str, where: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        raise UserError(f"the tensor-parallel plan names {path}, which {where} does not have") from None
+
+
+def _linear(module: nn.Module, path: str, where: str) -> nn.Linear:
+    found = _child(module, path, where)
+    if not isinstance(found, nn.Linear):
+        raise UserError(f"the tensor-parallel plan splits {path} of {where}, which is a {type(found).__name__}: only "
+                        f"nn.Linear can be split")  # fmt: skip
+    return found
+
+
+def _rows(region: Region, linear: nn.Linear, heads: int | None) -> tuple[bool, slice]:
+    """Whether a column-parallel layer's rows are split among the ranks, and which of them this rank computes.
+
+    Heads are never cut; where there are fewer than ranks, several ranks compute the same one.
+    """
+    rows = linear.out_features
+    if heads is None or heads % region.size == 0:
+        return True, slice(*region.bounds(rows))
+    width, head = rows // heads, region.rank * heads // region.size
+    return False, slice(head * width, (head + 1) * width)
+
+
+def _split_part(
+    region: Region, block: nn.Module, part: Part, plan: TensorPlan, hf_config: Any, distribute: _Distributor,
+    held: HeldWhole,
+) -> None:  # fmt: skip
+    where = f"{type(block).__name__}.{part.module}"
+    module = _child(block, part.module, type(block).__name__)
+    heads = getattr(hf_config, plan.heads)
+    key_value = getattr(hf_config, plan.key_value_heads, heads)
+    linears, slices = [], {}
+    for index, path in enumerate(part.columns):
+        linear = _linear(module, path, where)
+        count = (key_value if path in part.key_value else heads) if part.heads else None
+        split, rows = _rows(region, linear, count)
+        if not split:
+            slices[index] = rows
+            held.held += [Held(linear, name, True) for name in ("weight", "bias") if getattr(linear, name) is not None]
+        elif linear.bias is not None and linear.out_features % region.size:
+            # Uneven parts of a vector cannot be sharded further.
+            slices[index] = rows
+            held.held.append(Held(linear, "bias", True))
+            distribute(linear, "weight", Shard(0))
+        else:
+            distribute(linear, "weight", Shard(0))
+            distribute(linear, "bias", Shard(0))
+        linears.append(linear)
+    row = _linear(module, part.row, where)
+    distribute(row, "weight", Shard(1))
+    if row.bias is not None:  # added after the reduction
+        held.held.append(Held(row, "bias", region.sequence_parallel))
+    if part.heads and key_value < region.size and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = heads // region.size  # type: ignore[assignment]
+    columns = Columns(region, linears, slices, held)
+    split_part(region, module, columns, row, held, random=_draws(module, hf_config))
+
+
+def _draws(module: nn.Module, hf_config: Any) -> bool:
+    """Whether there is dropout in a module."""
+    inside = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
+    return inside or bool(getattr(hf_config, "attention_dropout", 0.0))
+
+
+def _hold_rest(region: Region, root: nn.Module, distribute: _Distributor, held: HeldWhole, split: set[int]) -> None:
+    """Hold what no part has split; inside a part, ranks have other heads or features, so that gradients add up."""
+    known = {(id(h.module), h.name) for h in held.held}
+    for module in root.modules():
+        own = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if not isinstance(parameter, DTensor) and (id(module), name) not in known
+        ]
+        held.held += [Held(module, name, region.sequence_parallel or id(module) in split) for name in own]
+        if own:
+            held.compute_with(module)
+    for h in held.held:
+        distribute(h.module, h.name, Replicate())
+
+
+def split_model(model: nn.Module, family: Family, region: Region, *, from_rank0: bool = False) -> nn.Module:
+    """Apply tensor parallelism to a Hugging Face causal language model, in place; before sharding.
+
+    Args:
+        model: of ``family``'s architecture, whole on every rank, or on the meta device.
+        family: gives the plan.
+        region: the group.
+        from_rank0: take every parameter's values from global rank 0; collective.
+
+    Raises:
+        ConfigError: the model cannot be split over so many ranks.
+        UserError: the family has no plan, or the plan does not fit the model.
+    """
+    plan = require_tensor_plan(family.tensor_plan, model.config)
+    if problems := tensor_parallel_problems(plan, model.config, degree=region.size):
+        raise ConfigError(problems)
+    tied = model.get_submodule(family.head).weight is model.get_submodule(family.embedding).weight
+    if from_rank0:
+        take_from_rank0(model, torch.device(region.device), parameters=False)
+    distribute = _Distributor(region, from_rank0=from_rank0)
+    embedding, head, norm = (_child(model, p, "the model") for p in (family.embedding, family.head, family.final_norm))
+    distribute(embedding, "weight", Shard(0))
+    distribute(head, "weight", Shard(0))
+    distribute(head, "bias", Shard(0))
+    split_embedding(region, embedding)  # type: ignore[arg-type]
+    split_head(region, head)  # type: ignore[arg-type]
+    for block in _child(model, family.blocks, "the model").children():
+        held = HeldWhole(region, [])
+        inside: set[int] = set()
+        for part in plan.parts:
+            _split_part(region, block, part, plan, model.config, distribute, held)
+            inside |= {id(m) for m in block.get_submodule(part.module).modules()}
+        _hold_rest(region, block, distribute, held, inside)
+        held.surround(block)
+    held = HeldWhole(region, [])
+    _hold_rest(region, norm, distribute, held, set())
+    held.surround(norm)
+    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if left:
+        raise UserError(f"the tensor-parallel plan of {family.name} says nothing of {left[0]}, outside the blocks")
+    if (head.weight is embedding.weight) != tied:
+        raise UserError("tensor parallelism untied the head from the embedding; this is a defect in smp")
+    split_forward(model, region)
+    setattr(model, _MARK, region)
+    return model

@@ -1,0 +1,124 @@
+"""A split model's forward: what must be known of whole sequences is made here, before Hugging Face sees parts of them.
+
+Hugging Face derives positions and causal masks from the length of the hidden states, which is a part of the sequence
+with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from smp.errors import UserError
+from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, shift_labels
+from smp.tensor_parallel.region import Region
+
+
+def _padded(tensor: torch.Tensor | None, extra: int, value: int) -> torch.Tensor | None:
+    """Rows ``(batch, sequence)`` with ``extra`` positions more."""
+    return tensor if tensor is None or not extra else F.pad(tensor, (0, extra), value=value)
+
+
+def _positions(position_ids: torch.Tensor | None, ids: torch.Tensor, extra: int) -> torch.Tensor:
+    """Positions of all tokens, ``(1 or batch, sequence + extra)``; added ones go on counting."""
+    if position_ids is None:
+        return torch.arange(ids.shape[1] + extra, device=ids.device).unsqueeze(0)
+    more = torch.arange(1, extra + 1, device=ids.device)
+    return torch.cat([position_ids, position_ids[:, -1:] + more], dim=1) if extra else position_ids
+
+
+def _mask(config: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
+    """The mask of whole sequences, in the form of the model's attention."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    if config._attn_implementation == "flash_attention_2":
+        if mask is not None:
+            raise UserError(
+                "attention_mask with flash_attention_2 and sequence parallelism is not available: leave the mask out "
+                "(padding on the right needs none), or use --attn_implementation sdpa or --sequence_parallel 0"
+            )
+        return None
+    make = create_causal_mask if getattr(config, "sliding_window", None) is None else create_sliding_window_causal_mask
+    # Only the batch, the length and the device are read of it.
+    like = torch.empty((*ids.shape, 1), device=ids.device)
+    return make(config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions)
+
+
+def _refuse(kwargs: dict[str, Any], config: Any) -> None:
+    for name in ("past_key_values", "inputs_embeds"):
+        if kwargs.pop(name, None) is not None:
+            raise UserError(f"{name} is not available under tensor parallelism: give input_ids; to generate, export "
+                            f"the model and load it with from_pretrained")  # fmt: skip
+    keep = kwargs.pop("logits_to_keep", 0)
+    if not isinstance(keep, int) or keep:
+        raise UserError("logits_to_keep is not available under tensor parallelism: leave it out")
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(config, name, False)):
+            raise UserError(f"{name} is not available under tensor parallelism, where each rank has a part of them: "
+                            f"leave it out")  # fmt: skip
+
+
+def split_forward(model: nn.Module, region: Region) -> None:
+    """Replace the forward of a causal language model.
+
+    It takes ``input_ids``, ``attention_mask``, ``position_ids`` ``(batch, sequence)`` and ``labels`` as Hugging Face's
+    does. ``logits`` of the result is a DTensor ``(batch, sequence, vocabulary)``, split by the vocabulary: its
+    ``full_tensor()`` gathers it; ``loss`` is computed without doing so.
+    """
+    forward, config = model.forward, cast(Any, model.config)
+    draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    draws |= bool(getattr(config, "attention_dropout", 0.0))
+
+    def split(
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        _refuse(kwargs, config)
+        length = input_ids.shape[1]
+        ids, positions, mask = input_ids, position_ids, attention_mask
+        if region.sequence_parallel:
+            extra = -length % region.size
+            ids = F.pad(input_ids, (0, extra))
+            positions = _positions(position_ids, input_ids, extra)
+            if mask is None or mask.ndim == 2:
+                mask = _mask(config, ids, _padded(mask, extra, 0), positions)
+            elif extra:
+                raise UserError(
+                    f"a 4-D attention_mask needs a sequence length that the {region.size} tensor-parallel ranks "
+                    f"divide, got {length}: pad the batch"
+                )
+        items = kwargs.pop("num_items_in_batch", None)
+        as_tuple = kwargs.pop("return_dict", True) is False
+        fork = draws and model.training and region.sequence_parallel
+        with region.fork_random(ids.device) if fork else contextlib.nullcontext():
+            found = forward(
+                input_ids=ids, attention_mask=mask, position_ids=positions, **{**kwargs, "use_cache": False}
+            )
+        logits = _as_dtensor(found.logits[:, :length], config.vocab_size, region)
+        loss = None if labels is None else _mean_loss(logits, labels, items)
+        found = type(found)(loss=loss, logits=logits)  # made anew: what is set later comes last in a tuple
+        return found.to_tuple() if as_tuple else found
+
+    model.forward = split  # type: ignore[method-assign]
+
+
+def _as_dtensor(logits: torch.Tensor, vocabulary: int, region: Region) -> DTensor:
+    logits = logits.contiguous()
+    batch, length, _ = logits.shape
+    shape = torch.Size((batch, length, vocabulary))
+    stride = (length * vocabulary, vocabulary, 1)
+    return DTensor.from_local(logits, region.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+
+
+def _mean_loss(logits: DTensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    """Hugging Face's: the mean over valid tokens, or the sum over ``num_items_in_batch``."""
+    count = (shift_labels(labels) != IGNORE_INDEX).sum() if items is None else items
+    return causal_lm_loss_sum(logits, labels) / count

@@ -1,0 +1,126 @@
+"""Split linear layers with their exchanges, forward and backward, as autograd functions.
+
+Per block and micro-batch, with sequence parallelism: forward 2 all_gathers and 2 reduce_scatters, backward 4 and 2, as
+Megatron-LM does it: the gathered input of a column-parallel layer is not kept for backward but gathered again. On GPUs
+backward's exchanges run beside its matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from smp.tensor_parallel.region import Region
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _two(tensor: torch.Tensor) -> torch.Tensor:
+    """``(tokens, features)``."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class GatherTokens(Function):
+    """``(batch, sequence / size, hidden)`` to ``(batch, sequence, hidden)``; gradients are added up and split."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        return region.gather(part)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.region.reduce(gradient)[0], None
+
+
+class ReducePartial(Function):
+    """Partial sums of whole sequences, contiguous and nobody else's, to this rank's tokens; gradients are gathered.
+
+    Nothing is kept for backward: a block that is recomputed stops before its last reduction.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        if not region.sequence_parallel:
+            ctx.mark_dirty(partial)
+        return region.reduce(partial)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        region = ctx.region
+        return (region.gather(gradient)[0] if region.sequence_parallel else gradient), None
+
+
+class ColumnLinears(Function):
+    """Linear layers of one input, split by their outputs.
+
+    Args (of ``apply``):
+        region: the group.
+        count: of layers.
+        whole: the input of all tokens, outside autograd.
+        part: the same input, of this rank's tokens with sequence parallelism; gets the gradient.
+        parameters: ``count`` weights ``(outputs, inputs)``, then as many biases or None.
+
+    Returns:
+        ``count`` outputs ``(batch, sequence, outputs)``.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, region: Region, count: int, whole: torch.Tensor, part: torch.Tensor, *parameters: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.region, ctx.count = region, count
+        ctx.regather = region.sequence_parallel and not region.save_gathered
+        ctx.save_for_backward(part if ctx.regather else whole, *weights)
+        return tuple(torch.nn.functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        region, count = ctx.region, ctx.count
+        whole, *weights = ctx.saved_tensors
+        overlap = whole.is_cuda
+        gathering = reducing = None
+        needs = ctx.needs_input_grad
+        if ctx.regather and any(needs[4 : 4 + count]):
+            whole, gathering = region.gather(whole, async_op=overlap)
+        flat = [_two(g) for g in gradients]
+        input_gradient = None
+        if needs[3]:
+            partial = flat[0] @ weights[0]
+            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+                partial.addmm_(gradient, weight)
+            partial = partial.view(*gradients[0].shape[:-1], -1)
+            _wait(gathering)  # one exchange after the other: both are of one group
+            gathering = None
+            input_gradient, reducing = region.reduce(partial, async_op=overlap)
+        _wait(gathering)
+        tokens = _two(whole)
+        weight_gradients = [g.T @ tokens if needs[4 + i] else None for i, g in enumerate(flat)]
+        bias_gradients = [g.sum(0) if needs[4 + count + i] else None for i, g in enumerate(flat)]
+        _wait(reducing)
+        return None, None, None, input_gradient, *weight_gradients, *bias_gradients
+
+
+class SumGradients(Function):
+    """Tensors as they are; their gradients, which each rank has a part of, are added up in one exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.region = region
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        # In at least fp32: bf16 would lose what the ranks add.
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        flat = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
+        torch.distributed.all_reduce(flat, group=ctx.region.group)
+        sums = flat.split([g.numel() for g in gradients])
+        return None, *(s.view_as(g).to(g.dtype) for s, g in zip(sums, gradients, strict=True))

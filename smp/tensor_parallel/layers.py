@@ -1,0 +1,198 @@
+"""Hugging Face's modules, made to compute on their rank's part of the weights: their ``forward`` is replaced.
+
+The modules stay what they are, with the parameters' names and places; only the parameters become DTensors over the
+tensor-parallel mesh, whose local parts the new ``forward`` uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.tensor_parallel.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
+from smp.tensor_parallel.region import Region
+
+
+def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part, with a way back for the gradient."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Held(NamedTuple):
+    """A parameter that every rank holds whole."""
+
+    module: nn.Module
+    name: str
+    summed: bool  # whether its gradient on each rank is a part of the sum
+
+
+class HeldWhole:
+    """The parameters of a block that every rank holds whole.
+
+    Where a rank has only some of the tokens or heads, it has a part of such a parameter's gradient. The parts are added
+    up in one exchange for the whole block: inside :meth:`open`, modules compute with tensors that see to that.
+    """
+
+    def __init__(self, region: Region, held: Iterable[Held]):
+        self.region, self.held = region, list(held)
+        self._now: dict[tuple[int, str], torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Around the forward of the block."""
+        tensors = [local(getattr(h.module, h.name)) for h in self.held]
+        summed = [i for i, h in enumerate(self.held) if h.summed and tensors[i].requires_grad]  # type: ignore[union-attr]
+        if summed and torch.is_grad_enabled():
+            for i, tensor in zip(summed, SumGradients.apply(self.region, *(tensors[i] for i in summed)), strict=True):
+                tensors[i] = tensor
+        self._now = {(id(h.module), h.name): t for h, t in zip(self.held, tensors, strict=True)}  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            self._now = {}
+
+    def get(self, module: nn.Module, name: str) -> torch.Tensor | None:
+        """What to compute with; only inside :meth:`open`."""
+        return self._now.get((id(module), name))
+
+    def compute_with(self, module: nn.Module) -> None:
+        """Let a module compute with them: its ``forward`` finds them in the place of its parameters."""
+        forward, names = module.forward, [h.name for h in self.held if h.module is module]
+
+        def with_held(*args: Any, **kwargs: Any) -> Any:
+            own = {name: module._parameters[name] for name in names}
+            module._parameters.update({name: self.get(module, name) for name in names})  # type: ignore[misc]
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                module._parameters.update(own)
+
+        module.forward = with_held  # type: ignore[method-assign]
+
+    def surround(self, module: nn.Module) -> None:
+        """Open around a module's forward."""
+        forward = module.forward
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            with self.open():
+                return forward(*args, **kwargs)
+
+        module.forward = opened  # type: ignore[method-assign]
+
+
+class Columns:
+    """Linear layers that read one input, split by their outputs; the first one called computes all of them.
+
+    Args:
+        region: the group.
+        linears: the layers.
+        slices: for a layer whose weight every rank holds whole, the rows that this rank computes.
+        held: where such weights are.
+    """
+
+    def __init__(self, region: Region, linears: list[nn.Linear], slices: dict[int, slice], held: HeldWhole):
+        self.region, self.linears, self.slices, self.held = region, linears, slices, held
+        self._whole: torch.Tensor | None = None
+        self._part: torch.Tensor | None = None
+        self._outputs: dict[int, torch.Tensor] = {}
+        for index, linear in enumerate(linears):
+            linear.forward = functools.partial(self._output, index)  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def input(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The input of all tokens, for the layers and whatever else reads it."""
+        region = self.region
+        self._part = part
+        self._whole = GatherTokens.apply(part, region) if region.sequence_parallel else part
+        try:
+            yield self._whole  # type: ignore[misc]
+        finally:
+            self._whole = self._part = None
+            self._outputs = {}
+
+    def _parameter(self, index: int, name: str) -> torch.Tensor | None:
+        linear = self.linears[index]
+        whole = self.held.get(linear, name)
+        if whole is not None:
+            rows = self.slices.get(index)
+            return whole if rows is None else whole[rows]
+        return local(getattr(linear, name))
+
+    def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._whole:
+            name = type(self.linears[index]).__name__
+            raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
+        if index not in self._outputs:
+            count = len(self.linears)
+            parameters = [self._parameter(i, name) for name in ("weight", "bias") for i in range(count)]
+            outputs = ColumnLinears.apply(self.region, count, x.detach(), self._part, *parameters)
+            self._outputs = dict(enumerate(outputs))  # type: ignore[arg-type]
+        return self._outputs.pop(index)
+
+
+def split_part(
+    region: Region, module: nn.Module, columns: Columns, row: nn.Linear, held: HeldWhole, *, random: bool
+) -> None:
+    """Let a part of a block gather its input, compute on its columns, and reduce its output.
+
+    Args:
+        region: the group.
+        module: the part.
+        columns: of the part.
+        row: its last layer.
+        held: of the block.
+        random: whether the ranks draw different random numbers inside, where they do not everywhere.
+    """
+    forward = module.forward
+    fork = random and not region.sequence_parallel
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        named = "hidden_states" in kwargs
+        part = kwargs["hidden_states"] if named else args[0]
+        with contextlib.ExitStack() as stack:
+            whole = stack.enter_context(columns.input(part))
+            if fork and module.training:
+                stack.enter_context(region.fork_random(part.device))
+            if named:
+                return forward(*args, **{**kwargs, "hidden_states": whole})
+            return forward(whole, *args[1:], **kwargs)
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        out = ReducePartial.apply(F.linear(x, local(row.weight)), region)  # type: ignore[arg-type]
+        bias = held.get(row, "bias")
+        return out if bias is None else out + bias  # type: ignore[operator,return-value]
+
+    module.forward = computed  # type: ignore[method-assign]
+    row.forward = reduced  # type: ignore[method-assign,assignment]
+
+
+def split_embedding(region: Region, embedding: nn.Embedding) -> None:
+    """Let an embedding look up its rows of the vocabulary."""
+    first, last = region.bounds(embedding.num_embeddings)
+    padding = embedding.padding_idx
+    own_padding = padding - first if padding is not None and first <= padding < last else None
+
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        foreign = (ids < first) | (ids >= last)
+        rows = (ids - first).masked_fill(foreign, 0)
+        found = F.embedding(rows, local(embedding.weight), padding_idx=own_padding)  # type: ignore[arg-type]
+        return ReducePartial.apply(found.masked_fill(foreign.unsqueeze(-1), 0), region)
+
+    embedding.forward = look_up  # type: ignore[method-assign,assignment]
+
+
+def split_head(region: Region, head: nn.Linear) -> None:
+    """Let the head make its rank's columns of the logits, of all tokens."""
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        whole = region.gather(part)[0] if region.sequence_parallel else part
+        return ColumnLinears.apply(region, 1, whole, part, local(head.weight), local(head.bias))[0]
+
+    head.forward = logits  # type: ignore[method-assign,assignment]

@@ -1,0 +1,91 @@
+"""The ranks that split a model's layers, and their exchanges.
+
+With sequence parallelism a hidden state is split over the ranks by tokens: a rank holds ``(batch, sequence / size,
+hidden)``, its consecutive part of the flattened ``batch x sequence`` tokens, so that gathering and scattering move
+contiguous memory. Shapes speak of ``sequence / size`` positions, but which token a position holds does not matter to
+what computes each token by itself.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.13 renamed them; the old names warn at every call.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Region:
+    """A tensor-parallel group.
+
+    Args:
+        mesh: its 1-D device mesh.
+        sequence_parallel: split hidden states between the split layers by tokens.
+        save_gathered: keep gathered inputs for backward instead of gathering them again.
+        random_seed: added to the seeds of :meth:`fork_random`.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, *, sequence_parallel: bool = True, save_gathered: bool = False, random_seed: int = 0
+    ):
+        self.random_seed = random_seed
+        self.mesh, self.sequence_parallel, self.save_gathered = mesh, sequence_parallel, save_gathered
+        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """This rank's rows of ``total``, as ``torch.chunk`` splits them: first and past the last."""
+        step = -(-total // self.size)
+        return min(self.rank * step, total), min((self.rank + 1) * step, total)
+
+    def gather(self, part: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
+        """Every rank's tokens.
+
+        Args:
+            part: ``(batch, sequence / size, hidden)``.
+            async_op: return before it is done.
+
+        Returns:
+            ``(batch, sequence, hidden)``, and the work to wait for or None.
+        """
+        batch, length, hidden = part.shape
+        whole = part.new_empty(batch, length * self.size, hidden)
+        work = _all_gather(whole.view(-1), part.contiguous().view(-1), group=self.group, async_op=async_op)
+        return whole, work
+
+    def reduce(self, partial: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
+        """Add up every rank's partial result: this rank's tokens of it, or all without sequence parallelism.
+
+        Args:
+            partial: ``(batch, sequence, hidden)``, fresh: it may be written to.
+            async_op: return before it is done; ``partial`` must live until then.
+
+        Returns:
+            ``(batch, sequence / size, hidden)`` or ``partial``, and the work to wait for or None.
+        """
+        partial = partial.contiguous()
+        if not self.sequence_parallel:
+            return partial, dist.all_reduce(partial, group=self.group, async_op=async_op)
+        batch, length, hidden = partial.shape
+        part = partial.new_empty(batch, length // self.size, hidden)
+        return part, _reduce_scatter(part.view(-1), partial.view(-1), group=self.group, async_op=async_op)
+
+    @contextlib.contextmanager
+    def fork_random(self, device: torch.device) -> Iterator[None]:
+        """Draw random numbers of this rank's own inside, and go on as if nothing had been drawn but one number.
+
+        The ranks' generators stay in step outside, and whoever restores the state at the entry (activation
+        checkpointing does) gets the same numbers inside again.
+        """
+        seed = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed + self.random_seed + self.rank)
+            yield
