@@ -34,9 +34,9 @@ from smp.metrics import last_logged_step
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
+from smp.prepare import compute_dtype
 from smp.runtime import Launch, choose_backend, choose_device
 from smp.train_state import TrainState
-from smp.transform import compute_dtype
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24

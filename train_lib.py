@@ -41,10 +41,10 @@ from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tr
 from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.optimizer import build_optimizer
+from smp.prepare import prepare_model
 from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
 from smp.sharding import reshard, set_gradient_sync
 from smp.train_state import TrainState
-from smp.transform import prepare_model
 
 logger = get_logger("train")
 
@@ -206,7 +206,7 @@ def train_step(
     """One optimizer step: count tokens, accumulate gradients, clip, update; collective.
 
     Args:
-        model: from :func:`smp.transform.parallelize`.
+        model: from :func:`smp.prepare.parallelize`.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
         data_group: the ranks that read different data; None: all.

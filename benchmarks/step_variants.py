@@ -26,7 +26,7 @@ from smp.mesh import build_mesh, resolve_degrees
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
 from smp.optimizer import OptimConfig, build_optimizer
-from smp.transform import model_blocks, prepare_model
+from smp.prepare import model_blocks, prepare_model
 from train_lib import train_step
 
 SEED, LR = 0, 3e-4

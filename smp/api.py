@@ -19,12 +19,12 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.errors import UserError
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
+from smp.prepare import parallelize as _parallelize
+from smp.prepare import tensor_region
 from smp.runtime import read_launch
 from smp.state import State
 from smp.tensor_parallel.apply import is_split, split_model, take_from_rank0
 from smp.tensor_parallel.region import Region
-from smp.transform import parallelize as _parallelize
-from smp.transform import tensor_region
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from smp.mesh import Degrees, build_mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
-from smp.transform import parallelize
+from smp.prepare import parallelize
 
 
 @contextlib.contextmanager

@@ -30,6 +30,19 @@ def count_valid_tokens(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORE_INDEX).sum())
 
 
+def check_labels(labels: torch.Tensor, vocabulary: int) -> None:
+    """Refuse labels that are neither ignored nor in the vocabulary; on GPUs the process then stops a little later.
+
+    Raises:
+        ValueError: on a CPU, naming one.
+    """
+    good = (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocabulary))
+    if labels.is_cuda:
+        torch._assert_async(good.all())  # without waiting for the GPU
+    elif not good.all():
+        raise ValueError(f"label {int(labels[~good][0])} is outside the vocabulary of {vocabulary} and not ignored")
+
+
 def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the token losses in nats, computed in at least fp32.
 
@@ -41,6 +54,9 @@ def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
     Returns:
         0-d tensor; divide by the number of valid tokens of the whole global batch.
+
+    Raises:
+        ValueError, IndexError: a label is neither ignored nor in the vocabulary.
     """
     if isinstance(logits, DTensor):
         return _split_loss_sum(logits, labels)
@@ -54,6 +70,7 @@ def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     (placement,), mesh = logits.placements, logits.device_mesh
     if not isinstance(placement, Shard) or placement.dim not in (-1, logits.ndim - 1):
         raise ValueError(f"logits are laid out as {placement}: the vocabulary must be split")
+    check_labels(labels, logits.shape[-1])
     first = mesh.get_local_rank() * -(-logits.shape[-1] // mesh.size())
     own = logits.to_local()
     flat = own.reshape(-1, own.shape[-1])

@@ -137,11 +137,9 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     problems += _check_tensors(parameters, plan)
     if problems:
         raise ConfigError([f"{weights}: {problem}" for problem in problems])
-    for file in sorted({file for _, file in plan.values()}):
-        with safe_open(file, framework="pt") as content:
-            for name, (key, home) in plan.items():
-                if home != file:
-                    continue
-                local, slices = _local_slices(name, parameters[name])
-                if local.numel():
-                    local.copy_(content.get_slice(key)[slices])
+    for name, (key, file) in plan.items():
+        local, slices = _local_slices(name, parameters[name])
+        if local.numel():
+            # Opened for each tensor: what was read of a mapped file counts as this process's memory until it is closed.
+            with safe_open(file, framework="pt") as content:
+                local.copy_(content.get_slice(key)[slices])

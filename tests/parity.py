@@ -17,8 +17,8 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
+from smp.prepare import parallelize
 from smp.sharding import MIN_UNIT_PARAMETERS
-from smp.transform import parallelize
 from train_lib import train_step
 
 VOCABULARY = 96
@@ -130,6 +130,7 @@ class Layout:
     sequence: bool = True
     save_gathered: bool = False
     dtype: torch.dtype | None = None  # to compute in
+    compile: bool = False
 
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
@@ -153,7 +154,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
     """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients."""
     model = copy.deepcopy(reference).train()
     mesh = layout.mesh()
-    activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
+    activation = ActivationConfig(activation_checkpointing=layout.checkpointing, compile=layout.compile)
     parallelize(
         model,
         family_of(model.config),

@@ -28,8 +28,8 @@ from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
+from smp.prepare import parallelize
 from smp.train_state import TrainState
-from smp.transform import parallelize
 from tests.distributed import run_distributed
 from tests.parity import Layout, build_reference, rank_batch, tiny_config
 from train_lib import train_step

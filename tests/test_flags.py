@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import smp.memory_tracker
-import smp.transform
 import tests.test_flags_model  # noqa: F401  registers its checks
 import train_lib
 from arguments import FLAGS, parse_args
@@ -30,8 +29,8 @@ from smp.errors import UserError
 from smp.mesh import build_mesh, resolve_degrees
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
+from smp.prepare import prepare_model
 from smp.runtime import Launch, process_group
-from smp.transform import prepare_model
 from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
 from tests.job import LLAMA, read_metrics, run_job
 

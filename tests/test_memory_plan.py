@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
@@ -65,6 +66,55 @@ def test_more_work_needs_more():
     assert total(activation_checkpointing=False) > base and total(attention_matrix=True) > base
     assert total(Degrees(2, 1)) > base > total(Degrees(1, 4))
     assert total(Degrees(1, 2, reshard_after_forward=False)) > base
+
+
+def test_tensor_parallelism_divides_what_it_splits():
+    _, shape = shape_of("llama70b")
+    one, eight = (estimate_memory(shape, Degrees(1, 32, tp), WORK) for tp in (1, 8))
+    for what in ("parameters", "gradients", "optimizer state", "gathered parameters", "logits and loss"):
+        assert eight[what] == pytest.approx(one[what] / 8, rel=1e-6), what
+    # Block inputs, and all that a block holds between its split layers; but one gathered hidden state on top.
+    hidden_state = 2 * 4096 * 8192 * 2
+    assert eight["activations"] == pytest.approx(one["activations"] / 8 + hidden_state, rel=1e-6)
+
+
+def test_key_value_heads_that_are_fewer_than_ranks_are_held_whole():
+    _, shape = shape_of("llama70b")
+    assert shape.key_value_heads == 8 and shape.key_value == 2 * 1024 * 8192
+    sixteen = estimate_memory(shape, Degrees(1, 16, 16), WORK)
+    whole = 80 * 2 * 1024 * 8192
+    assert sixteen["parameters"] == pytest.approx(4 * (whole + (68_976_648_192 - whole) / 16) / 16, rel=1e-6)
+    unit = shape.block - shape.key_value
+    assert sixteen["gathered parameters"] == pytest.approx(2 * 2 * (unit / 16 + shape.key_value), rel=1e-6)
+    _, neox = shape_of("gpt_neox_20b")  # as many heads of each kind
+    assert estimate_memory(neox, Degrees(1, 1, 64), WORK)["parameters"] == pytest.approx(
+        4 * neox.parameters / 64, rel=1e-6
+    )
+
+
+def test_sequence_parallelism_and_kept_inputs_show():
+    _, shape = shape_of("llama70b")
+    hidden_state = 2 * 4096 * 8192 * 2
+
+    def activations(tp=8, **change):
+        return estimate_memory(shape, Degrees(1, 4, tp), dataclasses.replace(WORK, **change))["activations"]
+
+    assert activations(tp=1) == activations(tp=1, sequence_parallel=False) == activations(tp=1, save_gathered=True)
+    whole = activations(sequence_parallel=False)
+    # Whole block inputs, and a block's four hidden states between split layers.
+    assert whole == pytest.approx((80 + 4 + (6 + 4 * 28672 / 8192) / 8) * hidden_state, rel=1e-6)
+    assert activations(save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
+    kept = activations(save_gathered=True, activation_checkpointing=False)
+    assert kept == activations(activation_checkpointing=False) + 81 * 2 * hidden_state
+    matrix = activations(attention_matrix=True) - activations()
+    assert matrix == 3 * 2 * 64 * 4096**2 * 2 // 8
+
+
+def test_advice_keeps_the_tensor_parallel_degree():
+    _, shape = shape_of("llama70b")
+    available = sum(estimate_memory(shape, Degrees(1, 8, 8), WORK).values())
+    assert processes_that_fit(shape, WORK, available, tp=8) == 64
+    assert processes_that_fit(shape, WORK, available, tp=1) is None  # gathered units and logits are whole then
 
 
 def test_refusal_says_what_is_needed_and_what_there_is():

@@ -7,8 +7,7 @@ tensor-parallel mesh, whose local parts the new ``forward`` uses.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ class HeldWhole:
 
     def __init__(self, region: Region, held: Iterable[Held]):
         self.region, self.held = region, list(held)
-        self._now: dict[tuple[int, str], torch.Tensor] = {}
+        self._now: list[torch.Tensor | None] = []
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -52,23 +51,27 @@ class HeldWhole:
         if summed and torch.is_grad_enabled():
             for i, tensor in zip(summed, SumGradients.apply(self.region, *(tensors[i] for i in summed)), strict=True):
                 tensors[i] = tensor
-        self._now = {(id(h.module), h.name): t for h, t in zip(self.held, tensors, strict=True)}  # type: ignore[misc]
+        self._now = tensors
         try:
             yield
         finally:
-            self._now = {}
+            self._now = []
 
-    def get(self, module: nn.Module, name: str) -> torch.Tensor | None:
+    def place(self, module: nn.Module, name: str) -> int | None:
+        """Where a parameter is in ``held``, if it is: by place, blocks are alike to ``torch.compile``."""
+        return next((i for i, h in enumerate(self.held) if h.module is module and h.name == name), None)
+
+    def at(self, place: int) -> torch.Tensor | None:
         """What to compute with; only inside :meth:`open`."""
-        return self._now.get((id(module), name))
+        return self._now[place]
 
     def compute_with(self, module: nn.Module) -> None:
         """Let a module compute with them: its ``forward`` finds them in the place of its parameters."""
-        forward, names = module.forward, [h.name for h in self.held if h.module is module]
+        forward, places = module.forward, {h.name: i for i, h in enumerate(self.held) if h.module is module}
 
         def with_held(*args: Any, **kwargs: Any) -> Any:
-            own = {name: module._parameters[name] for name in names}
-            module._parameters.update({name: self.get(module, name) for name in names})  # type: ignore[misc]
+            own = {name: module._parameters[name] for name in places}
+            module._parameters.update({name: self.at(place) for name, place in places.items()})  # type: ignore[misc]
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -99,11 +102,16 @@ class Columns:
 
     def __init__(self, region: Region, linears: list[nn.Linear], slices: dict[int, slice], held: HeldWhole):
         self.region, self.linears, self.slices, self.held = region, linears, slices, held
+        self._places = {name: [held.place(linear, name) for linear in linears] for name in ("weight", "bias")}
         self._whole: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
         for index, linear in enumerate(linears):
-            linear.forward = functools.partial(self._output, index)  # type: ignore[method-assign]
+            linear.forward = self._forward_of(index)  # type: ignore[method-assign,assignment]
+
+    def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        # Not functools.partial, which torch.compile takes for another in every block.
+        return lambda x: self._output(index, x)
 
     @contextlib.contextmanager
     def input(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -118,12 +126,10 @@ class Columns:
             self._outputs = {}
 
     def _parameter(self, index: int, name: str) -> torch.Tensor | None:
-        linear = self.linears[index]
-        whole = self.held.get(linear, name)
-        if whole is not None:
-            rows = self.slices.get(index)
-            return whole if rows is None else whole[rows]
-        return local(getattr(linear, name))
+        place = self._places[name][index]
+        if place is None:
+            return local(getattr(self.linears[index], name))
+        return self.held.at(place)[self.slices[index]]  # type: ignore[index]
 
     def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._whole:
@@ -150,7 +156,7 @@ def split_part(
         held: of the block.
         random: whether the ranks draw different random numbers inside, where they do not everywhere.
     """
-    forward = module.forward
+    forward, bias = module.forward, held.place(row, "bias")
     fork = random and not region.sequence_parallel
 
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -166,8 +172,7 @@ def split_part(
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
         out = ReducePartial.apply(F.linear(x, local(row.weight)), region)  # type: ignore[arg-type]
-        bias = held.get(row, "bias")
-        return out if bias is None else out + bias  # type: ignore[operator,return-value]
+        return out if bias is None else out + held.at(bias)  # type: ignore[return-value]
 
     module.forward = computed  # type: ignore[method-assign]
     row.forward = reduced  # type: ignore[method-assign,assignment]

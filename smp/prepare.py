@@ -1,6 +1,6 @@
 """From a resolved model to one that trains: the only place that knows the order of the parts.
 
-build (meta) -> split over tensor-parallel ranks -> checkpoint blocks -> compile blocks -> shard -> materialise
+build (meta) -> split over tensor-parallel ranks -> compile blocks -> checkpoint blocks -> shard -> materialise
 -> fill (initial or pretrained values)
 """
 
@@ -15,11 +15,12 @@ from torch import nn
 from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.config import ActivationConfig, ParallelConfig, PrecisionConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
-from smp.errors import UserError
+from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, init_rule
+from smp.models.tensor_plan import tensor_parallel_problems
 from smp.pretrained import load_pretrained_
 from smp.sharding import MIN_UNIT_PARAMETERS, Unit, shard_model, size_based_units, transformer_units
 from smp.tensor_parallel.apply import is_split, split_model
@@ -78,17 +79,26 @@ def parallelize(
         model: of ``family``'s architecture, real or on the meta device.
         dtype: dtype to compute in; None keeps the parameters' own.
         min_unit_parameters: what the size-based policy takes for large enough.
+
+    Raises:
+        ConfigError: the model cannot be split over so many tensor-parallel and sharding ranks.
     """
+    degrees = mesh.degrees
+    if problems := tensor_parallel_problems(
+        family.tensor_plan, model.config, degree=degrees.tp, shard=degrees.dp_shard
+    ):
+        raise ConfigError(problems)
     blocks = model_blocks(model, family)
     tied_before = sum(1 for _ in model.parameters())
-    if mesh.degrees.tp > 1 and not is_split(model):
+    if degrees.tp > 1 and not is_split(model):
         split_model(model, family, tensor_region(mesh, parallel))
-    if activation.activation_checkpointing:
-        apply_activation_checkpointing(blocks)
     if activation.compile:
         for block in blocks:
-            block.compile()
-    reshard = mesh.degrees.reshard_after_forward
+            # Inside checkpointing: compilation does not look into it, and would compile nothing.
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    if activation.activation_checkpointing:
+        apply_activation_checkpointing(blocks)
+    reshard = degrees.reshard_after_forward
     units = _units(model, family, parallel=parallel, reshard=reshard, min_unit_parameters=min_unit_parameters)
     shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype)
     if sum(1 for _ in model.parameters()) != tied_before:
