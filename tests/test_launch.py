@@ -6,10 +6,16 @@ import sys
 import pytest
 
 SCRIPT = """
-import sys
+import pathlib, sys, time
 from os import environ
-print("rank", environ["RANK"], "of", environ["WORLD_SIZE"], "threads", environ["OMP_NUM_THREADS"], sys.argv[1:])
-sys.exit(int(sys.argv[-1]) if environ["RANK"] == "1" else 0)
+rank, world, threads = environ["RANK"], environ["WORLD_SIZE"], environ["OMP_NUM_THREADS"]
+sys.stdout.write(f"rank {rank} of {world} threads {threads} {sys.argv[1:]}\\n")  # whole, as the ranks share a pipe
+printed = pathlib.Path(__file__).with_name("printed")
+if rank == "0":
+    printed.touch()
+while not printed.exists():  # a rank that fails ends the others
+    time.sleep(0.01)
+sys.exit(int(sys.argv[-1]) if rank == "1" else 0)
 """
 
 
