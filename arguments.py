@@ -19,7 +19,7 @@ import yaml
 
 from data.pipelines.data_pipeline import DataConfig
 from smp.checkpoint.config import CheckpointConfig
-from smp.config import ActivationConfig, CommConfig, ParallelConfig, PrecisionConfig, Section, setting
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, setting
 from smp.errors import ConfigError, UserError
 from smp.lr_schedule import LRConfig
 from smp.metrics import LoggingConfig
@@ -93,6 +93,7 @@ class TrainConfig:
     parallel: ParallelConfig
     precision: PrecisionConfig
     activation: ActivationConfig
+    loss: LossConfig
     comm: CommConfig
     optim: OptimConfig
     lr: LRConfig

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from arguments import DEFAULT_MAX_STEPS, TrainConfig
 from data.pipelines.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
+from smp.activation_offload import require_directory
 from smp.checkpoint.checkpointer import check_architecture
 from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import LATEST, choose_checkpoint, read_state, refuse_foreign, refuse_older_branch
@@ -82,8 +83,11 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
 
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
+    attempt(_check_offload, config, device)
     if config.run.profile_nsys and device.type != "cuda":
         problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
+    if config.logging.memory_snapshot and device.type != "cuda":
+        problems.append("--memory_snapshot 1 needs a GPU and none is visible: leave it out")
     degrees = attempt(
         resolve_degrees,
         config.parallel,
@@ -130,6 +134,23 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
         config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
         _max_steps(config, train_data, batch_size), train_data, validation_data,
     )  # fmt: skip
+
+
+def _check_offload(config: TrainConfig, device: torch.device) -> None:
+    """Refuse to offload activations where they would go nowhere.
+
+    Raises:
+        UserError: no directory on a CPU, or one that cannot be written.
+    """
+    if not config.activation.offload_activations:
+        return
+    if config.activation.offload_dir is not None:
+        require_directory(Path(config.activation.offload_dir))
+    elif device.type == "cpu":
+        raise UserError(
+            "--offload_activations 1 on a CPU needs --offload_dir, as activations are in host memory already: give a "
+            "directory on a fast local disk, or use --activation_checkpointing 1 alone"
+        )
 
 
 def _check_output(config: TrainConfig, run_dir: Path) -> None:
@@ -280,8 +301,9 @@ def require_agreement(plan: Plan) -> None:
                 )
 
 
-def _sizes(plan: Plan) -> tuple[ModelShape, Workload]:
-    config, family = plan.config, plan.model.family
+def sizes(plan: Plan) -> tuple[ModelShape, Workload]:
+    """What decides the memory of a rank."""
+    config, family, activation = plan.config, plan.model.family, plan.config.activation
     with torch.device("meta"):
         model = build_model(plan.model.hf_config, attn_implementation=plan.model.attn_implementation)
     shape = model_shape(
@@ -291,9 +313,14 @@ def _sizes(plan: Plan) -> tuple[ModelShape, Workload]:
         sequence_length=plan.model.sequence_length,
         micro_batch_size=config.run.train_batch_size,
         compute_bytes=plan.dtype.itemsize,
-        activation_checkpointing=config.activation.activation_checkpointing,
+        activation_checkpointing=activation.activation_checkpointing,
         sequence_parallel=config.parallel.sequence_parallel,
         save_gathered=config.parallel.tp_save_gathered,
+        loss_chunk=config.loss.loss_chunk_tokens,
+        recomputed_every=activation.activation_checkpointing_every,
+        selective=activation.activation_checkpointing_mode == "selective",
+        offload_horizon=activation.activation_loading_horizon if activation.offload_activations else 0,
+        cpu_offload=activation.cpu_offload and plan.device.type != "cpu",
         attention_matrix=plan.model.attn_implementation == "eager",
     )
 
@@ -304,7 +331,7 @@ def refuse_too_large(plan: Plan) -> None:
     Raises:
         UserError: saying what each process needs, what there is, and how many processes would do.
     """
-    shape, work = _sizes(plan)
+    shape, work = sizes(plan)
     available = available_memory(plan.device, plan.launch.local_world_size)
     enough = processes_that_fit(shape, work, available, tp=plan.degrees.tp)
     smaller = "a smaller model, batch or sequence (--dry_run 1 shows what needs how much)"
@@ -321,7 +348,7 @@ def refuse_too_large(plan: Plan) -> None:
 def dry_run(plan: Plan) -> None:
     """Print what the job would be."""
     if plan.launch.rank == 0:
-        shape, work = _sizes(plan)
+        shape, work = sizes(plan)
         planned_here = plan.config.run.dry_run_world_size is None
         text = report(
             plan.model,

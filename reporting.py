@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
+from torch import nn
 
 from arguments import SECTIONS, TrainConfig
-from job import Plan, batch_of_flags
+from job import Plan, batch_of_flags, sizes
 from smp import comm
 from smp.errors import UserError
 from smp.log import get_logger
+from smp.memory_advice import advice_text, changes_that_help
+from smp.memory_plan import estimate_memory, memory_table
+from smp.memory_profile import MemoryProfile, profile_memory, rank_table
+from smp.mesh import Degrees
 from smp.models.registry import count_parameters
+from smp.models.tensor_plan import tensor_parallel_problems
 from smp.plots import plot_metrics
 
 logger = get_logger("train")
@@ -27,6 +37,8 @@ WHERE_AND_HOW_LONG = {
     # What follows from these is said where the global batch is.
     "train_batch_size", "gradient_accumulation_steps", "global_batch_size",
 }  # fmt: skip
+# The first makes the optimizer's state in its update; from the second on it is there at the peak.
+PROFILED_STEPS = 2
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
@@ -115,6 +127,99 @@ def say_what_next(plan: Plan, step: int, final: Path | None) -> None:
             "--hf_pretrained_model_name_or_dir %s --training_dir DATA --output_dir runs/finetuned",
             plan.launch.local_world_size, _shown(final),
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def memory_of_step(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, record: Callable[[str], None]
+) -> Iterator[Callable[[str], None]]:
+    """Account for the memory of a step, if that is asked for, and log what held it; collective for all ranks.
+
+    Args:
+        step: updates done.
+        record: the memory tracker's.
+
+    Yields:
+        What the step is to call at its marked places; ``record`` itself where nothing is asked for.
+    """
+    settings = plan.config.logging
+    wanted = plan.launch.is_main or settings.memory_profiling_all_ranks
+    if not settings.enable_memory_profiling or not wanted or step >= plan.state.step + PROFILED_STEPS:
+        yield record
+        return
+    with contextlib.ExitStack() as stack:
+        if settings.memory_snapshot and step == plan.state.step + PROFILED_STEPS - 1:
+            stack.enter_context(_allocator_history(plan.run_dir / f"memory_snapshot_rank{plan.launch.rank}.pickle"))
+        profile = stack.enter_context(profile_memory(model, optimizer, device=plan.device))
+
+        def both(tag: str) -> None:
+            profile.mark(tag)  # first: the tracker starts a new peak
+            record(tag)
+
+        yield both
+    _say_what_holds_memory(plan, profile, step + 1)
+
+
+def _say_what_holds_memory(plan: Plan, profile: MemoryProfile, step: int) -> None:
+    if plan.launch.is_main:
+        shape, work = sizes(plan)
+        title = f"What holds the memory of rank 0 at the peak of step {step}"
+        predicted = estimate_memory(shape, plan.degrees, work)
+        logger.info("%s", profile.table(title=title, predicted=predicted))
+        try:
+            profile.plot(plan.run_dir / "memory_timeline.png")
+        except UserError as error:
+            logger.info("No memory_timeline.png: %s", error)
+    if plan.config.logging.memory_profiling_all_ranks:
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, profile.peak())
+        logger.info("What holds the memory of every rank at its peak, in MiB:\n%s", rank_table(peaks))
+
+
+@contextlib.contextmanager
+def _allocator_history(path: Path) -> Iterator[None]:
+    """Write CUDA's allocations, with stacks, for https://pytorch.org/memory_viz."""
+    history = getattr(torch.cuda.memory, "_record_memory_history", None)
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if history is None or dump is None:
+        logger.warning("No %s: this torch cannot record the allocator's history.", path.name)
+        yield
+        return
+    history(max_entries=200_000)
+    try:
+        yield
+    finally:
+        dump(str(path))
+        history(enabled=None)
+        logger.info("Wrote %s: open it at https://pytorch.org/memory_viz", path)
+
+
+def say_out_of_memory(plan: Plan, failure: str, tables: list[str]) -> None:
+    """Print what held the memory, or was predicted to, and what would help most.
+
+    Args:
+        failure: what the allocator said.
+        tables: what was measured; empty where nothing was.
+    """
+    shape, work = sizes(plan)
+    family, hf_config, run = plan.model.family, plan.model.hf_config, plan.config.run
+
+    def legal(degrees: Degrees) -> bool:
+        return not tensor_parallel_problems(family.tensor_plan, hf_config, degree=degrees.tp, shard=degrees.dp_shard)
+
+    changes = changes_that_help(
+        shape,
+        plan.degrees,
+        work,
+        device_type=plan.device.type,
+        accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
+        legal=legal,
+    )
+    predicted = "What each process was predicted to hold:\n" + memory_table(
+        estimate_memory(shape, plan.degrees, work), None
+    )
+    lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
+    print("\n".join([*lines, *(tables or [predicted]), advice_text(changes)]), file=sys.stderr)
 
 
 def _shown(path: Path) -> str:

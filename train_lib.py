@@ -24,25 +24,29 @@ from reporting import (
     announce,
     arguments_table,
     draw_curves,
+    memory_of_step,
     say_how_ranks_exchanged,
+    say_out_of_memory,
     say_what_next,
     write_config,
 )
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
+from smp.chunked_loss import model_loss_sum
 from smp.errors import ConfigError, RankError, UserError
 from smp.flops import model_flops_per_token, peak_flops
 from smp.grad_norm import clip_grad_norm_
 from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
-from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, count_valid_tokens
+from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.lr_schedule import LRSchedule
+from smp.memory_profile import is_out_of_memory
 from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
 from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.optimizer import build_optimizer
 from smp.prepare import prepare_model
-from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
+from smp.runtime import Launch, PeerError, process_group, read_launch, release_cache, seed_everything
 from smp.sharding import reshard, set_gradient_sync
 from smp.train_state import TrainState
 
@@ -71,7 +75,7 @@ def run(plan: Plan) -> None:
     )
     if plan.device.type == "cpu" and plan.dtype == torch.bfloat16:
         ensure_bf16_works()
-    with process_group(config.comm, launch, plan.device):
+    with process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload):
         require_agreement(plan)  # before anything of an earlier run is touched
         flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
         if launch.is_main:
@@ -90,6 +94,7 @@ def run(plan: Plan) -> None:
             device=plan.device,
             seed=config.run.seed,
             load_weights=plan.resume is None,
+            loss=config.loss,
             record=functools.partial(memory.record, step=plan.state.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
@@ -119,16 +124,19 @@ def train(trainer: Trainer) -> None:
         # As SMP v2: the first steps show where memory goes, later ones would only repeat it.
         memory = trainer.memory if state.step < plan.state.step + 5 else NullMemoryTracker()
         lr = trainer.schedule.apply(state.step)
-        result = train_step(
-            trainer.model,
-            trainer.optimizer,
-            next(batches),
-            device=plan.device,
-            grad_clip=config.optim.grad_clip,
-            data_group=trainer.data_group,
-            defer_sync=config.parallel.defer_gradient_sync,
-            record=functools.partial(memory.record, step=state.step),
-        )
+        record = functools.partial(memory.record, step=state.step)
+        batch = next(batches)
+        with memory_of_step(plan, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
+            result = train_step(
+                trainer.model,
+                trainer.optimizer,
+                batch,
+                device=plan.device,
+                grad_clip=config.optim.grad_clip,
+                data_group=trainer.data_group,
+                defer_sync=config.parallel.defer_gradient_sync,
+                record=mark,
+            )
         if config.activation.clean_cache:
             release_cache(plan.device)
         state.step += 1
@@ -240,7 +248,7 @@ def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch
     """Sum of the token losses of one micro-batch, 0-d."""
     tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key != "sample_ids"}
     labels = tensors.pop("labels")
-    return causal_lm_loss_sum(model(**tensors, use_cache=False).logits, labels)
+    return model_loss_sum(model, tensors, labels)
 
 
 @torch.no_grad()
@@ -336,7 +344,7 @@ def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job; returns the exit status: 0 done, 2 bad input."""
+    """Run the job; returns the exit status: 0 done, 1 out of memory, 2 bad input."""
     launch = Launch()
     try:
         launch = read_launch()
@@ -353,11 +361,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         run(plan)
+    except PeerError:
+        return 2
     except UserError as error:
         if launch.local_rank == 0 or isinstance(error, RankError):
             _print_problems(error)
         return 2
-    return 0
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
+    else:
+        return 0
+    say_out_of_memory(plan, failure, tables)  # not before the error is gone, with the frames that hold the memory
+    return 1
 
 
 def _log_to_console() -> None:

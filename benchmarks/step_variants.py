@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import smp.comm
 from data.pipelines.data_pipeline import StepBatch
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.delayed_init import initialize_
 from smp.errors import UserError
 from smp.mesh import build_mesh, resolve_degrees
@@ -32,12 +32,14 @@ from train_lib import train_step
 SEED, LR = 0, 3e-4
 OPTIM = OptimConfig()  # the job's own: AdamW, decay on matrices, clipping at 1
 CPU = torch.device("cpu")
+NOT_RECOMPUTED = ActivationConfig(activation_checkpointing=False)
 
 # Hidden width, blocks, intermediate width, vocabulary, tokens per sample.
 SIZES = {
     "llama70m": (640, 10, 1728, 16_384, 256),
     "neox70m": (640, 10, 2560, 16_384, 256),
     "llama108m": (768, 10, 2048, 24_000, 1024),
+    "llama108m_2k": (768, 10, 2048, 24_000, 2048),
     "llama_tiny": (256, 2, 128, 512, 32),
     "neox_tiny": (64, 2, 256, 512, 32),
 }
@@ -97,7 +99,14 @@ def batch(case: Case, rank: int, step: int) -> Tensor:
     return ids[rank * case.rows : (rank + 1) * case.rows]
 
 
-def smp_step(case: Case, rank: int, *, shared_buffers: bool = True) -> Step:
+def smp_step(
+    case: Case,
+    rank: int,
+    *,
+    shared_buffers: bool = True,
+    activation: ActivationConfig = NOT_RECOMPUTED,
+    loss: LossConfig | None = None,
+) -> Step:
     """The job's own parts, put together as ``train_lib.run`` does."""
     parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
     degrees = resolve_degrees(parallel, world_size=case.processes, local_world_size=case.processes)
@@ -105,7 +114,8 @@ def smp_step(case: Case, rank: int, *, shared_buffers: bool = True) -> Step:
         resolved_model(case.model),
         mesh=build_mesh(degrees, "cpu"),
         parallel=parallel,
-        activation=ActivationConfig(activation_checkpointing=False),
+        activation=activation,
+        loss=loss,
         dtype=torch.bfloat16 if case.bf16 else torch.float32,
         device=CPU,
         seed=SEED,

@@ -1,11 +1,15 @@
 """Open, SMP-v2-style model-parallel training for PyTorch: the public names."""
 
 from smp import comm
-from smp.api import init, is_initialized, parallelize, state, transform
-from smp.config import ActivationConfig, CommConfig, ParallelConfig, PrecisionConfig
+from smp.activation_checkpoint import apply_activation_checkpointing
+from smp.activation_offload import apply_activation_offload
+from smp.api import init, is_initialized, offload_wrapper, parallelize, state, transform
+from smp.chunked_loss import chunk_loss, linear_cross_entropy
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
 from smp.errors import ConfigError, UserError
 from smp.grad_norm import clip_grad_norm_
 from smp.loss import causal_lm_loss_sum, count_valid_tokens
+from smp.memory_profile import profile_memory
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.registry import register_family
@@ -17,19 +21,26 @@ __all__ = [
     "CommConfig",
     "ConfigError",
     "Family",
+    "LossConfig",
     "Mesh",
     "ParallelConfig",
     "Part",
     "PrecisionConfig",
     "TensorPlan",
     "UserError",
+    "apply_activation_checkpointing",
+    "apply_activation_offload",
     "causal_lm_loss_sum",
+    "chunk_loss",
     "clip_grad_norm_",
     "comm",
     "count_valid_tokens",
     "init",
     "is_initialized",
+    "linear_cross_entropy",
+    "offload_wrapper",
     "parallelize",
+    "profile_memory",
     "register_family",
     "set_gradient_sync",
     "state",

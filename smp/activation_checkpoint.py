@@ -1,24 +1,111 @@
-"""Activation checkpointing of whole blocks: keep a block's input, recompute the rest in backward."""
+"""Activation checkpointing: keep little of a block in forward, recompute the rest in backward."""
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from smp.errors import UserError
+
+Mode = Literal["full", "selective"]
+_MARK = "_smp_block"
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+# What is dear to compute and small to keep: attention as a whole, and exchanges between ranks.
+_KEPT = {
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+    )
+    if hasattr(_aten, name)
+}
+_KEPT_NAMESPACES = ("_c10d_functional", "smp")
 
 
-def apply_activation_checkpointing(blocks: Iterable[nn.Module]) -> None:
-    """Recompute each block in backward (non-reentrant), with the dropout masks of its forward.
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """Keep attention, exchanges and every other matrix product; what is left is cheap, or half of the products.
+
+    Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
+    """
+    products: collections.Counter[bool] = collections.Counter()
+
+    def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _PRODUCTS:
+            products[context.is_recompute] += 1
+            keep = bool(products[context.is_recompute] % 2)
+        else:
+            keep = operation in _KEPT or getattr(operation, "namespace", "") in _KEPT_NAMESPACES
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+def _blocks(model: nn.Module | Iterable[nn.Module], check_fn: Callable[[nn.Module], bool] | None) -> list[nn.Module]:
+    if not isinstance(model, nn.Module) or (check_fn is None and isinstance(model, (nn.ModuleList, nn.Sequential))):
+        return list(model)
+    blocks = [module for module in model.modules() if check_fn is not None and check_fn(module)]
+    if not blocks:
+        raise UserError(
+            "apply_activation_checkpointing finds no block: give check_fn, such as "
+            "lambda module: isinstance(module, LlamaDecoderLayer), or the blocks themselves"
+        )
+    return blocks
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that :func:`apply_activation_checkpointing` was given, in order."""
+    return [module for module in model.modules() if hasattr(module, _MARK)]
+
+
+def apply_activation_checkpointing(
+    model: nn.Module | Iterable[nn.Module],
+    *,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    mode: Mode = "full",
+    every: int = 1,
+) -> None:
+    """Recompute blocks in backward (non-reentrant), with the dropout masks of their forward.
 
     The block's ``forward`` is wrapped, not the module: parameter names stay those of Hugging Face, and the hooks of
     ``fully_shard`` stay outside, so that recomputation does not gather parameters again.
 
+    Args:
+        model: the blocks in the order of the forward, or a model and ``check_fn``. Blocks must not fill a cache of keys
+            and values.
+        check_fn: which of the model's modules are blocks, as for torch's function of this name:
+            ``lambda module: isinstance(module, LlamaDecoderLayer)``.
+        mode: ``full`` keeps a block's input alone; ``selective`` also attention, exchanges between ranks and every
+            other matrix product.
+        every: recompute every n-th block only, beginning with the first.
+
+    Raises:
+        UserError: an unknown mode, ``every`` below 1, a model without ``check_fn``, or no block in it.
+
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
     """
-    for block in blocks:
+    if mode not in ("full", "selective") or every < 1:
+        raise UserError(f"activation checkpointing takes mode full or selective and every >= 1, got {mode} and {every}")
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    for index, block in enumerate(_blocks(model, check_fn)):
+        setattr(block, _MARK, True)
+        if index % every:
+            continue
         forward = block.forward
         block.forward = functools.wraps(forward)(  # type: ignore[method-assign]
-            functools.partial(checkpoint, forward, use_reentrant=False)
+            functools.partial(checkpoint, forward, use_reentrant=False, **options)
         )

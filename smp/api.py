@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.config import ActivationConfig, ParallelConfig
+from smp.activation_checkpoint import checkpointed_blocks
+from smp.activation_offload import apply_activation_offload, build_store
+from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.errors import UserError
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
@@ -32,33 +34,40 @@ class _Initialized:
     mesh: Mesh
     parallel: ParallelConfig
     region: Region | None
+    offloading: bool  # SMP v2's sm_activation_offloading: told by smp.state, done by offload_wrapper
+    horizon: int  # its activation_loading_horizon
 
 
 _current: _Initialized | None = None
 
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
 _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sm_activation_offloading": ((False,), "activation offloading is not in this version; leave it at False"),
-    "activation_loading_horizon": ((2,), "activation offloading is not in this version; leave it out"),
+    "sm_activation_offloading": ((False, True), "use True or False, and apply smp.offload_wrapper to the model"),
     "fsdp_cache_flush_warnings": ((False,), "these warnings are not in this version; leave it out"),
     "allow_empty_shards": ((True, False), "use True or False; fully_shard always allows empty shards"),
 }
 
 
-def _read_smp_keys(values: dict[str, Any]) -> int:
-    """Take SMP v2's own keys out of ``values``; returns ``random_seed``.
+# Whole numbers among them: (default, least, greatest).
+_SMP_NUMBERS = {"random_seed": (0, 0, 2**31 - 1), "activation_loading_horizon": (2, 1, 10_000)}
+
+
+def _read_smp_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Take SMP v2's own keys out of ``values``.
 
     Raises:
         UserError: a value asks for what is not there.
     """
+    found = {}
     for key, (allowed, otherwise) in _SMP_KEYS.items():
-        value = values.pop(key, allowed[0])
+        found[key] = value = values.pop(key, allowed[0])
         if value not in allowed:
             raise UserError(f"smp.init: {key} {value} is not available: {otherwise}")
-    seed = values.pop("random_seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise UserError(f"smp.init: random_seed {seed} is not allowed: give a whole number from 0 to {2**31 - 1}")
-    return seed
+    for key, (default, least, greatest) in _SMP_NUMBERS.items():
+        found[key] = value = values.pop(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= greatest:
+            raise UserError(f"smp.init: {key} {value} is not allowed: give a whole number from {least} to {greatest}")
+    return found
 
 
 def _require_init(caller: str) -> _Initialized:
@@ -67,9 +76,9 @@ def _require_init(caller: str) -> _Initialized:
     return _current
 
 
-def _for_state() -> tuple[Mesh, ParallelConfig, Region | None]:
+def _for_state() -> tuple[Mesh, Region | None, bool]:
     current = _require_init("smp.state")
-    return current.mesh, current.parallel, current.region
+    return current.mesh, current.region, current.offloading
 
 
 state = State(_for_state)
@@ -84,13 +93,13 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
     values = {} if config is None else config
     if not isinstance(values, dict):
         raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got a {type(values).__name__}")
-    own = {key: value for key, value in values.items() if key in (*_SMP_KEYS, "random_seed")}
+    own = {key: value for key, value in values.items() if key in (*_SMP_KEYS, *_SMP_NUMBERS)}
     values = {key: value for key, value in values.items() if key not in own}
     known = {f.name: f.name for f in dataclasses.fields(ParallelConfig)}
     known |= {alias: f.name for f in dataclasses.fields(ParallelConfig) for alias in f.metadata["aliases"]}
     for key in values:
         if key not in known:
-            every = sorted((*known, *_SMP_KEYS, "random_seed"))
+            every = sorted((*known, *_SMP_KEYS, *_SMP_NUMBERS))
             near = difflib.get_close_matches(key, every, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(every)}"
             raise UserError(f"smp.init: unknown key {key}: {hint}")
@@ -121,15 +130,16 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     if not dist.is_initialized():
         raise UserError("smp.init needs a process group: call torch.distributed.init_process_group(...) before it")
     values = _read(config)
-    seed = _read_smp_keys(values)
+    own = _read_smp_keys(values)
     parallel = ParallelConfig(**values)
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
     degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
     mesh = build_mesh(degrees, _device_type())
-    region = tensor_region(mesh, parallel, random_seed=seed) if degrees.tp > 1 else None
-    _current = _Initialized(mesh, parallel, region)
+    region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if degrees.tp > 1 else None
+    offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
+    _current = _Initialized(mesh, parallel, region, offloading, horizon)
     return mesh
 
 
@@ -180,8 +190,34 @@ def transform(
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
+def offload_wrapper(model: nn.Module, *, horizon: int | None = None, directory: str | None = None) -> nn.Module:
+    """Offload the activations of a model's checkpointed blocks, in place: the name that torch and SMP v2 use.
+
+    Args:
+        model: :func:`smp.apply_activation_checkpointing` was applied to it.
+        horizon: blocks ahead of the one that computes whose tensors may be back on the device; None: ``init``'s
+            ``activation_loading_horizon``, or 2.
+        directory: on a fast local disk; None: host memory.
+
+    Raises:
+        UserError: no block was checkpointed, or the directory cannot be written.
+    """
+    blocks = checkpointed_blocks(model)
+    if not blocks:
+        raise UserError("offload_wrapper finds no checkpointed block: call apply_activation_checkpointing before it")
+    if horizon is None:
+        horizon = 2 if _current is None else _current.horizon
+    apply_activation_offload(blocks, build_store(directory), horizon=horizon)
+    return model
+
+
 def parallelize(
-    model: nn.Module, *, dtype: torch.dtype | None = None, activation_checkpointing: bool = False
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    activation_checkpointing: bool = False,
+    activation: ActivationConfig | None = None,
+    loss: LossConfig | None = None,
 ) -> nn.Module:
     """Shard a Hugging Face causal language model in place over the mesh of :func:`init`; :func:`transform` it before.
 
@@ -192,13 +228,16 @@ def parallelize(
         model: Llama, Mistral or GPT-NeoX, on this rank's device.
         dtype: dtype to compute in; None keeps the parameters' own. Reduction is then in fp32.
         activation_checkpointing: recompute each block in backward.
+        activation: everything about activations, instead of ``activation_checkpointing``.
+        loss: make the loss in chunks; None leaves the head as it is.
 
     Raises:
         UserError: ``init`` was not called, or the architecture is not supported.
     """
     current, family = _require_init("smp.parallelize"), family_of(model.config)
     _split(model, current)
-    activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
+    if activation is None:
+        activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
     return _parallelize(
         model,
         family,
@@ -206,4 +245,5 @@ def parallelize(
         parallel=current.parallel,
         activation=activation,
         dtype=dtype,
+        loss=loss,
     )

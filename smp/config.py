@@ -208,20 +208,58 @@ class ActivationConfig(Section):
     activation_checkpointing: bool = setting(
         True, "Recompute each block's activations in backward instead of keeping them."
     )
+    activation_checkpointing_mode: Literal["full", "selective"] = setting(
+        "full", "What is kept: a block's input alone; or also attention, exchanges and every other matrix product."
+    )
+    activation_checkpointing_every: int = setting(1, "Recompute every n-th block only.", minimum=1)
     offload_activations: bool = setting(
-        False, "Move activations off the device until backward.", only=(False,),
-        otherwise="activation offloading is not in this version; leave it at 0 and use --activation_checkpointing 1",
-    )  # fmt: skip
+        False, "Move what backward needs off the device during forward, and back ahead of use."
+    )
     activation_loading_horizon: int = setting(
-        2, "Blocks whose offloaded inputs may be on the device at once.", only=(2,),
-        otherwise="activation offloading is not in this version; leave it out",
-    )  # fmt: skip
+        2, "Blocks ahead of the computing one whose offloaded activations may be on the device.", minimum=1
+    )
+    offload_dir: str | None = setting(
+        None, "Directory on a fast local disk to offload activations to. Default: host memory (of a GPU's process)."
+    )
+    cpu_offload: bool = setting(
+        False, "Keep parameters, gradients and optimizer state in host memory; each unit is copied when it is gathered."
+    )
     compile: bool = setting(False, "Compile each block with torch.compile.")
     clean_cache: bool = setting(False, "Return the allocator's free memory to the system after every step.")
     patch_neox_rope: bool = setting(
         True, "SMP v2's move of GPT-NeoX's rotary cache to the GPU.",
         no_effect="the rotary embedding is computed on the model's device",
     )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        """Adds settings that need another one."""
+        found = super().problems()
+        if not self.activation_checkpointing and self.activation_checkpointing_mode != "full":
+            found.append(
+                "--activation_checkpointing_mode selective needs --activation_checkpointing 1: set it, or leave it out"
+            )
+        if self.offload_dir is not None and not self.offload_activations:
+            found.append("--offload_dir needs --offload_activations 1: set it, or leave the directory out")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig(Section):
+    """Cross entropy of the head."""
+
+    loss_chunk_tokens: int = setting(
+        1024, "Tokens whose logits exist at one time, forward and backward. 0: all of a micro-batch.", minimum=0
+    )
+    z_loss: float = setting(
+        0.0, "Factor of the squared log-partition that is added to each token's training loss.", minimum=0
+    )
+
+    def problems(self) -> list[str]:
+        """Adds a z-loss without chunks."""
+        found = super().problems()
+        if self.z_loss and not self.loss_chunk_tokens:
+            found.append("--z_loss needs --loss_chunk_tokens above 0: leave that at its default")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,11 @@ class Workload:
     activation_checkpointing: bool
     sequence_parallel: bool = True  # under tensor parallelism
     save_gathered: bool = False  # under sequence parallelism, whether gathered inputs are kept for backward
+    loss_chunk: int = 0  # tokens whose logits exist at one time; 0: all
+    recomputed_every: int = 1  # with activation checkpointing: every n-th block is recomputed
+    selective: bool = False  # with activation checkpointing: every other product and attention are kept
+    offload_horizon: int = 0  # with activation offloading: blocks whose activations stay; 0: no offloading
+    cpu_offload: bool = False  # parameters, gradients and optimizer state are in host memory, the device being another
     attention_matrix: bool = False  # whether scores of the whole sequence exist (eager attention)
 
 
@@ -89,6 +94,24 @@ def model_shape(model: torch.nn.Module, hf_config: Any, *, embedding: str, block
     )
 
 
+def _kept_activations(shape: ModelShape, work: Workload, *, block_input: int, inside_block: int, tp: int) -> int:
+    """Bytes of activations that wait on the device for backward, besides those of the block that computes."""
+    kept_in_all = 0
+    if not work.activation_checkpointing:
+        per_block = float(inside_block)
+    else:
+        recomputed = -(-shape.layers // work.recomputed_every)
+        whole = shape.layers - recomputed
+        per_block = (recomputed * block_input + whole * inside_block) / shape.layers
+        if work.selective:  # attention's output, and of each part's products every other one; these are not offloaded
+            tokens = work.micro_batch_size * work.sequence_length
+            kept = tokens * (3 * shape.hidden + shape.intermediate) // tp * work.compute_bytes
+            kept_in_all = recomputed * kept
+    # Offloading holds those that stay, the one that computes, and two that are leaving.
+    blocks = min(shape.layers, work.offload_horizon + 3) if work.offload_horizon else shape.layers
+    return int(blocks * per_block) + kept_in_all
+
+
 def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict[str, int]:
     """Predicted peak bytes of one rank, by category.
 
@@ -116,18 +139,21 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
         inside_block += 3 * matrix * work.compute_bytes // tp
     hidden_state = tokens * shape.hidden * work.compute_bytes
     block_input = hidden_state // (tp if split_tokens else 1)
-    kept = shape.layers * (block_input if work.activation_checkpointing else inside_block)
+    kept = _kept_activations(shape, work, block_input=block_input, inside_block=inside_block, tp=tp)
+    on_device = 0 if work.cpu_offload else shard * fp32
+    logit_tokens = min(tokens, work.loss_chunk or tokens)
+    of_logit = fp32 + (work.compute_bytes if work.compute_bytes < fp32 else 0)
     return {
-        "parameters": shard * fp32,
-        "gradients": shard * fp32,
-        "optimizer state": 2 * shard * fp32,
+        "parameters": on_device,
+        "gradients": on_device,
+        "optimizer state": 2 * on_device,
         # Also in a group of one, where gathering is a copy.
         "gathered parameters": gathered * work.compute_bytes,
         "gradients before reduction": 2 * unit * fp32,
         # Under sequence parallelism the input of the running layer exists whole for a moment.
         "activations": kept + inside_block + (hidden_state if split_tokens else 0),
-        # Logits, their log-softmax and their gradient, in fp32.
-        "logits and loss": 3 * tokens * -(-shape.vocabulary // tp) * fp32,
+        # Logits, their log-softmax and their gradient, in fp32; in chunks they turn into their gradient in place.
+        "logits and loss": logit_tokens * -(-shape.vocabulary // tp) * (of_logit if work.loss_chunk else 3 * fp32),
         "process": BASE_HOST_BYTES,
     }
 

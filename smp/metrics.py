@@ -40,7 +40,11 @@ class LoggingConfig(Section):
     tensorboard_dir: tuple[str, ...] = setting(
         (), "TensorBoard folders, each with all the curves. Default: tensorboard/ in --output_dir if it is installed."
     )
-    enable_memory_profiling: bool = setting(False, "Log device and host memory at marked places of the first steps.")
+    enable_memory_profiling: bool = setting(
+        False, "Log memory at marked places of the first steps, and what holds it at the peak of the first two."
+    )
+    memory_profiling_all_ranks: bool = setting(False, "With --enable_memory_profiling 1, show it for every rank.")
+    memory_snapshot: bool = setting(False, "With it, on GPUs: write the allocator's history of the second step.")
     nccl_test_log: str = setting("", "Output of nccl-tests whose average bus bandwidths TensorBoard shows.")
 
     def problems(self) -> list[str]:
@@ -48,6 +52,9 @@ class LoggingConfig(Section):
         found = super().problems()
         if self.tensorboard_dir and not _has_tensorboard():
             found.append(f"--tensorboard_dir needs TensorBoard: {_GET_TENSORBOARD}, or leave the flag out")
+        for name in ("memory_profiling_all_ranks", "memory_snapshot"):
+            if getattr(self, name) and not self.enable_memory_profiling:
+                found.append(f"--{name} 1 needs --enable_memory_profiling 1: set it, or leave --{name} out")
         try:
             _nccl_bandwidths(self.nccl_test_log)
         except UserError as error:

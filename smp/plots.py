@@ -1,10 +1,10 @@
-"""Draws a run's ``metrics.jsonl``: ``python -m smp.plots RUN_DIR`` writes ``RUN_DIR/curves.png``."""
+"""Draws a run's ``metrics.jsonl``: ``python -m smp.plots RUN_DIR`` writes ``RUN_DIR/curves.png``. Memory too."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,44 @@ def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.suptitle(metrics_jsonl.resolve().parent.name)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=120)
+
+
+def plot_memory(
+    seconds: Sequence[float],
+    categories: Mapping[str, Sequence[int]],
+    marks: Sequence[tuple[str, float]],
+    png: Path,
+) -> None:
+    """Draw bytes by category over one step, stacked.
+
+    Args:
+        seconds: of each point.
+        categories: bytes at each point.
+        marks: what ended, and when.
+        png: the file to write.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("a memory timeline needs matplotlib: pip install 'smp[plots]'") from error
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.subplots()
+    shown = {name: [size / 2**20 for size in sizes] for name, sizes in categories.items() if any(sizes)}
+    axes.stackplot(seconds, *shown.values(), labels=list(shown), step="post", lw=0)
+    for ended, moment in marks:
+        axes.axvline(moment, color="#444444", lw=0.8, ls=":")
+        axes.annotate(f"{ended} |", (moment, 1), xycoords=("data", "axes fraction"), ha="right", va="bottom", size=8)
+    axes.set_xlabel("seconds (profiled: slower than other steps)")
+    axes.set_ylabel("MiB")
+    axes.margins(x=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside right upper")
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=120)
 

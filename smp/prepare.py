@@ -1,19 +1,22 @@
 """From a resolved model to one that trains: the only place that knows the order of the parts.
 
-build (meta) -> split over tensor-parallel ranks -> compile blocks -> checkpoint blocks -> shard -> materialise
--> fill (initial or pretrained values)
+build (meta) -> split over tensor-parallel ranks -> compile blocks -> checkpoint blocks -> offload their activations
+-> make the loss in chunks -> shard -> materialise -> fill (initial or pretrained values)
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.config import ActivationConfig, ParallelConfig, PrecisionConfig
+from smp.activation_offload import apply_activation_offload, build_store
+from smp.chunked_loss import chunk_loss
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh
@@ -71,13 +74,15 @@ def parallelize(
     parallel: ParallelConfig,
     activation: ActivationConfig,
     dtype: torch.dtype | None,
+    loss: LossConfig | None = None,
     min_unit_parameters: int = MIN_UNIT_PARAMETERS,
 ) -> nn.Module:
-    """Apply tensor parallelism, checkpointing, compilation and sharding to a Hugging Face model, in place.
+    """Apply tensor parallelism, what is done about activations, and sharding to a Hugging Face model, in place.
 
     Args:
         model: of ``family``'s architecture, real or on the meta device.
         dtype: dtype to compute in; None keeps the parameters' own.
+        loss: make the loss in chunks; None leaves the head as it is.
         min_unit_parameters: what the size-based policy takes for large enough.
 
     Raises:
@@ -96,11 +101,19 @@ def parallelize(
         for block in blocks:
             # Inside checkpointing: compilation does not look into it, and would compile nothing.
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    cast(Any, model.config).use_cache = False  # recomputation would fill it twice
     if activation.activation_checkpointing:
-        apply_activation_checkpointing(blocks)
+        apply_activation_checkpointing(
+            blocks, mode=activation.activation_checkpointing_mode, every=activation.activation_checkpointing_every
+        )
+    if activation.offload_activations:
+        store = build_store(activation.offload_dir)
+        apply_activation_offload(blocks, store, horizon=activation.activation_loading_horizon)
+    if loss is not None and loss.loss_chunk_tokens:
+        chunk_loss(model, head=family.head, chunk_tokens=loss.loss_chunk_tokens, z_loss=loss.z_loss)
     reshard = degrees.reshard_after_forward
     units = _units(model, family, parallel=parallel, reshard=reshard, min_unit_parameters=min_unit_parameters)
-    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype)
+    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype, cpu_offload=activation.cpu_offload)
     if sum(1 for _ in model.parameters()) != tied_before:
         raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")
     return model
@@ -116,6 +129,7 @@ def prepare_model(
     device: torch.device,
     seed: int,
     load_weights: bool,
+    loss: LossConfig | None = None,
     record: Callable[[str], None] = lambda tag: None,
 ) -> nn.Module:
     """Build the model on the meta device, shard it, and give each rank's part its values.
@@ -125,14 +139,18 @@ def prepare_model(
         dtype: dtype to compute in; parameters are fp32.
         seed: of the initial values.
         load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+        loss: see :func:`parallelize`.
         record: called with the name of each phase, for the memory tracker.
     """
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
     record("Before model creation")
     model = build_on_meta(build) if resolved.delayed_param else build()
     record("Before FSDP wrapper")
-    parallelize(model, resolved.family, mesh=mesh, parallel=parallel, activation=activation, dtype=dtype)
-    materialize_(model, device)
+    parallelize(model, resolved.family, mesh=mesh, parallel=parallel, activation=activation, dtype=dtype, loss=loss)
+    materialize_(model, torch.device("cpu") if activation.cpu_offload else device)
+    for module in model.modules():  # those that compute on the device are there in any case
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     if load_weights and resolved.weights is not None:
         load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
     else:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp.config import CommConfig
-from smp.errors import UserError
+from smp.errors import RankError, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +131,43 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
 
 
+class PeerError(UserError):
+    """Another rank has found what ends the job, and says so itself."""
+
+
+_ENDED = "smp/ended"
+
+
 @contextlib.contextmanager
-def process_group(comm: CommConfig, launch: Launch, device: torch.device) -> Iterator[None]:
+def _ending_together(launch: Launch) -> Iterator[None]:
+    """Tell the other ranks of a user error that only this one sees: they would report a lost connection instead.
+
+    They still do if the rank is the one that serves the store, as rank 0 does without a launcher.
+
+    Raises:
+        PeerError: another rank ended with one.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        yield
+    except RankError:
+        store.set(_ENDED, str(launch.rank))
+        raise
+    except RuntimeError as error:  # torch's for a failed collective
+        with contextlib.suppress(RuntimeError):  # the store is gone, too
+            if store.check([_ENDED]):
+                raise PeerError(f"rank {store.get(_ENDED).decode()} has ended the job and said why") from error
+        raise
+
+
+@contextlib.contextmanager
+def process_group(
+    comm: CommConfig, launch: Launch, device: torch.device, *, cpu_offload: bool = False
+) -> Iterator[None]:
     """Start torch.distributed for the job and stop it at the end, also for a job of one process."""
     backend = choose_backend(comm, device)
+    if cpu_offload and backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"  # gradients in host memory have a norm, too
     timeout = datetime.timedelta(seconds=comm.distributed_timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -143,7 +176,8 @@ def process_group(comm: CommConfig, launch: Launch, device: torch.device) -> Ite
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
     try:
-        yield
+        with _ending_together(launch):
+            yield
     finally:
         dist.destroy_process_group()
 

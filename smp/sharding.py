@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
@@ -9,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
@@ -69,7 +70,13 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def shard_model(
-    model: nn.Module, units: list[Unit], *, mesh: Mesh, parallel: ParallelConfig, param_dtype: torch.dtype | None
+    model: nn.Module,
+    units: list[Unit],
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    param_dtype: torch.dtype | None,
+    cpu_offload: bool = False,
 ) -> nn.Module:
     """Shard ``model`` in place, each unit over the mesh's data axes.
 
@@ -82,6 +89,7 @@ def shard_model(
         mesh: the job's mesh.
         parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
+        cpu_offload: keep shards, their gradients and so the optimizer's state in host memory.
     """
     reduced = param_dtype is not None and param_dtype != torch.float32
     policy = MixedPrecisionPolicy(
@@ -89,18 +97,15 @@ def shard_model(
         reduce_dtype=torch.float32 if reduced else None,
         cast_forward_inputs=False,
     )
-    for unit in units:
-        fully_shard(
-            unit.modules if len(unit.modules) > 1 else unit.modules[0],
-            mesh=mesh.fsdp_mesh,
-            mp_policy=policy,
-            reshard_after_forward=unit.reshard,
-            shard_placement_fn=_placement,
-        )
-        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(unit.in_backward)
-    fully_shard(
-        model, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=_placement
+    # Pinned memory is a GPU's.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    shard = functools.partial(
+        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=_placement, offload_policy=offload
     )
+    for unit in units:
+        shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=unit.reshard)
+        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(unit.in_backward)
+    shard(model, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp.config import ParallelConfig
 from smp.mesh import Mesh
 from smp.tensor_parallel.region import Region
 
@@ -54,10 +53,11 @@ class State:
     """The public fields of SMP v2's ``torch.sagemaker.state``, after :func:`smp.init`.
 
     Args:
-        current: gives mesh, configuration and tensor-parallel group; raises before ``init``.
+        current: gives the mesh, the tensor-parallel group, and whether activations are offloaded; raises before
+            ``init``.
     """
 
-    def __init__(self, current: Callable[[], tuple[Mesh, ParallelConfig, Region | None]]):
+    def __init__(self, current: Callable[[], tuple[Mesh, Region | None, bool]]):
         self._current = current
 
     @property
@@ -140,10 +140,9 @@ class State:
 
     @property
     def sm_activation_offloading(self) -> bool:
-        """Always False: there is no activation offloading yet."""
-        self._current()
-        return False
+        """What ``init`` was given; :func:`smp.offload_wrapper` offloads."""
+        return self._current()[2]
 
     def get_rng_state_tracker(self) -> RandomTracker:
         """Random numbers in regions where tensor-parallel ranks hold different data."""
-        return RandomTracker(self._current()[2])
+        return RandomTracker(self._current()[1])

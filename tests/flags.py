@@ -64,7 +64,7 @@ def one_process(words: Words) -> Iterator[Any]:
         resolved = resolve_model(config.model)
         model = prepare_model(
             resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
-            device=device, seed=config.run.seed, load_weights=True,
+            device=device, seed=config.run.seed, load_weights=True, loss=config.loss,
         )  # fmt: skip
         yield SimpleNamespace(model=model, config=config)
 

@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import pathlib
 import resource
+import signal
 import socket
 import sys
 import tempfile
 
 import torch
+from torch.distributed import TCPStore
 
 import train_lib
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
@@ -40,7 +42,12 @@ class Outcome:
         return self
 
 
-def _process(rank: int, world_size: int, port: int, argv: list[str], output: str, data_limit: int | None) -> None:
+def _process(
+    rank: int, world_size: int, port: int, argv: list[str], output: str, data_limit: int | None = None, prepare=None
+) -> None:
+    if prepare is not None:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        prepare(rank)
     if data_limit is not None:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         unlimited = hard == resource.RLIM_INFINITY
@@ -67,10 +74,19 @@ def _process(rank: int, world_size: int, port: int, argv: list[str], output: str
         os._exit(status)
 
 
-def run_job(*argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None) -> Outcome:
+def _serve_store(port: int) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while store:
+        signal.pause()
+
+
+def run_job(
+    *argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None, prepare=None
+) -> Outcome:
     """Run the job with the given words; everything in fresh processes that inherit this one's imports.
 
-    ``data_limit`` is the most bytes that each process may allocate.
+    ``data_limit`` is the most bytes that each process may allocate; ``prepare(rank)`` is called in each first, and
+    another process then serves the job's store, as torchrun does.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,9 +95,12 @@ def run_job(*argv: object, world_size: int = 1, timeout: float = 120, data_limit
     with tempfile.NamedTemporaryFile("r") as output:
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=_process, args=(rank, world_size, port, words, output.name, data_limit))
+            context.Process(target=_process, args=(rank, world_size, port, words, output.name, data_limit, prepare))
             for rank in range(world_size)
         ]
+        server = context.Process(target=_serve_store, args=(port,))
+        if prepare is not None:
+            server.start()
         for process in processes:
             process.start()
         for process in processes:
@@ -89,6 +108,8 @@ def run_job(*argv: object, world_size: int = 1, timeout: float = 120, data_limit
         statuses = [-1 if process.exitcode is None else process.exitcode for process in processes]
         for process in processes:
             process.kill()
+        if prepare is not None:
+            server.kill()
         return Outcome(statuses, pathlib.Path(output.name).read_text())
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from data.pipelines.data_pipeline import StepBatch
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
@@ -131,6 +131,7 @@ class Layout:
     save_gathered: bool = False
     dtype: torch.dtype | None = None  # to compute in
     compile: bool = False
+    chunk: int = 7  # tokens of the loss at a time; 0: the whole logits
 
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
@@ -162,6 +163,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
         parallel=layout.parallel(),
         activation=activation,
         dtype=layout.dtype,
+        loss=LossConfig(loss_chunk_tokens=layout.chunk),
         min_unit_parameters=layout.min_unit,
     )
     optimizer = build_optimizer(model, OptimConfig(), lr=LR)

@@ -206,7 +206,7 @@ def _bad_transforms():
         smp.transform(model, cp_comm_type="all_gather")
     assert smp.transform(model, dtype=torch.float32) is model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    for key, value in (("sm_activation_offloading", True), ("activation_loading_horizon", 4), ("random_seed", -1)):
+    for key, value in (("sm_activation_offloading", 3), ("activation_loading_horizon", 0), ("random_seed", -1)):
         with pytest.raises(smp.UserError, match=f"smp.init: {key}"):
             smp.init({key: value})
     with pytest.raises(smp.UserError, match="does not divide the 1 processes"):

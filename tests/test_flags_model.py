@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+import reporting
+import smp.chunked_loss
 import smp.prepare
+from reporting import memory_of_step
+from smp.activation_offload import DiskStore
+from smp.chunked_loss import model_loss_sum
+from smp.errors import ConfigError
 from smp.lr_schedule import lr_at
 from smp.mesh import resolve_degrees
 from smp.models.model_config import resolve_model
@@ -30,6 +39,8 @@ from tests.flags import (
     prefetched,
 )
 from tests.job import LLAMA, NEOX
+from tests.parity import VOCABULARY
+from tests.test_activation_checkpoint import products
 
 # flag -> (words, reading of the resolved config, expected, base). The built model reads the config: test_models.py.
 SHAPES: dict[str, tuple[Words, Callable[[Any], Any], Any, Words]] = {
@@ -119,17 +130,77 @@ def test_auto_wrap_policy():
     differs(units, ["--auto_wrap_policy", "size_based_auto_wrap_policy"], 1)
 
 
-@check("activation_checkpointing")
-def test_activation_checkpointing(monkeypatch):
-    calls = []
-    original = smp.prepare.apply_activation_checkpointing
+@check("activation_checkpointing", "activation_checkpointing_mode", "activation_checkpointing_every")
+def test_activation_checkpointing():
+    def computed(words):
+        """Matrix products of one backward."""
+        with one_process(["--vocab_size", VOCABULARY, *words]) as built:
+            return products(built.model)
+
+    none, full = computed(["--activation_checkpointing", 0]), computed([])
+    selective = computed(["--activation_checkpointing_mode", "selective"])
+    every = computed(["--activation_checkpointing_every", 2])  # one of the two blocks
+    assert none < selective < full and 2 * (every - none) == full - none
+
+
+@check("offload_activations", "activation_loading_horizon", "offload_dir")
+def test_offload_activations(monkeypatch, tmp_path):
+    moved = []
+    put = DiskStore.put
+
+    def noted(store, tensor):
+        moved.append(os.readlink(f"/proc/self/fd/{store.descriptor}").rpartition("/")[0])
+        return put(store, tensor)
+
+    monkeypatch.setattr(DiskStore, "put", noted)
+
+    def places(words):
+        moved.clear()
+        with one_process(["--num_layers", 3, *words]) as built:
+            # Inputs of blocks of 128 KiB.
+            built.model(input_ids=torch.zeros(64, 16, dtype=torch.int64)).logits.sum().backward()
+        return list(moved)
+
+    offload = ["--offload_activations", 1, "--offload_dir", tmp_path]
+    assert places([]) == []
+    differs(places, offload, [str(tmp_path)])
+    differs(places, ["--activation_loading_horizon", 1], 2 * [str(tmp_path)], base=offload)
+    (tmp_path / "other").mkdir()
+    differs(places, ["--offload_dir", tmp_path / "other"], [str(tmp_path / "other")], base=offload)
+
+
+@check("cpu_offload")
+def test_cpu_offload():
+    def in_host_memory(words):
+        with one_process(words) as built:
+            states = [unit._get_fsdp_state() for unit in built.model.modules() if isinstance(unit, FSDPModule)]
+            groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+            return {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params}
+
+    assert in_host_memory([]) == {False}
+    differs(in_host_memory, ["--cpu_offload", 1], {True})
+
+
+@check("loss_chunk_tokens", "z_loss")
+def test_loss_in_chunks(monkeypatch):
+    rows = []
+    of_chunk = smp.chunked_loss._chunk_loss
     monkeypatch.setattr(
-        smp.prepare, "apply_activation_checkpointing", lambda found: calls.append(len(found)) or original(found)
+        smp.chunked_loss, "_chunk_loss", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
     )
-    blocks(["--activation_checkpointing", 0])
-    assert calls == []
-    blocks([])
-    assert calls == [2]
+
+    def loss(words):
+        rows.clear()
+        with one_process(words) as built:
+            ids = torch.arange(32).view(2, 16)
+            value = float(model_loss_sum(built.model, {"input_ids": ids}, ids))
+        return value, list(rows)
+
+    plain, whole = loss([])
+    assert whole == [32] and loss(["--loss_chunk_tokens", 0]) == (pytest.approx(plain, rel=1e-6), [])
+    assert loss(["--loss_chunk_tokens", 10]) == (pytest.approx(plain, rel=1e-6), [10, 10, 10, 2])
+    # 64 words, all about as likely, so that the logarithm of the partition is about log 64.
+    assert loss(["--z_loss", 0.1])[0] == pytest.approx(plain + 30 * 0.1 * math.log(64) ** 2, rel=0.05)
 
 
 @check("compile")
@@ -191,3 +262,39 @@ def test_rate(flag):
     rate = lambda words: lr_at(parse([*SYNTHETIC, *words]).lr, step, max_steps=100)  # noqa: E731
     words = ["--lr_decay_style", style]
     assert rate([*words, f"--{flag}", value]) == pytest.approx(expected) != pytest.approx(rate(words))
+
+
+@check("memory_profiling_all_ranks", "memory_snapshot")
+def test_memory_profiling(tmp_path, monkeypatch):
+    tables, calls = [], []
+    monkeypatch.setattr(reporting, "rank_table", lambda peaks: tables.append(len(peaks)) or "")
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(os.path.basename(path)))
+
+    def step(*flags, snapshot=False):
+        words = [w for flag in flags for w in (f"--{flag}", 1)]
+        plan = plan_of(words, tmp_path)
+        logging = dataclasses.replace(plan.config.logging, memory_snapshot=snapshot)  # refused without a GPU
+        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, logging=logging))
+        with (
+            one_process([]) as built,
+            memory_of_step(
+                plan, built.model, build_optimizer(built.model, built.config.optim, lr=1.0), step=1, record=print
+            ),
+        ):
+            pass
+
+    step("enable_memory_profiling")
+    assert tables == [] and calls == []
+    step("enable_memory_profiling", "memory_profiling_all_ranks", snapshot=True)
+    assert tables == [1]
+    assert calls == [{"max_entries": 200_000}, "memory_snapshot_rank0.pickle", {"enabled": None}]
+    for words, problem in (
+        (
+            ["--enable_memory_profiling", 1, "--memory_snapshot", 1],
+            "--memory_snapshot 1 needs a GPU and none is visible",
+        ),
+        (["--memory_profiling_all_ranks", 1], "--memory_profiling_all_ranks 1 needs --enable_memory_profiling 1"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            plan_of(words, tmp_path)

@@ -300,3 +300,11 @@ def test_tied_weights_stay_tied_on_meta(family_name):
         model = build_model(config, attn_implementation="sdpa")
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.get_input_embeddings().weight.is_meta
+
+
+def test_a_config_is_copied_so_that_models_do_not_change_each_other():
+    resolved = resolve(model="llama_tiny")
+    with torch.device("meta"):
+        model = build_model(resolved.hf_config, attn_implementation="sdpa")
+    count_parameters(resolved.hf_config)
+    assert model.config._attn_implementation == "sdpa"

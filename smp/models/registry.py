@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,7 +94,7 @@ def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
 
     family = family_of(hf_config)
     model = AutoModelForCausalLM.from_config(
-        hf_config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
+        copy.deepcopy(hf_config), dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
     )
     # A cache of keys and values serves generation only, and would hold every layer's during training.
     model.config.use_cache = False

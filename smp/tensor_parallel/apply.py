@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from smp.chunked_loss import SPLIT_HEAD, SplitHead
 from smp.errors import ConfigError, UserError
 from smp.models.family import Family
 from smp.models.tensor_plan import Part, TensorPlan, require_tensor_plan, tensor_parallel_problems
@@ -24,9 +25,14 @@ def is_split(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
-def region_of(model: nn.Module) -> Region | None:
-    """The group that a model is split over, or None."""
-    return getattr(model, _MARK, None)
+def _head_over(region: Region, vocabulary: int) -> SplitHead:
+    """For the loss in chunks: how the head is split."""
+    return SplitHead(
+        first=region.bounds(vocabulary)[0],
+        group=region.group,
+        gather=lambda part: region.gather(part)[0] if region.sequence_parallel else part,
+        reduce=lambda partial: region.reduce(partial)[0],
+    )
 
 
 def _from_rank0(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -208,5 +214,6 @@ def split_model(model: nn.Module, family: Family, region: Region, *, from_rank0:
     if (head.weight is embedding.weight) != tied:
         raise UserError("tensor parallelism untied the head from the embedding; this is a defect in smp")
     split_forward(model, region)
+    setattr(model, SPLIT_HEAD, _head_over(region, head.weight.shape[0]))  # type: ignore[index,arg-type]
     setattr(model, _MARK, region)
     return model

@@ -102,6 +102,8 @@ def split_forward(model: nn.Module, region: Region) -> None:
             found = forward(
                 input_ids=ids, attention_mask=mask, position_ids=positions, **{**kwargs, "use_cache": False}
             )
+        if not found.logits.ndim:  # the head has made the loss of it, in chunks
+            return found
         logits = _as_dtensor(found.logits[:, :length], config.vocab_size, region)
         loss = None if labels is None else _mean_loss(logits, labels, items)
         found = type(found)(loss=loss, logits=logits)  # made anew: what is set later comes last in a tuple

@@ -39,7 +39,7 @@ class GatherTokens(Function):
 
 
 class ReducePartial(Function):
-    """Partial sums of whole sequences, contiguous and nobody else's, to this rank's tokens; gradients are gathered.
+    """Partial sums of whole sequences to this rank's tokens; gradients are gathered.
 
     Nothing is kept for backward: a block that is recomputed stops before its last reduction.
     """
@@ -47,11 +47,9 @@ class ReducePartial(Function):
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, region: Region) -> torch.Tensor:
         ctx.region = region
-        if region.sequence_parallel:
-            return region.reduce(partial)[0]
-        ctx.mark_dirty(partial)
-        torch.distributed.all_reduce(partial, group=region.group)
-        return partial
+        return torch.ops.smp.reduce_tokens(
+            partial, region.group.group_name, region.size if region.sequence_parallel else 1
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

@@ -23,6 +23,32 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# An operation of its own, so that selective activation checkpointing can keep its result.
+_library = torch.library.Library("smp", "DEF")
+_library.define("reduce_tokens(Tensor partial, str group, int size) -> Tensor")
+
+
+def _reduce_tokens(partial: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """The sum over the group: this rank's tokens of it, or all with ``size`` 1."""
+    ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    if size == 1:
+        total = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ranks)
+        return total
+    part = _like_reduced(partial, group, size)
+    _reduce_scatter(part.view(-1), partial.contiguous().view(-1), group=ranks)
+    return part
+
+
+def _like_reduced(partial: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    batch, length, hidden = partial.shape
+    return partial.new_empty(batch, length // size, hidden)
+
+
+_library.impl("reduce_tokens", _reduce_tokens, "CompositeExplicitAutograd")
+torch.library.register_fake("smp::reduce_tokens", _like_reduced, lib=_library)
+
+
 class Region:
     """A tensor-parallel group.
 

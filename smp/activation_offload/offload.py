@@ -1,0 +1,208 @@
+"""Offloading block by block, through autograd's hooks for saved tensors.
+
+Forward moves what a block saves out while the next blocks compute. Backward of block i asks for its tensors, and has
+those of the ``horizon`` blocks before it on their way. The last ``horizon`` blocks of a forward keep theirs: they would
+be asked for at once. So a device holds, besides the block that computes, at most ``horizon`` blocks' worth ahead of it,
+and in forward what has not left yet, two blocks at most.
+
+With activation checkpointing a block saves its input alone. Without, it saves much, of which the small is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from smp.activation_offload.stores import Store, Stored
+from smp.log import get_logger
+
+logger = get_logger(__name__)
+
+MINIMUM_BYTES = 64 * 1024
+_LEAVING_BLOCKS = 2  # blocks whose tensors may be on their way out while the next one computes
+
+
+class _Entry:
+    """A saved tensor that is offloaded; autograd holds it.
+
+    Args:
+        group: of its block.
+        stored: it, in the store.
+        origin: the memory that it was in. While this is held no other tensor gets the same one, though it is free.
+    """
+
+    def __init__(self, group: _Group, stored: Stored, origin: StorageWeakRef):
+        self.group, self.stored, self.origin = group, stored, origin
+        self.saved = 0  # how often autograd has saved it, and so will ask for it
+        self._coming: Callable[[], torch.Tensor] | None = None
+        self._here: torch.Tensor | None = None
+        weakref.finalize(self, stored.free)
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if nobody has."""
+        if self._coming is None and self._here is None:
+            self.settle()
+            self._coming = self.stored.load()
+
+    def settle(self) -> None:
+        """Wait until it has left the device."""
+        if not self.stored.written():
+            raise RuntimeError(
+                "a tensor that backward needs was changed in place while it was being offloaded: change a copy"
+            )
+
+    def tensor(self) -> torch.Tensor:
+        """It, on the device; kept there until it has been asked for as often as it was saved."""
+        if self._here is None:
+            self.fetch()
+            coming, self._coming = self._coming, None
+            self._here = coming()  # type: ignore[misc]
+            self._wanted = self.saved
+        tensor, self._wanted = self._here, self._wanted - 1
+        if not self._wanted:
+            self._here = None
+        return tensor
+
+
+class _Kept(NamedTuple):
+    """A saved tensor of one of the last blocks: it stays, but when it is asked for, others must come."""
+
+    run: _Run
+    block: int
+    tensor: torch.Tensor
+
+
+class _Group:
+    """What one block saved in one forward."""
+
+    def __init__(self, run: _Run, index: int):
+        self.run, self.index, self._fetched = run, index, False
+        self._entries: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
+
+    def put(self, tensor: torch.Tensor, store: Store) -> _Entry:
+        """Offload a tensor, once however often it is saved."""
+        origin = StorageWeakRef(tensor.untyped_storage())
+        place = (origin.cdata, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = (*place, tensor._version)
+        entry = self._entries.get(key)
+        if entry is None or entry.origin.expired():
+            entry = self._entries[key] = _Entry(self, store.put(tensor), origin)
+        entry.saved += 1
+        return entry
+
+    def settle(self) -> None:
+        """Wait until all has left the device."""
+        for entry in list(self._entries.values()):
+            entry.settle()
+
+    def fetch(self) -> None:
+        """Begin to bring all of it back, the first time; what is asked for once more comes by itself."""
+        if self._fetched:
+            return
+        self._fetched = True
+        for entry in list(self._entries.values()):
+            entry.fetch()
+
+
+class _Run:
+    """One forward through all blocks, and its backward."""
+
+    def __init__(self, horizon: int):
+        self.horizon = horizon
+        self.groups: dict[int, weakref.ref[_Group]] = {}
+
+    def reached(self, index: int) -> None:
+        """Backward is at this block: let the ones before it come."""
+        for ahead in range(index, max(-1, index - self.horizon - 1), -1):
+            group = self.groups.get(ahead, lambda: None)()
+            if group is not None:
+                group.fetch()
+
+
+class _Offloader:
+    def __init__(self, blocks: Sequence[nn.Module], store: Store, *, horizon: int, minimum: int):
+        self.blocks, self.store, self.horizon, self.minimum = list(blocks), store, horizon, minimum
+        self.run = _Run(horizon)
+        for index, block in enumerate(self.blocks):
+            self._wrap(index, block)
+
+    def _wrap(self, index: int, block: nn.Module) -> None:
+        forward = block.forward
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if index == 0:
+                self.run = _Run(self.horizon)
+            run = self.run
+            if index >= len(self.blocks) - self.horizon:
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(run, index, tensor), _unpack):
+                    return forward(*args, **kwargs)
+            if (leaving := run.groups.get(index - _LEAVING_BLOCKS, lambda: None)()) is not None:
+                leaving.settle()
+            group = _Group(run, index)
+            run.groups[index] = weakref.ref(group)
+            kept = self._kept(block, args, kwargs)
+
+            def pack(tensor: torch.Tensor) -> Any:
+                plain = type(tensor) is torch.Tensor and tensor.numel() * tensor.element_size() >= self.minimum
+                if not plain or tensor.untyped_storage().data_ptr() in kept:
+                    return tensor
+                return group.put(tensor.detach(), self.store)
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                return forward(*args, **kwargs)
+
+        block.forward = offloaded  # type: ignore[method-assign]
+
+    @staticmethod
+    def _kept(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """Storages that stay: parameters, and inputs that all blocks share (all but the first)."""
+        first = kwargs.get("hidden_states", args[0] if args else None)
+        shared = [value for value in (*args, *kwargs.values()) if value is not first]
+        found = {storage for value in shared for storage in _storages(value)}
+        for parameter in block.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            found.add(local.untyped_storage().data_ptr())
+        return found
+
+
+def _storages(value: Any) -> list[int]:
+    if isinstance(value, torch.Tensor):
+        return [value.untyped_storage().data_ptr()]
+    return [storage for item in value for storage in _storages(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _Kept):
+        saved.run.reached(saved.block)
+        return saved.tensor
+    if isinstance(saved, _Entry):
+        saved.group.run.reached(saved.group.index)
+        return saved.tensor()
+    return saved
+
+
+def apply_activation_offload(
+    blocks: Sequence[nn.Module], store: Store, *, horizon: int = 2, minimum_bytes: int = MINIMUM_BYTES
+) -> None:
+    """Offload what backward needs of each block, in place; after activation checkpointing, before sharding.
+
+    Args:
+        blocks: in the order of the forward; each gets its hidden states as its first argument.
+        store: where to.
+        horizon: blocks ahead of the one that computes whose tensors may be back on the device; at least 1.
+        minimum_bytes: smaller tensors stay.
+    """
+    if horizon >= len(blocks):
+        logger.warning(
+            "Nothing is offloaded: the model has %d blocks, and activation_loading_horizon keeps the last %d.",
+            len(blocks), horizon,
+        )  # fmt: skip
+    _Offloader(blocks, store, horizon=horizon, minimum=minimum_bytes)

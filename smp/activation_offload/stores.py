@@ -1,0 +1,265 @@
+"""Where offloaded tensors wait: host memory, or a file on fast disk."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import ctypes
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from smp.errors import RankError, UserError
+
+_ALIGNMENT = 4096
+
+
+class Stored(Protocol):
+    """A tensor that has left the device, or is about to."""
+
+    def written(self) -> bool:
+        """Wait until the device's copy is not needed any more; whether it was left alone meanwhile."""
+
+    def load(self) -> Callable[[], torch.Tensor]:
+        """Begin to bring it back; the result waits for the end and gives the tensor."""
+
+    def free(self) -> None:
+        """Its place may be used again."""
+
+
+class Store(Protocol):
+    """Keeps tensors for one rank."""
+
+    def put(self, tensor: torch.Tensor) -> Stored:
+        """Begin to move a tensor out. It must not be changed until :meth:`Stored.written`."""
+
+
+def _gapless(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory, in whatever order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _kept_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """What it comes back as, on the meta device: with its strides, so that kernels do the same with it, or without its
+    gaps."""
+    if _gapless(tensor):
+        return torch.empty_like(tensor, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+# --- host memory
+
+
+class HostStore:
+    """Host memory: pinned and through side streams for a GPU's tensors, plain copies for a CPU's.
+
+    The copies of a GPU's tensors are ordered by events; the host waits for nothing. Buffers are used again.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Any]]] = collections.defaultdict(list)
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+
+    def put(self, tensor: torch.Tensor) -> Stored:
+        """See :class:`Store`."""
+        return _OnHost(self, tensor)
+
+    def streams(self, device: torch.device) -> tuple[Any, Any]:
+        """The streams to and from the host."""
+        if device not in self._streams:
+            self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams[device]
+
+    def take(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> tuple[torch.Tensor, Any]:
+        """A buffer, and the event after which it may be written to (None: now)."""
+        free = self._free[numel, dtype]
+        return free.pop() if free else (torch.empty(numel, dtype=dtype, pin_memory=pinned), None)
+
+    def give_back(self, buffer: torch.Tensor, event: Any) -> None:
+        """The buffer may be used again after ``event``."""
+        self._free[buffer.numel(), buffer.dtype].append((buffer, event))
+
+
+class _OnHost:
+    def __init__(self, store: HostStore, tensor: torch.Tensor):
+        self._store, self._tensor, self._version = store, tensor, tensor._version
+        self._like = _kept_layout(tensor)
+        self._device, self._last = tensor.device, None
+        self._buffer, free = store.take(tensor.numel(), tensor.dtype, pinned=tensor.is_cuda)
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if _gapless(tensor) else tensor.reshape(-1)
+        if not tensor.is_cuda:
+            self._buffer.copy_(flat)
+            return
+        out, _ = store.streams(self._device)
+        out.wait_stream(torch.cuda.current_stream(self._device))
+        if free is not None:
+            out.wait_event(free)
+        with torch.cuda.stream(out):
+            self._buffer.copy_(flat, non_blocking=True)
+            tensor.record_stream(out)
+            self._last = out.record_event()
+
+    def written(self) -> bool:
+        tensor, self._tensor = self._tensor, None  # type: ignore[assignment]
+        return tensor is None or tensor._version == self._version
+
+    def load(self) -> Callable[[], torch.Tensor]:
+        tensor = torch.empty_like(self._like, device=self._device)
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        if self._device.type != "cuda":
+            flat.copy_(self._buffer)
+            return lambda: tensor
+        _, back = self._store.streams(self._device)
+        back.wait_stream(torch.cuda.current_stream(self._device))  # where the memory comes from
+        with torch.cuda.stream(back):
+            back.wait_event(self._last)
+            flat.copy_(self._buffer, non_blocking=True)
+            event = self._last = back.record_event()
+
+        def ready() -> torch.Tensor:
+            torch.cuda.current_stream(self._device).wait_event(event)
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+            return tensor
+
+        return ready
+
+    def free(self) -> None:
+        self._store.give_back(self._buffer, self._last)
+
+
+# --- disk
+
+
+def _nameless_file(directory: Path) -> int:
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".smp-offload-", dir=directory)
+        os.unlink(path)
+    except OSError as error:
+        raise UserError(
+            f"--offload_dir {directory} cannot be written ({error.strerror}): give a directory on a fast local disk"
+        ) from None
+    return descriptor
+
+
+def require_directory(directory: Path) -> None:
+    """Check that activations could be offloaded there.
+
+    Raises:
+        UserError: it is missing or cannot be written.
+    """
+    os.close(_nameless_file(directory))
+
+
+class DiskStore:
+    """A file in a directory on fast disk, written and read by threads of its own.
+
+    The file has no name once it is open: the system frees it with the process, however that one ends.
+
+    Args:
+        directory: on a disk with room for the activations of this rank.
+
+    Raises:
+        UserError: the directory is missing or cannot be written.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory, self.descriptor = directory, _nameless_file(directory)
+        self._lock = threading.Lock()
+        self._free: dict[int, list[int]] = collections.defaultdict(list)  # by bytes
+        self._end = 0
+        self.writer = concurrent.futures.ThreadPoolExecutor(1, "smp-offload-write")
+        self.reader = concurrent.futures.ThreadPoolExecutor(1, "smp-offload-read")
+
+    def put(self, tensor: torch.Tensor) -> Stored:
+        """See :class:`Store`."""
+        return _OnDisk(self, tensor)
+
+    def take(self, nbytes: int) -> int:
+        """Offset of a free range."""
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            if self._free[size]:
+                return self._free[size].pop()
+            self._end += size
+            return self._end - size
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """The range may be used again."""
+        with self._lock:
+            self._free[-(-nbytes // _ALIGNMENT) * _ALIGNMENT].append(offset)
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Write all of it, or raise."""
+        try:
+            while memory:
+                done = os.pwrite(self.descriptor, memory, offset)
+                memory, offset = memory[done:], offset + done
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            disk = os.statvfs(self.directory)
+            raise RankError(
+                f"--offload_dir {self.directory} is full: {self._end} bytes of activations so far, "
+                f"{disk.f_bavail * disk.f_frsize} bytes free; give a larger disk, or offload less (a smaller batch)"
+            ) from None
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        """Fill all of it."""
+        while memory:
+            done = os.preadv(self.descriptor, [memory], offset)
+            if not done:
+                raise RuntimeError("offloaded activations are shorter than they were written")
+            memory, offset = memory[done:], offset + done
+
+
+class _OnDisk:
+    def __init__(self, store: DiskStore, tensor: torch.Tensor):
+        self._store, self._version = store, tensor._version
+        self._like, self._device = _kept_layout(tensor), tensor.device
+        self._tensor: torch.Tensor | None = tensor
+        self._nbytes = tensor.numel() * tensor.element_size()
+        self._offset = store.take(self._nbytes)
+        self._direct = _gapless(tensor) and tensor.device.type == "cpu"
+        # A GPU's tensor, or one with gaps, is copied first.
+        source = tensor if self._direct else torch.empty_like(self._like, device="cpu").copy_(tensor)
+        self._writing = store.writer.submit(self._write, source)
+
+    def _write(self, source: torch.Tensor) -> None:
+        self._store.write(_memory(source, self._nbytes), self._offset)
+
+    def written(self) -> bool:
+        self._writing.result()
+        tensor, self._tensor = self._tensor, None
+        return tensor is None or not self._direct or tensor._version == self._version
+
+    def load(self) -> Callable[[], torch.Tensor]:
+        host = torch.empty_like(self._like, device="cpu")
+
+        def read() -> torch.Tensor:
+            self._writing.result()
+            self._store.read(_memory(host, self._nbytes), self._offset)
+            return host
+
+        reading = self._store.reader.submit(read)
+        return lambda: reading.result().to(self._device)
+
+    def free(self) -> None:
+        # Not before the write has ended: the range would be written twice.
+        self._writing.add_done_callback(lambda _: self._store.give_back(self._offset, self._nbytes))
+
+
+def _memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """The memory of a tensor without gaps; the tensor must live as long."""
+    buffer = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    return memoryview(buffer).cast("B")
+
+
+def build_store(directory: str | None) -> Store:
+    """A store on disk, or in host memory."""
+    return HostStore() if directory is None else DiskStore(Path(directory))

@@ -1,0 +1,244 @@
+"""Head and cross entropy together, by chunks of tokens: the logits of a whole sequence exist at no time.
+
+Forward computes a chunk's logits, its loss, and at once the gradients that follow from them, so that nothing of the
+chunk is kept and nothing is computed twice. What stays until backward is the gradient of the hidden states and of
+the head's weights, which backward would make then anyway.
+
+Source: the fused linear cross entropy of Liger Kernel, arXiv:2410.10989, without its kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, shift_labels
+
+CHUNK_TOKENS = 1024
+_MARK = "_smp_loss_in_chunks"
+SPLIT_HEAD = "_smp_split_head"  # where tensor parallelism leaves a model's SplitHead
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitHead:
+    """A head whose vocabulary is split over ranks.
+
+    Attributes:
+        first: this rank's first row of the vocabulary.
+        group: the ranks.
+        gather: from this rank's tokens of the hidden states to all tokens.
+        reduce: from partial gradients of all tokens to this rank's tokens of their sum.
+    """
+
+    first: int
+    group: dist.ProcessGroup
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    reduce: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _chunk_loss(
+    logits: torch.Tensor, labels: torch.Tensor, *, split: SplitHead | None, z_loss: float, gradient: bool
+) -> torch.Tensor:
+    """Sum of the losses of one chunk, 0-d; with ``gradient``, ``logits`` become their own gradient.
+
+    Args:
+        logits: ``(tokens, vocabulary)`` of this rank, at least fp32, fresh: they are overwritten.
+        labels: ``(tokens,)``, shifted.
+    """
+    greatest = logits.amax(-1)
+    if split is not None:
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=split.group)
+    logits.sub_(greatest.unsqueeze(-1))
+    rows = labels - (split.first if split is not None else 0)
+    here = (rows >= 0) & (rows < logits.shape[-1])  # an ignored label is negative: nobody has it
+    rows = torch.where(here, rows, 0).unsqueeze(-1)
+    target = logits.gather(-1, rows).squeeze(-1) * here
+    total = logits.exp_().sum(-1)
+    if split is not None:
+        both = torch.stack([total, target])
+        dist.all_reduce(both, group=split.group)
+        total, target = both
+    valid = labels != IGNORE_INDEX
+    log_total = total.log()
+    losses = log_total - target
+    slope = valid / total  # of a loss by a logit: probability, less 1 at the label
+    if z_loss:
+        log_z = log_total + greatest
+        losses = losses + z_loss * log_z.square()
+        slope = slope * (1 + 2 * z_loss * log_z)
+    if gradient:
+        logits.mul_(slope.unsqueeze(-1))
+        logits.scatter_add_(-1, rows, -(valid & here).unsqueeze(-1).to(logits.dtype))
+    return (losses * valid).sum()
+
+
+class _LinearLoss(Function):
+    """Args of ``apply``: hidden states ``(batch, sequence, hidden)``, weight ``(vocabulary, hidden)``, bias or None,
+    labels ``(batch, sequence)`` in Hugging Face's convention, tokens of a chunk, the split head or None, and the factor
+    of the z-loss."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        chunk: int, split: SplitHead | None, z_loss: float,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.split, needs = split, ctx.needs_input_grad
+        whole = split.gather(hidden) if split is not None else hidden
+        tokens = whole.reshape(-1, whole.shape[-1])
+        # Under tensor parallelism sequences may have been padded.
+        targets = F.pad(shift_labels(labels), (0, whole.shape[1] - labels.shape[1]), value=IGNORE_INDEX).reshape(-1)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=exact, device=hidden.device)
+        # In at least fp32: the sum over chunks would lose what bf16 cannot hold.
+        into_weight = torch.zeros_like(weight, dtype=exact) if needs[1] else None
+        into_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and needs[2] else None
+        into_tokens = torch.empty_like(tokens) if needs[0] else None
+        for start in range(0, len(tokens), chunk):
+            part = tokens[start : start + chunk]
+            logits = F.linear(part, weight, bias).to(exact)
+            loss += _chunk_loss(
+                logits, targets[start : start + chunk], split=split, z_loss=z_loss, gradient=any(needs[:3])
+            )
+            slopes = logits.to(hidden.dtype)
+            if into_tokens is not None:
+                torch.mm(slopes, weight, out=into_tokens[start : start + chunk])
+            if into_weight is not None:
+                _add_product(into_weight, slopes, part)
+            if into_bias is not None:
+                into_bias += logits.sum(0)
+            del logits, slopes  # before the next chunk's are made
+        if into_tokens is not None:
+            into_tokens = into_tokens.view(whole.shape)
+            into_tokens = split.reduce(into_tokens) if split is not None else into_tokens
+        ctx.gradients, ctx.dtypes = (into_tokens, into_weight, into_bias), (hidden.dtype, weight.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError("the loss in chunks can be differentiated once: its gradients are made with it")
+        gradients, ctx.gradients = ctx.gradients, None
+        dtypes = (ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[1])
+        return (
+            *(g if g is None else g.mul_(gradient).to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _add_product(into: torch.Tensor, slopes: torch.Tensor, tokens: torch.Tensor) -> None:
+    if into.dtype == slopes.dtype:
+        into.addmm_(slopes.T, tokens)
+    else:
+        into += slopes.T @ tokens
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    z_loss: float = 0.0,
+    split: SplitHead | None = None,
+    vocabulary: int | None = None,
+) -> torch.Tensor:
+    """Sum of the token losses of a causal language model, from its last hidden states; see the module.
+
+    Args:
+        hidden: ``(batch, sequence, hidden)``, after the final norm.
+        weight: of the head, ``(vocabulary, hidden)``; under ``split`` this rank's rows.
+        labels: ``(batch, sequence)`` int64 in Hugging Face's convention: equal to the inputs, -100 ignored. They are
+            shifted here.
+        bias: of the head, ``(vocabulary,)``.
+        chunk_tokens: tokens whose logits exist at one time.
+        z_loss: factor of the squared log-partition, added to each valid token's loss (PaLM, arXiv:2204.02311).
+        split: the vocabulary is split over ranks; then ``hidden`` is this rank's tokens.
+        vocabulary: number of rows of the whole head, under ``split``.
+
+    Returns:
+        0-d tensor in at least fp32; it can be differentiated once. Divide by the number of valid tokens.
+
+    Raises:
+        ValueError: a label is neither ignored nor in the vocabulary.
+    """
+    check_labels(labels, vocabulary or weight.shape[0])
+    return _LinearLoss.apply(hidden, weight, bias, labels, chunk_tokens, split, z_loss)
+
+
+def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def chunk_loss(
+    model: nn.Module,
+    *,
+    head: str = "lm_head",
+    chunk_tokens: int = CHUNK_TOKENS,
+    z_loss: float = 0.0,
+) -> nn.Module:
+    """Let a Hugging Face causal language model compute its loss in chunks whenever it is given labels, in place.
+
+    ``model(..., labels=labels)`` then returns Hugging Face's mean loss (or the sum over ``num_items_in_batch``) and no
+    logits. Without labels nothing changes. The z-loss is added in training mode only.
+
+    Args:
+        model: its forward calls the head once, on hidden states ``(batch, sequence, hidden)``; after
+            :func:`smp.transform`, if that is used.
+        head: path of the output projection, an ``nn.Linear``.
+        chunk_tokens, z_loss: as for :func:`linear_cross_entropy`.
+    """
+    split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
+    projection = model.get_submodule(head)
+    forward, project = model.forward, projection.forward
+    asked: list[torch.Tensor] = []  # the labels, while a forward with labels runs
+
+    def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
+        if not asked:
+            return project(hidden)
+        return linear_cross_entropy(
+            hidden, _local(projection.weight), asked[-1], bias=_local(projection.bias),  # type: ignore[arg-type]
+            chunk_tokens=chunk_tokens, z_loss=z_loss if model.training else 0.0, split=split,
+            vocabulary=projection.weight.shape[0],  # type: ignore[index,arg-type]
+        )  # fmt: skip
+
+    def forward_with_loss(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return forward(*args, **kwargs)
+        items = kwargs.pop("num_items_in_batch", None)
+        as_tuple = kwargs.pop("return_dict", True) is False
+        asked.append(labels)
+        try:
+            found = forward(*args, **kwargs)
+        finally:
+            asked.pop()
+        count = (shift_labels(labels) != IGNORE_INDEX).sum() if items is None else items
+        # Made anew: what is set later comes last in a tuple.
+        found = type(found)(**{**found, "loss": found.logits / count, "logits": None})
+        return found.to_tuple() if as_tuple else found
+
+    projection.forward = project_or_lose  # type: ignore[method-assign,assignment]
+    model.forward = forward_with_loss  # type: ignore[method-assign]
+    setattr(model, _MARK, True)
+    return model
+
+
+def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
+
+    Args:
+        model: a causal language model of Hugging Face.
+        inputs: its inputs by name, without labels.
+        labels: as for :func:`linear_cross_entropy`.
+    """
+    if hasattr(model, _MARK):
+        return model(**inputs, labels=labels, num_items_in_batch=1, use_cache=False).loss
+    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels)

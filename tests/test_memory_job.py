@@ -1,0 +1,138 @@
+"""The job with activations on disk and parameters in host memory: same curve, nothing left behind, clear ends."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pathlib
+import resource
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+
+from smp.activation_offload import DiskStore
+from tests.job import NEOX, _process, losses, read_metrics, run_job
+from tests.test_train import tensors
+
+DROPOUT = ["--attn_pdrop", 0.2, "--resid_pdrop", 0.1]
+# Three blocks, whose inputs are 128 KiB on each of two ranks: a multiple of what is worth a move.
+JOB = [
+    *NEOX, *DROPOUT, "--num_layers", 3, "--train_batch_size", 64, "--use_synthetic_data", 1, "--lr_decay_iters", 10,
+    "--sharding_strategy", "full_shard",
+]  # fmt: skip
+
+
+def offload(directory: pathlib.Path) -> list[object]:
+    return ["--offload_activations", 1, "--offload_dir", directory, "--activation_loading_horizon", 1]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+@pytest.mark.parametrize("words", [[], ["--tensor_parallel_degree", 2]], ids=["fsdp", "tp"])
+def test_offloading_trains_the_same_curve_and_leaves_nothing(words, disk, tmp_path):
+    job = [*JOB, *words, "--max_steps", 5]
+    run_job(*job, "--output_dir", tmp_path / "plain", world_size=2).succeeded()
+    run_job(*job, *offload(disk), "--output_dir", tmp_path / "moved", world_size=2).succeeded()
+    assert len(losses(tmp_path / "plain")) == 5 and losses(tmp_path / "moved") == losses(tmp_path / "plain")
+    expected, got = tensors(tmp_path / "plain", 5), tensors(tmp_path / "moved", 5)
+    assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_killed_run_leaves_no_file(disk, tmp_path):
+    argv = [*map(str, [*JOB, "--max_steps", 100_000, *offload(disk), "--output_dir", tmp_path / "run"])]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output = tmp_path / "output"
+    output.touch()
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_process, args=(r, 2, port, argv, str(output), None)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        end = time.monotonic() + 90
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and read_metrics(tmp_path / "run")):
+            assert time.monotonic() < end and all(rank.is_alive() for rank in ranks), output.read_text()
+            time.sleep(0.1)
+        for rank in ranks:
+            held = [os.stat(f"/proc/{rank.pid}/fd/{name}") for name in os.listdir(f"/proc/{rank.pid}/fd")]
+            ours = [file for file in held if file.st_dev == disk.stat().st_dev and not file.st_nlink]
+            assert max(file.st_size for file in ours) >= 2 * 128 * 1024  # it was at it
+    finally:
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGKILL)
+            rank.join()
+    assert list(disk.iterdir()) == []
+
+
+@contextlib.contextmanager
+def small_disk(directory: pathlib.Path, kib: int):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", directory], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.parametrize("kib", [64, 320])  # one rank needs 256
+def test_a_full_directory_ends_the_run(kib, disk, tmp_path):
+    with small_disk(disk, kib):
+        outcome = run_job(*JOB, "--max_steps", 3, *offload(disk), "--output_dir", tmp_path / "run", world_size=2)
+        assert list(disk.iterdir()) == []
+    assert_ends_with_sentences(outcome)
+
+
+@pytest.mark.parametrize("backend", ["smddp", "gloo"])
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_directory_that_is_full_on_one_rank_ends_all(full, backend, disk, tmp_path):
+    write = DiskStore.write
+
+    def limit(rank: int) -> None:
+        def fails(store, memory, offset):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+            try:
+                write(store, memory, offset)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        if rank == full:
+            DiskStore.write = fails
+
+    words = [*JOB, "--max_steps", 3, *offload(disk), "--distributed_backend", backend]
+    assert_ends_with_sentences(run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=limit))
+
+
+def assert_ends_with_sentences(outcome) -> None:
+    assert outcome.statuses == [2, 2] and "Traceback" not in outcome.output, (outcome.statuses, outcome.output)
+    sentences = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(sentences) <= 2, outcome.output  # each rank that finds it says so
+    assert all("is full: " in line and "give a larger disk, or offload less" in line for line in sentences)
+
+
+@pytest.mark.parametrize("words", [[], ["--tensor_parallel_degree", 2]], ids=["fsdp", "tp"])
+def test_parameters_in_host_memory_resume_bit_for_bit(words, disk, tmp_path):
+    job, host = [*JOB, *words, "--train_batch_size", 2, "--grad_clip", 0.1], ["--cpu_offload", 1]
+    plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))
+    run_job(*job, "--max_steps", 6, "--output_dir", plain, world_size=2).succeeded()
+    run_job(*job, *host, "--max_steps", 6, "--output_dir", whole, world_size=2).succeeded()
+    run_job(*job, *host, "--max_steps", 3, "--output_dir", parts, world_size=2).succeeded()
+    resume = [*job, *host, "--max_steps", 6, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
+    run_job(*resume, world_size=2).succeeded()
+    assert all(line["grad_norm"] > 0.1 for line in read_metrics(whole))  # so that all are clipped
+    assert losses(plain) == losses(whole) == losses(parts) and len(losses(plain)) == 6
+    for other in (whole, parts):
+        expected, got = tensors(plain, 6), tensors(other, 6)
+        assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
