@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from train_step import WARMUP_STEPS, Result, measure
 
 from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, apply_activation_offload
+from smp.activation_offload import DiskStore, apply_activation_offload, require_directory
 from smp.chunked_loss import linear_cross_entropy
 from smp.config import ActivationConfig, LossConfig
+from smp.errors import UserError
 from smp.memory_plan import Workload, estimate_memory, model_shape
 from smp.memory_tracker import rss_bytes
 from smp.mesh import Degrees
@@ -137,6 +138,7 @@ def kept(layers: int, directory: str | None) -> int:
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_kept, args=(there, layers, directory))
     process.start()
+    there.close()  # so that a child that fails ends the wait
     found = here.recv()
     process.join()
     return found
@@ -198,6 +200,7 @@ def losses_table(vocabulary: int, rounds: int) -> list[str]:
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_loss_main, args=(there, name, vocabulary))
             process.start()
+            there.close()
             found[name].append(here.recv())
             process.join()
     plain = found["Hugging Face's"]
@@ -222,6 +225,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a measurement (default 2)")
     parser.add_argument("--output", type=Path, help="write the tables here; they are printed in any case")
     arguments = parser.parse_args(argv)
+    try:
+        require_directory(Path(arguments.offload_dir))
+    except UserError as error:
+        sys.exit(str(error))
     hidden, blocks, intermediate, vocabulary, length = SIZES[arguments.model]
     size = count_parameters(resolved_model(arguments.model).hf_config) / 1e6
     losses = losses_table(arguments.vocabulary, arguments.rounds)
