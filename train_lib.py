@@ -33,7 +33,7 @@ from reporting import (
 from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
 from smp.chunked_loss import model_loss_sum
-from smp.errors import ConfigError, RankError, UserError
+from smp.errors import ConfigError, PeerError, RankError, UserError
 from smp.flops import model_flops_per_token, peak_flops
 from smp.grad_norm import clip_grad_norm_
 from smp.instruction_set import ensure_bf16_works
@@ -46,7 +46,7 @@ from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.optimizer import build_optimizer
 from smp.prepare import prepare_model
-from smp.runtime import Launch, PeerError, process_group, read_launch, release_cache, seed_everything
+from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
 from smp.sharding import reshard, set_gradient_sync
 from smp.train_state import TrainState
 

@@ -118,7 +118,8 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
 
     Args:
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
-            dict, or the path of a JSON file.
+            dict, or the path of a JSON file. ``sm_activation_offloading`` is only told by ``smp.state``, as there:
+            :func:`offload_wrapper` is what offloads.
 
     Returns:
         The mesh: ``mesh.data_rank`` and ``mesh.data_size`` say which part of the data this rank reads.

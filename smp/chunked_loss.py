@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
-from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, shift_labels
+from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
@@ -44,42 +44,6 @@ class SplitHead:
     reduce: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor, *, split: SplitHead | None, z_loss: float, gradient: bool
-) -> torch.Tensor:
-    """Sum of the losses of one chunk, 0-d; with ``gradient``, ``logits`` become their own gradient.
-
-    Args:
-        logits: ``(tokens, vocabulary)`` of this rank, at least fp32, fresh: they are overwritten.
-        labels: ``(tokens,)``, shifted.
-    """
-    greatest = logits.amax(-1)
-    if split is not None:
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=split.group)
-    logits.sub_(greatest.unsqueeze(-1))
-    rows = labels - (split.first if split is not None else 0)
-    here = (rows >= 0) & (rows < logits.shape[-1])  # an ignored label is negative: nobody has it
-    rows = torch.where(here, rows, 0).unsqueeze(-1)
-    target = logits.gather(-1, rows).squeeze(-1) * here
-    total = logits.exp_().sum(-1)
-    if split is not None:
-        both = torch.stack([total, target])
-        dist.all_reduce(both, group=split.group)
-        total, target = both
-    valid = labels != IGNORE_INDEX
-    log_total = total.log()
-    losses = log_total - target
-    slope = valid / total  # of a loss by a logit: probability, less 1 at the label
-    if z_loss:
-        log_z = log_total + greatest
-        losses = losses + z_loss * log_z.square()
-        slope = slope * (1 + 2 * z_loss * log_z)
-    if gradient:
-        logits.mul_(slope.unsqueeze(-1))
-        logits.scatter_add_(-1, rows, -(valid & here).unsqueeze(-1).to(logits.dtype))
-    return (losses * valid).sum()
-
-
 class _LinearLoss(Function):
     """Args of ``apply``: hidden states ``(batch, sequence, hidden)``, weight ``(vocabulary, hidden)``, bias or None,
     labels ``(batch, sequence)`` in Hugging Face's convention, tokens of a chunk, the split head or None, and the factor
@@ -90,12 +54,13 @@ class _LinearLoss(Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
         chunk: int, split: SplitHead | None, z_loss: float,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.split, needs = split, ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         whole = split.gather(hidden) if split is not None else hidden
         tokens = whole.reshape(-1, whole.shape[-1])
         # Under tensor parallelism sequences may have been padded.
         targets = F.pad(shift_labels(labels), (0, whole.shape[1] - labels.shape[1]), value=IGNORE_INDEX).reshape(-1)
         exact = torch.promote_types(hidden.dtype, torch.float32)
+        first, group = (0, None) if split is None else (split.first, split.group)
         loss = torch.zeros((), dtype=exact, device=hidden.device)
         # In at least fp32: the sum over chunks would lose what bf16 cannot hold.
         into_weight = torch.zeros_like(weight, dtype=exact) if needs[1] else None
@@ -104,8 +69,13 @@ class _LinearLoss(Function):
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             logits = F.linear(part, weight, bias).to(exact)
-            loss += _chunk_loss(
-                logits, targets[start : start + chunk], split=split, z_loss=z_loss, gradient=any(needs[:3])
+            loss += loss_sum_(
+                logits,
+                targets[start : start + chunk],
+                first=first,
+                group=group,
+                z_loss=z_loss,
+                gradient=any(needs[:3]),
             )
             slopes = logits.to(hidden.dtype)
             if into_tokens is not None:

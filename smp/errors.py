@@ -13,6 +13,10 @@ class RankError(UserError):
     """A user error that only some ranks see, so that each of them says it; the others are said once per host."""
 
 
+class PeerError(UserError):
+    """Another rank has found what ends the job, and says so itself."""
+
+
 class ConfigError(UserError):
     """One or more problems of a configuration.
 

@@ -77,35 +77,63 @@ def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     return _SplitCrossEntropy.apply(flat, shift_labels(labels).reshape(-1), first, mesh.get_group())
 
 
-class _SplitCrossEntropy(Function):
-    """Sum of token losses from each rank's columns of the logits.
+def loss_sum_(
+    logits: torch.Tensor, labels: torch.Tensor, *, first: int = 0, group: Any = None, z_loss: float = 0.0,
+    gradient: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Sum of token losses, 0-d; the logits are overwritten, with ``gradient`` by their gradient.
 
-    Two exchanges of a number or two for each token, none in backward.
+    With a ``group``, two exchanges of a number or two for each token.
+
+    Args:
+        logits: ``(tokens, vocabulary)``, at least fp32; of a split vocabulary this rank's columns.
+        labels: ``(tokens,)``, shifted.
+        first: this rank's first column.
+        group: the ranks that split the vocabulary; None: it is whole.
+        z_loss: factor of the squared log-partition, added to each token's loss.
+        gradient: whether to make the gradient.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
     """
+    greatest = logits.amax(-1)
+    if group is not None:
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
+    logits.sub_(greatest.unsqueeze(-1))
+    rows = labels - first
+    here = (rows >= 0) & (rows < logits.shape[-1])  # an ignored label is negative: nobody has it
+    rows = torch.where(here, rows, 0).unsqueeze(-1)
+    target = logits.gather(-1, rows).squeeze(-1) * here
+    total = logits.exp_().sum(-1)
+    if group is not None:
+        both = torch.stack([total, target])
+        dist.all_reduce(both, group=group)
+        total, target = both
+    valid = labels != IGNORE_INDEX
+    log_total = total.log()
+    losses = log_total - target
+    slope = valid / total  # of a loss by a logit: probability, less 1 at the label
+    if z_loss:
+        log_z = log_total + greatest
+        losses = losses + z_loss * log_z.square()
+        slope = slope * (1 + 2 * z_loss * log_z)
+    if gradient:
+        logits.mul_(slope.unsqueeze(-1))
+        logits.scatter_add_(-1, rows, -(valid & here).unsqueeze(-1).to(logits.dtype))
+    return (losses * valid).sum()
+
+
+class _SplitCrossEntropy(Function):
+    """:func:`loss_sum_` of each rank's columns, for autograd; backward exchanges nothing."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.dtype = logits.dtype
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        greatest = x.amax(-1)
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
-        x.sub_(greatest.unsqueeze(-1))
-        rows = labels - first
-        here = (rows >= 0) & (rows < x.shape[-1])  # an ignored label is negative: nobody has it
-        rows = torch.where(here, rows, 0).unsqueeze(-1)
-        target = x.gather(-1, rows).squeeze(-1) * here
-        both = torch.stack([x.exp_().sum(-1), target])
-        dist.all_reduce(both, group=group)
-        total, target = both
-        ctx.save_for_backward(x.div_(total.unsqueeze(-1)), rows, here, labels != IGNORE_INDEX)
-        return ((total.log() - target) * (labels != IGNORE_INDEX)).sum()
+        slopes = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        loss = loss_sum_(slopes, labels, first=first, group=group)
+        ctx.save_for_backward(slopes)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        probabilities, rows, here, valid = ctx.saved_tensors
-        scale = gradient * valid
-        logits_gradient = probabilities * scale.unsqueeze(-1)
-        logits_gradient.scatter_add_(-1, rows, -(scale * here).unsqueeze(-1).to(logits_gradient.dtype))
-        return logits_gradient.to(ctx.dtype), None, None, None
+        (slopes,) = ctx.saved_tensors
+        return (slopes * gradient).to(ctx.dtype), None, None, None

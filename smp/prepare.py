@@ -148,9 +148,10 @@ def prepare_model(
     record("Before FSDP wrapper")
     parallelize(model, resolved.family, mesh=mesh, parallel=parallel, activation=activation, dtype=dtype, loss=loss)
     materialize_(model, torch.device("cpu") if activation.cpu_offload else device)
-    for module in model.modules():  # those that compute on the device are there in any case
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+    if activation.cpu_offload:  # buffers are computed with on the device
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
     if load_weights and resolved.weights is not None:
         load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
     else:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp.config import CommConfig
-from smp.errors import RankError, UserError
+from smp.errors import PeerError, RankError, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +129,6 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
     if comm.distributed_backend == "nccl" and device.type == "cpu":
         raise UserError("--distributed_backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out")
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
-
-
-class PeerError(UserError):
-    """Another rank has found what ends the job, and says so itself."""
 
 
 _ENDED = "smp/ended"

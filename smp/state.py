@@ -131,12 +131,14 @@ class State:
     @property
     def cp_rank(self) -> int:
         """Always 0."""
-        return self.cp_size - 1
+        self._current()
+        return 0
 
     @property
     def ep_rank(self) -> int:
         """Always 0."""
-        return self.ep_size - 1
+        self._current()
+        return 0
 
     @property
     def sm_activation_offloading(self) -> bool:

@@ -184,9 +184,9 @@ def test_cpu_offload():
 @check("loss_chunk_tokens", "z_loss")
 def test_loss_in_chunks(monkeypatch):
     rows = []
-    of_chunk = smp.chunked_loss._chunk_loss
+    of_chunk = smp.chunked_loss.loss_sum_
     monkeypatch.setattr(
-        smp.chunked_loss, "_chunk_loss", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
+        smp.chunked_loss, "loss_sum_", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
     )
 
     def loss(words):

@@ -44,8 +44,8 @@ def recorded(patches: pytest.MonkeyPatch) -> Traffic:
 
         return counted
 
-    patches.setattr(region, "_all_gather", keep(traffic.all_gather, 1, region._all_gather))
-    patches.setattr(region, "_reduce_scatter", keep(traffic.reduce_scatter, 0, region._reduce_scatter))
+    patches.setattr(region, "all_gather_single", keep(traffic.all_gather, 1, region.all_gather_single))
+    patches.setattr(region, "reduce_scatter_single", keep(traffic.reduce_scatter, 0, region.reduce_scatter_single))
     patches.setattr(dist, "all_reduce", keep(traffic.all_reduce, 0, dist.all_reduce))
     return traffic
 

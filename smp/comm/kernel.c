@@ -1,4 +1,4 @@
-/* The rounds of smp/comm/arena.py, in C: what a short collective spends its time on. No headers but the C library's.
+/* The rounds of smp/comm/arena.py, in C: what a short collective spends its time on. No headers but the C library's and Linux's.
  *
  * The protocol is the one of arena.py, word for word, so that a rank with this kernel and one without it work together.
  * Nothing here waits for long: a function that finds a peer absent says so, and Python sleeps, watches and calls again.

@@ -37,7 +37,7 @@ _PLACES: dict[str, dict[str, str]] = {
     _HERE + "loss.py": {"": LOGITS},
     # The model itself is called from this file, too.
     _HERE + "chunked_loss.py": {
-        "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_chunk_loss": LOGITS, "_add_product": LOGITS,
+        "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_add_product": LOGITS,
     },
     "torch/optim/adamw.py": {"": OPTIMIZER},
     "torch/optim/adam.py": {"": OPTIMIZER},

@@ -18,10 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.13 renamed them; the old names warn at every call.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+from smp.comm.cuda import all_gather_single, reduce_scatter_single
 
 # An operation of its own, so that selective activation checkpointing can keep its result.
 _library = torch.library.Library("smp", "DEF")
@@ -36,7 +33,7 @@ def _reduce_tokens(partial: torch.Tensor, group: str, size: int) -> torch.Tensor
         dist.all_reduce(total, group=ranks)
         return total
     part = _like_reduced(partial, group, size)
-    _reduce_scatter(part.view(-1), partial.contiguous().view(-1), group=ranks)
+    reduce_scatter_single(part.view(-1), partial.contiguous().view(-1), group=ranks)
     return part
 
 
@@ -84,7 +81,7 @@ class Region:
         """
         batch, length, hidden = part.shape
         whole = part.new_empty(batch, length * self.size, hidden)
-        work = _all_gather(whole.view(-1), part.contiguous().view(-1), group=self.group, async_op=async_op)
+        work = all_gather_single(whole.view(-1), part.contiguous().view(-1), group=self.group, async_op=async_op)
         return whole, work
 
     def reduce(self, partial: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
@@ -102,7 +99,7 @@ class Region:
             return partial, dist.all_reduce(partial, group=self.group, async_op=async_op)
         batch, length, hidden = partial.shape
         part = partial.new_empty(batch, length // self.size, hidden)
-        return part, _reduce_scatter(part.view(-1), partial.view(-1), group=self.group, async_op=async_op)
+        return part, reduce_scatter_single(part.view(-1), partial.view(-1), group=self.group, async_op=async_op)
 
     @contextlib.contextmanager
     def fork_random(self, device: torch.device) -> Iterator[None]:
