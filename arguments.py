@@ -6,6 +6,7 @@ Precedence: the sections' defaults < ``--config FILE`` < flags. Every problem is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -21,24 +22,18 @@ from data.pipelines.data_pipeline import DataConfig
 from smp.checkpoint.config import CheckpointConfig
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, setting
 from smp.errors import ConfigError, UserError
+from smp.faults.config import FaultConfig
 from smp.lr_schedule import LRConfig
 from smp.metrics import LoggingConfig
 from smp.models.model_config import ModelConfig
 from smp.optimizer import OptimConfig
+from smp.retired import RETIRED
 from smp.runtime import data_channel
 
 DEFAULT_MAX_STEPS = 5000
 
 # SageMaker's data channels stand in for these where nothing names them, as in SMP v2.
 CHANNELS = {"training_dir": "train", "test_dir": "test"}
-
-# SMP v2's flags that did nothing there, or whose work is done by another flag here.
-RETIRED = {
-    "data_type": "it was never passed on; choose the source with --dataset_type",
-    "framework": "it was never read; leave it out",
-    "same_seed": "it was never read; --seed sets the seed, and ranks that hold different data draw different dropout",
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
@@ -99,6 +94,7 @@ class TrainConfig:
     lr: LRConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    faults: FaultConfig
     logging: LoggingConfig
     given: frozenset[str] = frozenset()  # settings named by a flag or the file
 
@@ -139,11 +135,17 @@ class Flag:
         if typing.get_origin(kind) is Literal:
             return ", ".join(typing.get_args(kind))
         if typing.get_origin(kind) is tuple:
-            return f"one or more of {_NOUNS[typing.get_args(kind)[0]]}"
-        return _NOUNS[kind]
+            return f"one or more of {_noun(typing.get_args(kind)[0])}"
+        return _noun(kind)
 
 
 _NOUNS = {bool: "0 or 1", int: "a whole number", float: "a number", str: "text"}
+
+
+def _noun(kind: Any) -> str:
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return " or ".join(_noun(arg) for arg in typing.get_args(kind))
+    return ", ".join(typing.get_args(kind)) if typing.get_origin(kind) is Literal else _NOUNS[kind]
 
 
 def _collect_flags() -> dict[str, Flag]:
@@ -170,6 +172,11 @@ FLAGS = _collect_flags()
 
 
 def _convert_one(kind: Any, text: str) -> Any:
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        for arg in typing.get_args(kind):
+            with contextlib.suppress(ValueError):
+                return _convert_one(arg, text)
+        raise ValueError
     if typing.get_origin(kind) is Literal:
         if text not in typing.get_args(kind):
             raise ValueError
@@ -212,7 +219,7 @@ def _convert(name: str, values: list[Any]) -> Any:
                 raise ValueError
             converted.append(_convert_one(item, text))
         except ValueError:
-            near = difflib.get_close_matches(text, typing.get_args(item), n=1)
+            near = difflib.get_close_matches(text, [a for a in typing.get_args(item) if isinstance(a, str)], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"--{name} takes {flag.allowed}, got {text!r}{hint}") from None
     return tuple(converted) if is_list else converted[0]

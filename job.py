@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,13 @@ import torch.distributed as dist
 from arguments import DEFAULT_MAX_STEPS, TrainConfig
 from data.pipelines.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.activation_offload import require_directory
-from smp.checkpoint.checkpointer import check_architecture
-from smp.checkpoint.hf_export import refuse_foreign_files
-from smp.checkpoint.layout import LATEST, choose_checkpoint, read_state, refuse_foreign, refuse_older_branch
+from smp.checkpoint.checkpointer import check_architecture, verify_together
+from smp.checkpoint.layout import LATEST
+from smp.checkpoint.local import common_start, local_directory, refuse_other_kinds
+from smp.checkpoint.manifest import Manifest
 from smp.dry_run import report
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, DamagedCheckpoint, UserError
+from smp.log import get_logger
 from smp.memory_plan import (
     ModelShape,
     Workload,
@@ -31,16 +32,18 @@ from smp.memory_plan import (
     processes_that_fit,
 )
 from smp.mesh import Degrees, resolve_degrees
-from smp.metrics import last_logged_step
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.prepare import compute_dtype
 from smp.runtime import Launch, choose_backend, choose_device
 from smp.train_state import TrainState
+from start import check_output, choose_start, read_saved
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
+
+logger = get_logger("train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +57,27 @@ class Plan:
     degrees: Degrees
     model: ResolvedModel
     run_dir: Path
-    checkpoint_dirs: list[Path]
+    checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
     resume: Path | None
-    saved: dict[str, Any] | None  # the checkpoint's state.json
+    saved: Manifest | None  # the checkpoint's
     state: TrainState
     global_batch_size: int
     max_steps: int
     train_data: DataPipeline
     validation_data: DataPipeline | None
 
+    def close(self) -> None:
+        """Close the data."""
+        self.train_data.close()
+        if self.validation_data is not None:
+            self.validation_data.close()
 
-def make_plan(config: TrainConfig, launch: Launch) -> Plan:
+
+def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = ()) -> Plan:
     """Check everything that can be checked without allocating a model or starting a process group.
+
+    Args:
+        damaged: checkpoints that are not to be resumed from.
 
     Raises:
         ConfigError: with every problem found.
@@ -88,6 +100,11 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
         problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
     if config.logging.memory_snapshot and device.type != "cuda":
         problems.append("--memory_snapshot 1 needs a GPU and none is visible: leave it out")
+    if config.checkpoint.keep_best and config.data.validation_freq is None:
+        problems.append(
+            f"--keep_best {config.checkpoint.keep_best} needs the validation loss: give --validation_freq, of which "
+            f"--checkpoint_freq is a multiple"
+        )
     degrees = attempt(
         resolve_degrees,
         config.parallel,
@@ -103,12 +120,18 @@ def make_plan(config: TrainConfig, launch: Launch) -> Plan:
         )
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     checkpoint_dirs = [Path(d).absolute() for d in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
-    attempt(_check_output, config, run_dir)
-    resume = None if config.run.dry_run else attempt(_choose_start, config, run_dir, checkpoint_dirs, model.name)
-    saved = attempt(read_state, resume) if resume else None
-    if saved:
-        attempt(check_architecture, resume, saved["architecture"], model.hf_config)
-    state = TrainState.from_state_dict(saved["progress"]) if saved else TrainState()
+    attempt(check_output, config, run_dir)
+    attempt(refuse_other_kinds, checkpoint_dirs, launch.world_size, local=config.checkpoint.is_local)
+    if config.checkpoint.is_local:
+        checkpoint_dirs = [local_directory(folder, launch.rank, launch.world_size) for folder in checkpoint_dirs]
+    resume = saved = None
+    if not config.run.dry_run:
+        resume = attempt(choose_start, config, launch, run_dir, checkpoint_dirs, model.name, list(damaged))
+    if resume is not None:
+        saved = attempt(read_saved, resume, config.checkpoint.is_local)
+    if saved is not None:
+        attempt(check_architecture, resume, saved.model["config"], model.hf_config)
+    state = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
     if degrees is None:
         raise ConfigError(problems)
     batch_size = attempt(_global_batch_size, config, degrees, saved)
@@ -153,75 +176,14 @@ def _check_offload(config: TrainConfig, device: torch.device) -> None:
         )
 
 
-def _check_output(config: TrainConfig, run_dir: Path) -> None:
-    """Refuse directories that cannot be written.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    final = [config.checkpoint.model_dir] if config.checkpoint.save_final_model and config.checkpoint.model_dir else []
-    places = [("output_dir", run_dir)]
-    places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
-    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
-    places += [("model_dir", Path(folder).absolute().parent) for folder in final]
-    problems = []
-    for flag, directory in places:
-        try:
-            _probe_directory(flag, directory)
-        except UserError as error:
-            problems.append(str(error))
-    if config.checkpoint.save_final_model:
-        try:
-            refuse_foreign_files(Path(config.checkpoint.model_dir or run_dir / "final").absolute())
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError(problems)
 
 
-def _choose_start(config: TrainConfig, run_dir: Path, checkpoint_dirs: list[Path], model_name: str) -> Path | None:
-    """The checkpoint to resume from, or None; refuses whatever would write over another run or another branch of it.
-
-    Raises:
-        UserError: the run directory holds something that the wanted start does not continue.
-    """
-    wanted = config.checkpoint.resume_from_checkpoint
-    chosen = choose_checkpoint(wanted, checkpoint_dirs, model_name)
-    if chosen is not None and chosen.parent in [directory.resolve() for directory in checkpoint_dirs]:
-        refuse_older_branch(chosen, checkpoint_dirs)
-        return chosen
-    refuse_foreign(checkpoint_dirs)
-    metrics = run_dir / "metrics.jsonl"
-    logged = last_logged_step(metrics)
-    # "latest" may start over what a run left that died before its first checkpoint.
-    died_early = wanted == LATEST and chosen is None and logged < min(config.checkpoint.checkpoint_freq)
-    if logged and not died_early:
-        raise UserError(
-            f"{metrics} already holds the metrics of a run, up to step {logged}: resume that run from its own "
-            f"checkpoints with --resume_from_checkpoint, or choose another --output_dir"
-        )
-    return chosen
-
-
-def _probe_directory(flag: str, directory: Path) -> None:
-    """Create a directory and a file in it, so that an unwritable one is found before the first step."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{time.time_ns()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"
-        ) from None
-
-
-def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: dict[str, Any] | None) -> int:
+def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: Manifest | None) -> int:
     """Samples per step over all ranks; a resumed run keeps its own unless told otherwise."""
     run = config.run
     size = run.global_batch_size
     if size is None:
-        size = saved["global_batch_size"] if saved else batch_of_flags(config, degrees)
+        size = saved.run["global_batch_size"] if saved else batch_of_flags(config, degrees)
     if size > MAX_BATCH:
         raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
     if size < degrees.data_size:
@@ -271,11 +233,44 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
     return Launch(0, world, 0, min(world, 8)) if world else launch
 
 
-def require_agreement(plan: Plan) -> None:
+def settle_start(plan: Plan) -> Plan:
+    """The plan with a checkpoint that all ranks have found whole, or none; collective.
+
+    With ``latest``, a damaged checkpoint is passed over for the newest one before it.
+
+    Raises:
+        UserError: on every rank; the checkpoint that was named is damaged, or there is none that can be resumed from.
+    """
+    settings, damaged = plan.config.checkpoint, set[Path]()
+    if settings.is_local and settings.resume_from_checkpoint == LATEST:
+        damaged = common_start(plan.checkpoint_dirs, plan.model.name, plan.resume)
+        return _replanned(plan, damaged) if plan.resume in damaged else plan
+    require_agreement(plan, "the start (checkpoint, step, sample)")
+    while plan.saved is not None and plan.resume is not None:
+        problems = verify_together(plan.resume, plan.saved, content=settings.verify_checkpoint == "full")
+        if not problems:
+            break
+        if settings.resume_from_checkpoint != LATEST:
+            raise DamagedCheckpoint(plan.resume, problems)
+        logger.warning("Passed over: %s", DamagedCheckpoint(plan.resume, problems))
+        damaged.add(plan.resume)
+        plan = _replanned(plan, damaged)
+    return plan
+
+
+def _replanned(plan: Plan, damaged: set[Path]) -> Plan:
+    plan.close()
+    return make_plan(plan.config, plan.launch, damaged=damaged)
+
+
+def require_agreement(plan: Plan, *only: str) -> None:
     """Check that all ranks are about to do the same job; collective.
 
     They decide alone where to start and what the data is, and a host with another or a stale file system would decide
     otherwise: mismatched collectives, or wrong numbers.
+
+    Args:
+        only: what to compare; everything if none is given.
 
     Raises:
         UserError: on every rank, naming the first difference.
@@ -290,6 +285,7 @@ def require_agreement(plan: Plan) -> None:
         "the validation data": plan.validation_data.fingerprint if plan.validation_data else None,
         "the settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
     }
+    mine = {what: value for what, value in mine.items() if not only or what in only}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
@@ -321,6 +317,7 @@ def sizes(plan: Plan) -> tuple[ModelShape, Workload]:
         selective=activation.activation_checkpointing_mode == "selective",
         offload_horizon=activation.activation_loading_horizon if activation.offload_activations else 0,
         cpu_offload=activation.cpu_offload and plan.device.type != "cpu",
+        checkpoint_copy=config.checkpoint.is_async and plan.device.type == "cpu",
         attention_matrix=plan.model.attn_implementation == "eager",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,16 +18,22 @@ from torch import nn
 
 from arguments import SECTIONS, TrainConfig
 from job import Plan, batch_of_flags, sizes
+from smp import __version__ as smp_version
 from smp import comm
+from smp.checkpoint.checkpointer import model_entry
+from smp.checkpoint.manifest import Manifest, now, versions
 from smp.errors import UserError
+from smp.flops import peak_flops
 from smp.log import get_logger
 from smp.memory_advice import advice_text, changes_that_help
 from smp.memory_plan import estimate_memory, memory_table
 from smp.memory_profile import MemoryProfile, profile_memory, rank_table
 from smp.mesh import Degrees
+from smp.metrics import MetricsLogger
 from smp.models.registry import count_parameters
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.plots import plot_metrics
+from smp.train_state import TrainState
 
 logger = get_logger("train")
 
@@ -67,7 +74,7 @@ def announce(plan: Plan) -> None:
                 "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
                 "flags and the number of processes give.", plan.global_batch_size, flags,
             )  # fmt: skip
-        for change in changes_since(plan.saved or {}, plan):
+        for change in changes_since(plan.saved.run if plan.saved else {}, plan):
             logger.warning("Changed since the checkpoint: %s", change)
 
 
@@ -78,7 +85,7 @@ def say_how_ranks_exchanged() -> None:
 
 
 def changes_since(saved: dict[str, Any], plan: Plan) -> list[str]:
-    """What a resumed run does otherwise than the one that wrote the checkpoint's ``state.json``."""
+    """What a resumed run does otherwise than the one that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
     now, before = plan.config.flat(), saved.get("config", {})
     names = [f.name for section in TRAINED for f in dataclasses.fields(SECTIONS[section])]
     found = [
@@ -96,10 +103,47 @@ def changes_since(saved: dict[str, Any], plan: Plan) -> list[str]:
     return found
 
 
+def describe(plan: Plan, state: TrainState, val_loss: float | None) -> Manifest:
+    """The manifest of a checkpoint of now, but for files and tensors; ``val_loss`` is of this very step."""
+    return Manifest(
+        kind="local" if plan.config.checkpoint.is_local else "sharded",
+        step=state.step,
+        world_size=plan.launch.world_size,
+        degrees=dataclasses.asdict(plan.degrees),
+        model=model_entry(plan.model.name, plan.model.hf_config),
+        run={
+            "progress": state.state_dict(),
+            "config": plan.config.flat(),
+            "data": plan.train_data.fingerprint,
+            "global_batch_size": plan.global_batch_size,
+            "max_steps": plan.max_steps,
+            "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+        },
+        saved_at=now(),
+        versions={"smp": smp_version, **versions()},
+    )
+
+
 def write_config(plan: Plan, formula: str) -> None:
     """Write the resolved configuration where ``--config`` can read it again, the FLOP formula in its first line."""
     text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
     (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {formula}\n{text}", encoding="utf-8")
+
+
+def build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
+    """What rank 0 logs with."""
+    device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
+    continues = plan.config.checkpoint.resume_from_checkpoint is not None
+    return MetricsLogger(
+        plan.config.logging,
+        run_dir=plan.run_dir,
+        flops_per_token=flops_per_token,
+        peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
+        world_size=plan.launch.world_size,
+        max_steps=plan.max_steps,
+        # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
+        resume_from=plan.state if continues else None,
+    )
 
 
 def arguments_table(config: TrainConfig) -> str:

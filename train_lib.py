@@ -9,8 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,35 +18,42 @@ from torch import nn
 
 from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
-from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large, require_agreement
+from ending import exit_status, print_problems, run_to_end
+from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large, require_agreement, settle_start
 from reporting import (
     announce,
     arguments_table,
+    build_metrics,
+    describe,
     draw_curves,
     memory_of_step,
     say_how_ranks_exchanged,
-    say_out_of_memory,
     say_what_next,
     write_config,
 )
-from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
+from smp.checkpoint.checkpointer import load_checkpoint
 from smp.checkpoint.hf_export import export_hf
+from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.saver import Saver
 from smp.chunked_loss import model_loss_sum
-from smp.errors import ConfigError, PeerError, RankError, UserError
-from smp.flops import model_flops_per_token, peak_flops
+from smp.errors import UserError
+from smp.faults.guard import Guard
+from smp.faults.lock import lock_directories
+from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
+from smp.flops import model_flops_per_token
 from smp.grad_norm import clip_grad_norm_
 from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.lr_schedule import LRSchedule
-from smp.memory_profile import is_out_of_memory
 from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
 from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.optimizer import build_optimizer
 from smp.prepare import prepare_model
-from smp.runtime import Launch, process_group, read_launch, release_cache, seed_everything
+from smp.runtime import Launch, choose_backend, process_group, read_launch, release_cache, seed_everything
 from smp.sharding import reshard, set_gradient_sync
+from smp.stopwatch import Stopwatch
 from smp.train_state import TrainState
 
 logger = get_logger("train")
@@ -65,22 +71,31 @@ class Trainer:
     metrics: MetricsLogger | NullMetricsLogger
     memory: MemoryTracker
     data_group: dist.ProcessGroup | None
+    saver: Saver
+    guard: Guard
+    val_loss: float | None = None  # of the present step, if it was validated
 
 
-def run(plan: Plan) -> None:
-    """Build each part, train, and write what remains."""
+def run(plan: Plan, guard: Guard) -> int:
+    """Build each part, train, and write what remains; returns the exit status."""
     config, launch = plan.config, plan.launch
-    configure_logging(
-        rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
-    )
     if plan.device.type == "cpu" and plan.dtype == torch.bfloat16:
         ensure_bf16_works()
-    with process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload):
+    with (
+        process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
+        guard.connected(),
+        lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
+    ):
+        configure_logging(
+            rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
+        )
+        plan = settle_start(plan)
+        guard.refuse_crash_loop(plan.state.step)
         require_agreement(plan)  # before anything of an earlier run is touched
         flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
         if launch.is_main:
             write_config(plan, flops.formula)
-        metrics = _build_metrics(plan, flops.total) if launch.is_main else NullMetricsLogger()
+        metrics = build_metrics(plan, flops.total) if launch.is_main else NullMetricsLogger()
         memory = build_memory_tracker(
             plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=metrics.writers
         )
@@ -100,24 +115,37 @@ def run(plan: Plan) -> None:
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.data_rank)
         state = dataclasses.replace(plan.state)  # the plan keeps where the run began
-        if plan.resume is not None:
-            state = load_checkpoint(plan.resume, model=model, optimizer=optimizer, seed=config.run.seed, mesh=mesh)
+        if plan.resume is not None and plan.saved is not None:
+            state = load_checkpoint(
+                plan.resume, plan.saved, model=model, optimizer=optimizer, seed=config.run.seed, mesh=mesh
+            )
         schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
-        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group)
+        saver = Saver(
+            config.checkpoint,
+            plan.checkpoint_dirs,
+            model=model,
+            optimizer=optimizer,
+            first_step=state.step,
+            max_steps=plan.max_steps,
+            record=functools.partial(_record_checkpoint, memory, state),
+        )
+        saver.prepare()
+        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))
-        train(trainer)
-        finish(trainer)
+        status = train(trainer)
+        finish(trainer, status)
+    return status
 
 
-def train(trainer: Trainer) -> None:
-    """The loop: only what happens when."""
+def train(trainer: Trainer) -> int:
+    """The loop: only what happens when. Returns the exit status: 0, or that of a request to stop."""
     plan, state, config = trainer.plan, trainer.state, trainer.plan.config
     if state.step >= plan.max_steps:
         logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, plan.max_steps)
-        return
+        return 0
     batches = iter(plan.train_data)
-    watch = Stopwatch(state.step)
+    watch, guard = Stopwatch(state.step), trainer.guard
     while state.step < plan.max_steps:
         if config.run.profile_nsys and state.step == plan.state.step + 2:
             torch.cuda.profiler.start()
@@ -125,6 +153,7 @@ def train(trainer: Trainer) -> None:
         memory = trainer.memory if state.step < plan.state.step + 5 else NullMemoryTracker()
         lr = trainer.schedule.apply(state.step)
         record = functools.partial(memory.record, step=state.step)
+        guard.begin_step(state.step + 1)
         batch = next(batches)
         with memory_of_step(plan, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
             result = train_step(
@@ -136,7 +165,9 @@ def train(trainer: Trainer) -> None:
                 data_group=trainer.data_group,
                 defer_sync=config.parallel.defer_gradient_sync,
                 record=mark,
+                enter=guard.enter,
             )
+        guard.end_step(state.step + 1)
         if config.activation.clean_cache:
             release_cache(plan.device)
         state.step += 1
@@ -144,6 +175,17 @@ def train(trainer: Trainer) -> None:
         state.tokens += result.tokens
         if not result.tokens:
             logger.warning("Step %d had no valid token in any sample: its update was skipped.", state.step)
+        if result.nonfinite is not None:
+            state.skipped += 1
+            guard.nonfinite.handle(
+                step=state.step,
+                skipped=state.skipped,
+                loss=float(result.loss_sum),
+                grad_norm=float(result.grad_norm),
+                lr=lr,
+                sample_ids=batch.sample_ids.tolist(),
+                parameters=result.nonfinite,
+            )
         if config.logging.due(state.step, max_steps=plan.max_steps):
             trainer.metrics.train_step(
                 state.step,
@@ -156,31 +198,22 @@ def train(trainer: Trainer) -> None:
                 memory=memory_stats(plan.device),
             )
         if config.data.validation_freq and state.step % config.data.validation_freq == 0:
+            guard.enter("validation")
             with watch.paused():
-                trainer.metrics.validation(state.step, loss=validate(trainer))
+                trainer.val_loss = validate(trainer)
+                trainer.metrics.validation(state.step, loss=trainer.val_loss)
         with watch.paused():
-            _save_if_due(trainer)
-
-
-class Stopwatch:
-    """Seconds per training step, without validation and checkpoints."""
-
-    def __init__(self, step: int):
-        self._step, self._start = step, time.perf_counter()
-
-    def mean_seconds(self, step: int) -> float:
-        """Mean over the steps since the last call; starts anew."""
-        now = time.perf_counter()
-        mean = (now - self._start) / (step - self._step)
-        self._step, self._start = step, now
-        return mean
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens inside out."""
-        before = time.perf_counter()
-        yield
-        self._start += time.perf_counter() - before
+            counts, status = guard.agree(state.step, **trainer.saver.flags())
+            guard.enter("checkpoint")
+            _save_if_due(trainer, counts=counts, stop=status != 0)
+        if status and state.step < plan.max_steps:
+            logger.warning(
+                "Stopped on request at step %d, with a checkpoint: run again with --resume_from_checkpoint latest.",
+                state.step,
+            )
+            return status
+        trainer.val_loss = None
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +223,8 @@ class StepResult:
     loss_sum: torch.Tensor  # 0-d, this rank's sum of token losses
     tokens: int  # valid tokens of the whole global batch
     grad_norm: torch.Tensor  # 0-d
-
     data_group: dist.ProcessGroup | None  # the ranks that read different data
+    nonfinite: list[str] | None = None  # parameters of this rank's whose gradient is; None: all was well
 
     def loss(self) -> float:
         """Mean loss over the global batch's valid tokens; collective."""
@@ -210,6 +243,7 @@ def train_step(
     data_group: dist.ProcessGroup | None = None,
     defer_sync: bool = False,
     record: Callable[[str], None] = lambda tag: None,
+    enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
     """One optimizer step: count tokens, accumulate gradients, clip, update; collective.
 
@@ -220,6 +254,7 @@ def train_step(
         data_group: the ranks that read different data; None: all.
         defer_sync: reduce gradients once, after the last micro-batch.
         record: called with the name of each phase, for the memory tracker.
+        enter: called with the name of each phase, for the watchdog.
     """
     valid = torch.tensor(sum(count_valid_tokens(m["labels"]) for m in batch.microbatches), device=device)
     counted = dist.all_reduce(valid, group=data_group, async_op=True)
@@ -227,21 +262,25 @@ def train_step(
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(batch.microbatches):
         set_gradient_sync(model, last=index == len(batch.microbatches) - 1, defer=defer_sync)
+        enter("forward")
         loss = forward(model, microbatch, device)
         record("After forward")
         if index == 0:
             counted.wait()  # overlaps with the first forward
-        (loss / valid.clamp(min=1)).backward()
+        enter("backward")
+        (spread_nonfinite(loss) / valid.clamp(min=1)).backward()
         loss_sum += loss.detach()
     record("After train step")
+    enter("optimizer")
     grad_norm = clip_grad_norm_(model, grad_clip)
     tokens = int(valid)
-    if tokens:
+    nonfinite = None if bool(grad_norm.isfinite()) else nonfinite_gradients(model)
+    if tokens and nonfinite is None:
         optimizer.step()
     # Before the next forward, so that gradients and activations are never held together.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
-    return StepResult(loss_sum, tokens, grad_norm, data_group)
+    return StepResult(loss_sum, tokens, grad_norm, data_group, nonfinite)
 
 
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -274,42 +313,26 @@ def validate(trainer: Trainer) -> float:
     return float(total[0] / total[1])
 
 
-def _save_if_due(trainer: Trainer) -> None:
-    plan, step = trainer.plan, trainer.state.step
-    settings = plan.config.checkpoint
-    for directory, every, keep in zip(
-        plan.checkpoint_dirs, settings.checkpoint_freq, settings.num_kept_checkpoints, strict=True
-    ):
-        if step % every and step != plan.max_steps:
-            continue
-        started = time.perf_counter()
-        trainer.memory.record("Before ckpt (StateDictType.SHARDED_STATE_DICT)", step)
-        path = save_checkpoint(
-            directory,
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            state=trainer.state,
-            model_name=plan.model.name,
-            keep=keep,
-            extra={
-                "architecture": architecture(plan.model.hf_config),
-                "config": plan.config.flat(),
-                "data": plan.train_data.fingerprint,
-                "degrees": dataclasses.asdict(plan.degrees),
-                "global_batch_size": plan.global_batch_size,
-                "max_steps": plan.max_steps,
-            },
-        )
-        trainer.memory.record("After ckpt (StateDictType.SHARDED_STATE_DICT)", step)
-        logger.info("Saved %s (%.1f s).", path, time.perf_counter() - started)
+def _record_checkpoint(memory: MemoryTracker, state: TrainState, tag: str) -> None:
+    memory.record(tag, state.step)
 
 
-def finish(trainer: Trainer) -> None:
-    """Write the final model and the curves, and say what can be done next."""
+def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> None:
+    def manifest() -> Manifest:
+        return describe(trainer.plan, trainer.state, trainer.val_loss)
+
+    trainer.saver.after_step(counts, manifest, step=trainer.state.step, stop=stop)
+
+
+def finish(trainer: Trainer, status: int) -> None:
+    """Write the final model and the curves, and say what can be done next; collective.
+
+    A run that was asked to stop, which ``status`` tells, only closes its files.
+    """
     plan = trainer.plan
     settings = plan.config.checkpoint
     final = Path(settings.model_dir).absolute() if settings.model_dir else plan.run_dir / "final"
-    if settings.save_final_model:
+    if settings.save_final_model and not status:
         tokenizer = plan.config.data.tokenizer_name_or_dir
         export_hf(
             trainer.model,
@@ -322,29 +345,15 @@ def finish(trainer: Trainer) -> None:
     plan.train_data.close()
     if plan.validation_data is not None:
         plan.validation_data.close()
-    if plan.launch.is_main:
+    trainer.guard.part(status)
+    if plan.launch.is_main and not status:
         draw_curves(plan)
         say_how_ranks_exchanged()
         say_what_next(plan, trainer.state.step, final if settings.save_final_model else None)
 
 
-def _build_metrics(plan: Plan, flops_per_token: float) -> MetricsLogger:
-    device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
-    continues = plan.config.checkpoint.resume_from_checkpoint is not None
-    return MetricsLogger(
-        plan.config.logging,
-        run_dir=plan.run_dir,
-        flops_per_token=flops_per_token,
-        peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
-        world_size=plan.launch.world_size,
-        max_steps=plan.max_steps,
-        # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
-        resume_from=plan.state if continues else None,
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the job; returns the exit status: 0 done, 1 out of memory, 2 bad input."""
+    """Run the job; returns the exit status: 0 done, 1 failed, 2 bad input, 75 asked to stop, 130 Ctrl-C."""
     launch = Launch()
     try:
         launch = read_launch()
@@ -357,24 +366,18 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         # Every rank finds the same problems; one of each host says so.
         if launch.local_rank == 0:
-            _print_problems(error)
+            print_problems(error)
         return 2
-    try:
-        run(plan)
-    except PeerError:
-        return 2
-    except UserError as error:
-        if launch.local_rank == 0 or isinstance(error, RankError):
-            _print_problems(error)
-        return 2
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
-    else:
-        return 0
-    say_out_of_memory(plan, failure, tables)  # not before the error is gone, with the frames that hold the memory
-    return 1
+    guard = Guard(
+        config.faults,
+        launch,
+        plan.device,
+        backend=choose_backend(config.comm, plan.device),
+        run_dir=plan.run_dir,
+        timeout=config.comm.distributed_timeout,
+    )
+    with guard:
+        return run_to_end(plan, guard, functools.partial(run, plan, guard))
 
 
 def _log_to_console() -> None:
@@ -384,12 +387,6 @@ def _log_to_console() -> None:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
 
 
-def _print_problems(error: UserError) -> None:
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
-
-
 if __name__ == "__main__":
     _log_to_console()
-    sys.exit(main())
+    sys.exit(exit_status(main))

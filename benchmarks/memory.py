@@ -100,6 +100,11 @@ def steps_table(arguments: argparse.Namespace) -> list[str]:
             one.tokens_per_second / two.tokens_per_second for one, two in zip(reference, found, strict=True)
         )
         lines.append(f"| {name} | {peak:.0f} | {wanted:.0f} | {wanted / peak - 1:+.0%} | {slower:.2f} |")
+    lines += [
+        "",
+        "The prediction counts tensors and a fresh process. Resident memory is more: the C library keeps freed blocks of up to "
+        "32 MiB, which fit the next tensor badly; see docs/memory.md.",
+    ]
     return lines
 
 

@@ -154,8 +154,7 @@ def open_file(file: DataFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a file for reading.
 
     Yields:
-        (content, raw): content is decompressed; ``raw.tell()`` counts bytes of the file itself, for progress.
-        They are one object where the file is not compressed.
+        (content, raw): content is decompressed and buffered; ``raw.tell()`` counts bytes of the file, for progress.
 
     Raises:
         UserError: it is gone, cannot be read, or is a ``.gz`` that is no gzip file or ends too early.
@@ -163,7 +162,9 @@ def open_file(file: DataFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     fs, inner = filesystem_of(file.url)
     with reading(file.url), fs.open(inner, "rb") as raw:
         if not file.zipped:
-            yield raw, raw
+            # fsspec's own readline() takes no size.
+            with io.BufferedReader(raw, 1 << 20) as content:
+                yield content, raw
             return
         try:
             with gzip.GzipFile(fileobj=raw) as unzipped, io.BufferedReader(unzipped, 1 << 20) as content:

@@ -26,8 +26,10 @@ from typing import Any
 import numpy as np
 
 from smp.errors import UserError
+from smp.json_input import read_json, read_object
 
 FORMAT = 1
+TOKEN_DTYPES = ("uint16", "uint32")
 log = logging.getLogger("smp.data")
 
 
@@ -64,18 +66,26 @@ class TokenFile(Columns):
         """Map a folder written by :class:`TokenWriter`.
 
         Raises:
-            ValueError: a part is missing or has another length than ``meta.json`` says.
+            ValueError: a part has another length than ``meta.json`` says, or rows that are not its tokens.
+            KeyError, TypeError: ``meta.json`` is malformed.
+            OSError: a file is missing.
         """
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_object(folder / "meta.json")
         dtypes = {"tokens": meta["dtype"], "rows": "int64", "mask": "uint8", "labels": "int32"}
+        counts = {name: meta["counts"][name] for name in dtypes if name in meta["counts"]}
+        if meta["dtype"] not in TOKEN_DTYPES or counts.keys() != meta["counts"].keys():
+            raise ValueError(f"{folder}/meta.json is damaged")
         parts: dict[str, np.ndarray] = {}
-        for part, count in meta["counts"].items():
+        for part, count in counts.items():
             if (folder / f"{part}.bin").stat().st_size != count * np.dtype(dtypes[part]).itemsize:
                 raise ValueError(f"{folder / part}.bin is damaged")
             # A plain view: slicing the memmap class itself costs several times as much.
             parts[part] = np.memmap(folder / f"{part}.bin", dtype=dtypes[part], mode="r").view(np.ndarray)
-        mask, labels = parts.get("mask"), parts.get("labels")
-        return cls(parts["tokens"], parts["rows"], mask, labels, folder=folder, highest=meta["highest"])
+        tokens, rows, mask, labels = parts["tokens"], parts["rows"], parts.get("mask"), parts.get("labels")
+        besides = [len(part) for part in (mask, labels) if part is not None]
+        if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
+            raise ValueError(f"{folder} has rows that are not its tokens")
+        return cls(tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]))
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
         return TokenFile.open, (self.folder,)
@@ -86,7 +96,7 @@ class TokenWriter:
 
     Args:
         folder: an empty folder.
-        dtype: ``uint16`` or ``uint32``.
+        dtype: one of ``TOKEN_DTYPES``.
     """
 
     def __init__(self, folder: Path, dtype: str):
@@ -207,15 +217,15 @@ def cached(
 def recorded(cache_dir: str | None, name: str, key: list[Any], compute: Callable[[], Any]) -> Any:
     """A small result that is slow to compute, kept as JSON in the cache folder.
 
-    Args and errors as :func:`cached`; ``compute`` returns what JSON can hold.
+    Args and errors as :func:`cached`; ``compute`` returns what JSON can hold, and not None.
     """
     final, lock = _place(cache_dir, name, key)
-    if final.exists():
-        return json.loads(final.read_text())
+    if (found := _recorded(final)) is not None:
+        return found
     try:
         with lock:
-            if final.exists():
-                return json.loads(final.read_text())
+            if (found := _recorded(final)) is not None:
+                return found
             value = compute()
             partial = final.with_name(f"{final.name}.partial")
             partial.write_text(json.dumps(value))
@@ -247,6 +257,16 @@ def _open_whole(folder: Path) -> TokenFile | None:
         return None
     try:
         return TokenFile.open(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         log.warning("token cache %s is damaged (%s); it is built again", folder, error)
+        return None
+
+
+def _recorded(file: Path) -> Any:
+    if not file.exists():
+        return None
+    try:
+        return read_json(file)
+    except (OSError, ValueError) as error:
+        log.warning("token cache %s is damaged (%s); it is built again", file, error)
         return None

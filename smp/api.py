@@ -43,7 +43,6 @@ _current: _Initialized | None = None
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
 _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "sm_activation_offloading": ((False, True), "use True or False, and apply smp.offload_wrapper to the model"),
-    "fsdp_cache_flush_warnings": ((False,), "these warnings are not in this version; leave it out"),
     "allow_empty_shards": ((True, False), "use True or False; fully_shard always allows empty shards"),
 }
 
@@ -201,7 +200,7 @@ def offload_wrapper(model: nn.Module, *, horizon: int | None = None, directory: 
         directory: on a fast local disk; None: host memory.
 
     Raises:
-        UserError: no block was checkpointed, or the directory cannot be written.
+        UserError: no block was checkpointed, a horizon below 1, or the directory cannot be written.
     """
     blocks = checkpointed_blocks(model)
     if not blocks:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
+from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
 
 CHUNK_TOKENS = 1024
@@ -139,9 +140,16 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a label is neither ignored nor in the vocabulary.
+        UserError: ``chunk_tokens`` below 1.
     """
+    _check_chunk(chunk_tokens)
     check_labels(labels, vocabulary or weight.shape[0])
     return _LinearLoss.apply(hidden, weight, bias, labels, chunk_tokens, split, z_loss)
+
+
+def _check_chunk(tokens: int) -> None:
+    if tokens < 1:
+        raise UserError(f"chunk_tokens must be at least 1, got {tokens}: {CHUNK_TOKENS} is a good number")
 
 
 def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -165,7 +173,11 @@ def chunk_loss(
             :func:`smp.transform`, if that is used.
         head: path of the output projection, an ``nn.Linear``.
         chunk_tokens, z_loss: as for :func:`linear_cross_entropy`.
+
+    Raises:
+        UserError: ``chunk_tokens`` below 1.
     """
+    _check_chunk(chunk_tokens)
     split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
     projection = model.get_submodule(head)
     forward, project = model.forward, projection.forward

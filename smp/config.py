@@ -153,6 +153,9 @@ class ParallelConfig(Section):
         True,
         "With backend smddp, gather parameters (on CPUs also reduce gradients) in memory that a host's ranks share.",
     )
+    fsdp_cache_flush_warnings: bool = setting(
+        True, "On GPUs: warn when memory was so short that the allocator had to flush its cache, which stalls the GPU."
+    )
     limit_all_gathers: bool = setting(
         True, "FSDP1's rate limiter.", no_effect="fully_shard bounds the gathers in flight by itself"
     )

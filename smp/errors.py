@@ -1,7 +1,7 @@
-"""The errors a user can mend.
+"""The errors that end a run with a sentence.
 
-``UserError`` is the one exception the command line turns into a sentence and exit status 2. Everything else is
-a defect and keeps its traceback.
+``UserError`` is what the user can mend in what was given: exit status 2. ``RunError`` is what went wrong outside, a
+full disk or a diverged run: exit status 1. Everything else is a defect and keeps its traceback.
 """
 
 
@@ -14,7 +14,16 @@ class RankError(UserError):
 
 
 class PeerError(UserError):
-    """Another rank has found what ends the job, and says so itself."""
+    """Another rank has ended the job, and says why itself.
+
+    Args:
+        text: what this rank has to say of it.
+        status: the exit status of the job.
+    """
+
+    def __init__(self, text: str, *, status: int = 2):
+        super().__init__(text)
+        self.status = status
 
 
 class ConfigError(UserError):
@@ -27,3 +36,21 @@ class ConfigError(UserError):
     def __init__(self, problems: list[str]):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not as it was written.
+
+    Args:
+        path: its directory.
+        problems: what is wrong, each naming a file or tensor.
+    """
+
+    def __init__(self, path: object, problems: list[str]):
+        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+        super().__init__(f"checkpoint {path} is damaged: {shown}; resume from another one")
+        self.problems = list(problems)
+
+
+class RunError(RuntimeError):
+    """The run cannot go on, through no fault of what was given; the text says all there is to say."""

@@ -37,7 +37,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter] | nn.Module, max_norm: fl
         max_norm: the bound; 0 or infinity only measures.
 
     Returns:
-        The norm before clipping, a 0-d tensor, the same on every rank.
+        The norm before clipping, a 0-d tensor, the same on every rank. If it is not finite, nothing is scaled.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -58,6 +58,8 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter] | nn.Module, max_norm: fl
     if max_norm > 0 and not math.isinf(max_norm):
         # The same formula as torch.nn.utils.clip_grad_norm_, so that runs compare with other trainers.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # Left as they are, they still tell where it came from.
+        scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
         for gradients in local.values():
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm

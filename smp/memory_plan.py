@@ -64,6 +64,7 @@ class Workload:
     selective: bool = False  # with activation checkpointing: every other product and attention are kept
     offload_horizon: int = 0  # with activation offloading: blocks whose activations stay; 0: no offloading
     cpu_offload: bool = False  # parameters, gradients and optimizer state are in host memory, the device being another
+    checkpoint_copy: bool = False  # parameters and optimizer state are copied, on the same device, to be written meanwhile
     attention_matrix: bool = False  # whether scores of the whole sequence exist (eager attention)
 
 
@@ -147,6 +148,7 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
         "parameters": on_device,
         "gradients": on_device,
         "optimizer state": 2 * on_device,
+        "checkpoint copy": 3 * on_device if work.checkpoint_copy else 0,
         # Also in a group of one, where gathering is a copy.
         "gathered parameters": gathered * work.compute_bytes,
         "gradients before reduction": 2 * unit * fp32,

@@ -19,6 +19,7 @@ from smp.chunked_loss import chunk_loss
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import ConfigError, UserError
+from smp.memory_warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
@@ -116,6 +117,8 @@ def parallelize(
     shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype, cpu_offload=activation.cpu_offload)
     if sum(1 for _ in model.parameters()) != tied_before:
         raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")
+    if parallel.fsdp_cache_flush_warnings:
+        warn_of_cache_flushes(model, mesh.device_type)
     return model
 
 

@@ -11,13 +11,14 @@ import dataclasses
 import datetime
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
 from smp.config import CommConfig
-from smp.errors import PeerError, RankError, UserError
+from smp.errors import RankError, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,21 @@ def read_launch() -> Launch:
     rank, world_size, local_rank, local_world_size = (int(values[name] or 0) for name in names)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Launch(rank, world_size, local_rank, local_world_size, int(restart) if restart.isdigit() else 0)
+
+
+def launcher_serves_store() -> bool:
+    """Whether the job's store is served by its launcher, which outlives its workers, and not by rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launcher_pid() -> int | None:
+    """The process that started this one, if that is a launcher without which it should not go on."""
+    return os.getppid() if os.environ.get("TORCHELASTIC_RUN_ID") else None
+
+
+def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with changes, for one to be started."""
+    return {**os.environ, **changes}
 
 
 def data_channel(name: str) -> str | None:
@@ -131,36 +147,80 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
 
 
-_ENDED = "smp/ended"
+START_SECONDS = 300.0  # how long a job waits for all its processes; less if --distributed_timeout is
 
 
-@contextlib.contextmanager
-def _ending_together(launch: Launch) -> Iterator[None]:
-    """Tell the other ranks of a user error that only this one sees: they would report a lost connection instead.
-
-    They still do if the rank is the one that serves the store, as rank 0 does without a launcher.
+def _open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, str]:
+    """The store through which the processes find each other, and its address: the launcher's, or rank 0's own.
 
     Raises:
-        PeerError: another rank ended with one.
+        UserError: the environment does not say where it is.
+        RankError: it cannot be reached, or not be served.
     """
-    store = dist.distributed_c10d._get_default_store()
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not (port or "").isdigit() or not 0 < int(port or 0) < 2**16:
+        raise UserError(
+            f"MASTER_ADDR={host or ''} and MASTER_PORT={port or ''} do not say where rank 0 is: start with torchrun, "
+            f"or set both, the same for all processes"
+        )
+    where = f"{host}:{port}"
+    serves = launch.rank == 0 and not launcher_serves_store()
     try:
-        yield
-    except RankError:
-        store.set(_ENDED, str(launch.rank))
-        raise
-    except RuntimeError as error:  # torch's for a failed collective
-        with contextlib.suppress(RuntimeError):  # the store is gone, too
-            if store.check([_ENDED]):
-                raise PeerError(f"rank {store.get(_ENDED).decode()} has ended the job and said why") from error
-        raise
+        store = dist.TCPStore(
+            host, int(port or 0), is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = re.sub(r"\s*Exception raised from.*", "", (str(error).splitlines() or [""])[0])
+        if serves:
+            raise RankError(
+                f"rank 0 cannot serve the job's store at {where} ({reason}): choose another MASTER_PORT, and an "
+                f"address of this host as MASTER_ADDR"
+            ) from None
+        raise RankError(
+            f"rank {launch.rank} does not reach the job's store at {where} within {limit.total_seconds():g} s "
+            f"({reason}): see that rank 0 was started, and that MASTER_ADDR and MASTER_PORT are the same for all processes"
+        ) from None
+    if launch.local_world_size == launch.world_size:
+        # The launcher's store outlives a restart, and with it where the processes before listened. On several hosts
+        # the launchers do not count restarts alike.
+        return dist.PrefixStore(f"attempt{launch.restart}", store), where
+    return store, where
+
+
+def _await_everyone(store: dist.Store, launch: Launch, limit: datetime.timedelta, where: str) -> None:
+    """Wait until all processes of the job have come.
+
+    Raises:
+        RankError: naming those that have not.
+    """
+    keys = [f"started{rank}" for rank in range(launch.world_size)]
+    try:
+        store.set(keys[launch.rank], "1")
+        store.wait(keys, limit)
+    except RuntimeError:
+        try:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            raise RankError(
+                f"rank {launch.rank} has lost the job's store at {where} while it waited for the other ranks: see why "
+                f"the process that serves it has ended"
+            ) from None
+        raise RankError(
+            f"rank(s) {', '.join(missing)} of {launch.world_size} have not come to {where} within "
+            f"{limit.total_seconds():g} s: start as many processes as WORLD_SIZE says ({launch.world_size}), and see "
+            f"whether they failed"
+        ) from None
 
 
 @contextlib.contextmanager
 def process_group(
     comm: CommConfig, launch: Launch, device: torch.device, *, cpu_offload: bool = False
 ) -> Iterator[None]:
-    """Start torch.distributed for the job and stop it at the end, also for a job of one process."""
+    """Start torch.distributed for the job and stop it at the end, also for a job of one process.
+
+    Raises:
+        RankError: the processes do not find each other.
+    """
     backend = choose_backend(comm, device)
     if cpu_offload and backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"  # gradients in host memory have a norm, too
@@ -170,10 +230,20 @@ def process_group(
     if launch.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+        limit = min(timeout, datetime.timedelta(seconds=START_SECONDS))
+        store, where = _open_store(launch, limit)
+        _await_everyone(store, launch, limit, where)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
     try:
-        with _ending_together(launch):
-            yield
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -13,11 +13,13 @@ class TrainState:
         step: optimizer updates done.
         samples: global samples consumed, which is the position in the data stream.
         tokens: valid (predicted) tokens consumed over all ranks.
+        skipped: steps whose update was left out, as its numbers were not finite.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped: int = 0
 
     def state_dict(self) -> dict[str, int]:
         """The numbers as JSON."""

@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed import TCPStore
@@ -80,14 +82,47 @@ def _serve_store(port: int) -> None:
         signal.pause()
 
 
-def run_job(
-    *argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None, prepare=None
-) -> Outcome:
-    """Run the job with the given words; everything in fresh processes that inherit this one's imports.
+class RunningJob:
+    """A job whose processes run; made by :func:`running_job`."""
 
-    ``data_limit`` is the most bytes that each process may allocate; ``prepare(rank)`` is called in each first, and
-    another process then serves the job's store, as torchrun does.
-    """
+    def __init__(self, processes: list, output: pathlib.Path):
+        self.processes, self._output = processes, output
+
+    @property
+    def pids(self) -> list[int]:
+        """By rank."""
+        return [process.pid for process in self.processes]
+
+    @property
+    def output(self) -> str:
+        """What they have printed so far."""
+        return self._output.read_text()
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to some ranks, or to all if none is named."""
+        for rank in ranks or range(len(self.processes)):
+            os.kill(self.pids[rank], number)
+
+    def wait_until(self, reached: Callable[[], object], seconds: float = 60) -> None:
+        """Wait until ``reached()`` is true, while all ranks run."""
+        end = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < end and all(process.is_alive() for process in self.processes), self.output
+            time.sleep(0.01)
+
+    def wait(self, timeout: float = 120) -> Outcome:
+        """Wait for the ranks' ends; -1 is the status of one that has not ended in time."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        return Outcome([-1 if p.exitcode is None else p.exitcode for p in self.processes], self.output)
+
+
+@contextlib.contextmanager
+def running_job(
+    *argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None
+) -> Iterator[RunningJob]:
+    """Start the job with the given words; what still runs in the end is killed. Arguments: as of `run_job`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,14 +138,24 @@ def run_job(
             server.start()
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(timeout)
-        statuses = [-1 if process.exitcode is None else process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-        if prepare is not None:
-            server.kill()
-        return Outcome(statuses, pathlib.Path(output.name).read_text())
+        try:
+            yield RunningJob(processes, pathlib.Path(output.name))
+        finally:
+            for process in processes if prepare is None else [*processes, server]:
+                process.kill()
+                process.join()
+
+
+def run_job(
+    *argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None, prepare=None
+) -> Outcome:
+    """Run the job with the given words; everything in fresh processes that inherit this one's imports.
+
+    ``data_limit`` is the most bytes that each process may allocate; ``prepare(rank)`` is called in each first, and
+    another process then serves the job's store, as torchrun does.
+    """
+    with running_job(*argv, world_size=world_size, data_limit=data_limit, prepare=prepare) as job:
+        return job.wait(timeout * world_size)
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import os
 import resource
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +16,9 @@ from torch import nn
 
 from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.activation_offload import DiskStore, HostStore, apply_activation_offload
-from smp.errors import UserError
+from smp.config import ActivationConfig
+from smp.errors import ConfigError, UserError
+from smp.memory_profile import profile_memory
 from tests.parity import build_reference, global_batch
 
 
@@ -125,6 +131,33 @@ def test_blocks_come_ahead_of_use(horizon, tmp_path):
         assert f"done {index + horizon}" not in made.order[:loaded], (index, made.order)
 
 
+class Attending(nn.Module):
+    """A block whose backward needs its parameter as it is, a view of it, its input and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(32, 32))
+
+    def forward(self, hidden_states, mask):
+        return torch.relu(hidden_states @ self.weight * mask) @ self.weight.view(2, 16, 32).reshape(32, 32).t()
+
+
+def test_parameters_and_what_blocks_share_stay(tmp_path):
+    blocks = [Attending() for _ in range(4)]
+    made = Counting(DiskStore(tmp_path))
+    memory = []
+    put = made.put
+    made.put = lambda tensor: memory.append(tensor.untyped_storage().data_ptr()) or put(tensor)
+    apply_activation_offload(blocks, made, horizon=1, minimum_bytes=0)
+    mask, hidden = torch.rand(64, 32), torch.rand(64, 32).requires_grad_()
+    for block in blocks:
+        hidden = block(hidden, mask)
+    stay = {tensor.untyped_storage().data_ptr() for tensor in (mask, *(block.weight for block in blocks))}
+    assert len(memory) >= 2 * 3 and stay.isdisjoint(memory)
+    hidden.sum().backward()
+    assert made.loads == made.puts
+
+
 def test_a_change_in_place_is_noticed(tmp_path):
     block = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid())
     apply_activation_offload([block, nn.Linear(32, 32)], DiskStore(tmp_path), horizon=1, minimum_bytes=0)
@@ -166,6 +199,70 @@ def test_places_are_used_again(tmp_path):
     with torch.no_grad():
         model(global_batch(0)[0])
     assert os.fstat(store.descriptor).st_size == size
+
+
+def test_a_store_that_is_gone_leaves_neither_file_nor_descriptor(tmp_path):
+    store = DiskStore(tmp_path)
+    descriptor = str(store.descriptor)
+    stored = store.put(torch.ones(5000))
+    assert stored.load()().sum() == 5000 and descriptor in os.listdir("/proc/self/fd")
+    threads = [*store.writer._threads, *store.reader._threads]
+    del store, stored
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert descriptor not in os.listdir("/proc/self/fd") and list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_may_be_freed_while_a_place_is_taken(tmp_path):
+    """As a garbage collection does, which may come at any time in the same thread."""
+    store, found = DiskStore(tmp_path), []
+
+    def free_inside():
+        with store._lock:
+            store.give_back(0, 100)
+        found.append(store.take(100))
+
+    thread = threading.Thread(target=free_inside, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [0]
+
+
+def test_horizons_that_make_no_sense(tmp_path, caplog):
+    for horizon in (0, -1):
+        with pytest.raises(UserError, match=f"activation_loading_horizon must be at least 1, got {horizon}"):
+            apply_activation_offload([nn.Linear(2, 2)], DiskStore(tmp_path), horizon=horizon)
+    with pytest.raises(ConfigError, match="--activation_loading_horizon must be at least 1, got 0"):
+        ActivationConfig(activation_loading_horizon=0)
+    with caplog.at_level("WARNING", logger="smp"), mock.patch.object(logging.getLogger("smp"), "propagate", True):
+        apply_activation_offload([nn.Linear(2, 2), nn.Linear(2, 2)], DiskStore(tmp_path), horizon=1)
+        assert not caplog.messages
+        apply_activation_offload([nn.Linear(2, 2), nn.Linear(2, 2)], DiskStore(tmp_path), horizon=2)
+    assert caplog.messages == [
+        "Nothing is offloaded: the model has 2 blocks, and activation_loading_horizon keeps the last 2."
+    ]
+
+
+def test_what_stays_on_the_device_does_not_grow_with_layers(tmp_path):
+    hidden_state = 512 * 32 * 4
+
+    def kept(layers: int, offload: bool) -> int:
+        """Bytes of activations at the peak of a forward and backward."""
+        blocks = nn.ModuleList(Noting(index, []) for index in range(layers))
+        apply_activation_checkpointing(blocks)
+        if offload:
+            apply_activation_offload(list(blocks), DiskStore(tmp_path), horizon=2, minimum_bytes=0)
+        with profile_memory(blocks) as account:
+            hidden = torch.randn(512, 32, requires_grad=True) * 1
+            for block in blocks:
+                hidden = block(hidden)
+            hidden.sum().backward()
+        return max(account.timeline(10**6).categories["activations"])
+
+    assert kept(6, True) == kept(12, True) == kept(24, True)
+    assert kept(24, False) - kept(12, False) == 12 * hidden_state
 
 
 def test_a_full_or_missing_directory(tmp_path):

@@ -89,7 +89,9 @@ SETTINGS = [
     (["--z_loss", 1e-4, "--loss_chunk_tokens", 0], "--z_loss needs --loss_chunk_tokens above 0"),
     (["--z_loss", -1], "--z_loss must be at least 0, got -1"),
     (["--distributed_backend", "smdp"], "--distributed_backend takes .*smddp.*got 'smdp'"),
-    (["--checkpoint_type", "async_sharded"], "--checkpoint_type async_sharded is not available: .*use sharded"),
+    (["--checkpoint_type", "async"], "--checkpoint_type takes sharded, local, .*, got 'async'; did you mean"),
+    (["--checkpoint_type", "local", "--num_kept_checkpoints", 1], "--num_kept_checkpoints must be at least 2 with"),
+    (["--checkpoint_freq", "often"], "--checkpoint_freq takes one or more of a whole number or auto, got 'often'"),
     (["--checkpoint_dir", "s3://bucket/x"], "s3://bucket/x: .*not in this version; give a directory"),
     (["--model_type", "gpt2"], "--model_type gpt2 is not available: .*use gpt_neox"),
     (["--finetune", 1], "--finetune 1 needs --pretrained_model_name .*or --pretrained_checkpoint_file"),
@@ -217,7 +219,7 @@ def test_pretrained_weights(name, pattern, refused, tmp_path):
 
 def damage(kind: str, checkpoint: pathlib.Path) -> None:
     (tensors,) = checkpoint.glob("*.safetensors")
-    state = checkpoint / "state.json"
+    state = checkpoint / "manifest.json"
     match kind:
         case "deleted":
             tensors.unlink()
@@ -237,16 +239,18 @@ def damage(kind: str, checkpoint: pathlib.Path) -> None:
         ("deleted", "checkpoint .*llama_v2-1steps is damaged: .*safetensors is missing; resume from another one"),
         ("truncated", "is damaged: .*safetensors has [0-9]+ bytes instead of [0-9]+; resume from another one"),
         ("foreign", "is damaged: extra.safetensors does not belong to it; resume from another one"),
-        ("state cut", "state.json cannot be read .*; resume from another one"),
-        ("state emptied", "is damaged: state.json lists no files; resume from another one"),
+        ("state cut", "manifest.json does not match its own checksum; resume from another one"),
+        ("state emptied", "manifest.json does not match its own checksum; resume from another one"),
     ],
 )
 def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
     shutil.copytree(finished, tmp_path / "copy")
     damage(kind, tmp_path / "copy" / "checkpoints" / "llama_v2-1steps")
     before = snapshot(tmp_path / "copy")
-    words = ["--output_dir", tmp_path / "copy", "--resume_from_checkpoint", "latest"]
-    expect(refused(*LLAMA, *SYNTHETIC, *words), pattern)
+    path = tmp_path / "copy" / "checkpoints" / "llama_v2-1steps"
+    words = ["--output_dir", tmp_path / "copy", "--resume_from_checkpoint"]
+    expect(refused(*LLAMA, *SYNTHETIC, *words, path), pattern)
+    expect(refused(*LLAMA, *SYNTHETIC, *words, "latest"), "none of the 1 checkpoints in .* is whole: run `smp verify")
     assert snapshot(tmp_path / "copy") == before
 
 

@@ -1,4 +1,4 @@
-"""The layout on disk: what counts as a checkpoint, which one is chosen, what is refused."""
+"""Checkpoints: the format, what counts as one, which is chosen, what is refused, and any layout from any other."""
 
 from __future__ import annotations
 
@@ -8,22 +8,36 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers  # noqa: F401  imported before the ranks are forked
 from safetensors import safe_open
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint import checkpointer
-from smp.checkpoint.checkpointer import architecture, check_architecture, load_checkpoint, save_checkpoint
+from smp.checkpoint import writer
+from smp.checkpoint.checkpointer import check_architecture, load_checkpoint, model_entry, save_checkpoint
+from smp.checkpoint.files import Piece, new_digest, read_header, shown, strict_json, write_tensors
 from smp.checkpoint.layout import (
     choose_checkpoint,
     find_checkpoints,
-    prune,
     publish,
-    read_state,
+    quick_problem,
     refuse_foreign,
     refuse_older_branch,
-    write_json,
 )
+from smp.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Chunk,
+    Manifest,
+    TensorEntry,
+    coverage_problem,
+    encode,
+    problems_of_files,
+    read_manifest,
+    written_files,
+)
+from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.retention import prune
 from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.models.registry import family_of
@@ -35,12 +49,127 @@ from tests.parity import Layout, build_reference, rank_batch, tiny_config
 from train_lib import train_step
 
 
-def make(directory, step, name="m"):
+def make(directory, step, name="m", val_loss=None, kind="sharded"):
+    """A checkpoint of one tensor, written as the job writes them."""
     path = directory / f"{name}-{step}steps"
     path.mkdir(parents=True)
-    (path / "a.safetensors").write_bytes(b"1234")
-    write_json(path / "state.json", {"format": 1, "files": {"a.safetensors": 4}})
+    value = torch.arange(6, dtype=torch.float32).reshape(2, 3) + step
+    file = write_tensors(path / "a.safetensors", [Piece("w", value, (0, 0))])
+    entry = TensorEntry(torch.float32, (2, 3), (Chunk("a.safetensors", (0, 0), (2, 3)),))
+    manifest = Manifest(
+        kind=kind, step=step, world_size=1, degrees={}, model={"name": name, "config": {}}, run={"val_loss": val_loss},
+        files=written_files([file]), tensors={"w": entry}, saved_at="2026-01-01T00:00:00+00:00",
+    )  # fmt: skip
+    (path / MANIFEST_FILE).write_bytes(encode(manifest))
     return path
+
+
+def test_a_manifest_is_read_back_as_it_was_written(tmp_path):
+    path = make(tmp_path, 7, val_loss=1.5)
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.kind, manifest.run) == (7, "sharded", {"val_loss": 1.5})
+    assert manifest.tensors["w"].chunks == (Chunk("a.safetensors", (0, 0), (2, 3)),)
+    assert problems_of_files(path, manifest, content=True) == [] and quick_problem(path) is None
+    with CheckpointReader(path, manifest) as reader:
+        assert reader.read("w").tolist() == [[7, 8, 9], [10, 11, 12]]
+        assert reader.read("w", (1, 1), (1, 2)).tolist() == [[11, 12]]
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
+    path = make(tmp_path, 7)
+    file = path / MANIFEST_FILE
+    good = file.read_bytes()
+    for position in range(len(good) * 8):
+        data = bytearray(good)
+        data[position // 8] ^= 1 << position % 8
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=r"does not match its own checksum"):
+            read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m | {"schema": 2, "versions": {"smp": "9.1"}}, r"schema 2 .* reads up to 1: .* by smp 9\.1, resume with"),
+        (lambda m: m | {"unknown": 1}, None),
+        (lambda m: m | {"schema": "1"}, "names no schema"),
+        (lambda m: m | {"kind": "odd"}, "malformed"),
+        (lambda m: m | {"step": -1}, "out of range"),
+        (lambda m: m | {"files": [["../a.safetensors", 1, "d"]]}, "no name of a file"),
+        (lambda m: m | {"files": m["files"] * 2}, "given twice"),
+        (lambda m: m | {"tensors": {"w": ["F32", [2, 4], m["tensors"]["w"][2]]}}, "w has parts that leave holes"),
+        (lambda m: m | {"tensors": {"w": ["F32", [2**70, 3], []]}}, "out of range"),
+        (lambda m: m | {"tensors": {"w": ["F32", [2, 3], [[5, [0, 0], [2, 3]]]]}}, "malformed"),
+        (lambda m: m | {"tensors": {"w": ["object", [2, 3], []]}}, "malformed"),
+        (lambda m: m | {"run": []}, "run is no object"),
+    ],
+)  # fmt: skip
+def test_manifests_that_say_what_cannot_be(change, said, tmp_path):
+    path = make(tmp_path, 7)
+    content = json.loads((path / MANIFEST_FILE).read_bytes())
+    del content["checksum"]
+    body = json.dumps(change(content)).encode()[1:]
+    digest = writer_digest(body)
+    (path / MANIFEST_FILE).write_bytes(b'{"checksum":"' + digest.encode() + b'",' + body)
+    if said is None:  # what a later version of the same schema may add
+        assert read_manifest(path).step == 7
+        return
+    with pytest.raises(UserError, match=said):
+        read_manifest(path)
+
+
+def writer_digest(data: bytes) -> str:
+    digest = new_digest()
+    digest.update(data)
+    return shown(digest)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "problem"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 3), (4, 2))], None),
+        ([((0, 0), (4, 3)), ((0, 3), (2, 2)), ((2, 3), (2, 2))], None),
+        ([((0, 0), (4, 4))], "holes or overlap"),
+        ([((0, 0), (4, 3)), ((0, 2), (4, 2))], "overlap"),
+        ([((0, 0), (4, 5)), ((0, 0), (4, 5))], "holes or overlap"),
+        ([((0, 0), (4, 6))], "beyond"),
+        ([((0, 0), (4, 5)), ((0, 0), (0, 5))], "empty"),
+        ([((0,), (20,))], "another rank"),
+        ([], "holes"),
+    ],
+)
+def test_coverage(chunks, problem):
+    found = coverage_problem(TensorEntry(torch.float32, (4, 5), tuple(Chunk("f", o, n) for o, n in chunks)))
+    assert (found is None) if problem is None else problem in found
+
+
+def test_coverage_of_a_scalar_and_of_nothing():
+    assert coverage_problem(TensorEntry(torch.float32, (), (Chunk("f", (), ()),))) is None
+    assert coverage_problem(TensorEntry(torch.float32, (), ())) is not None
+    assert coverage_problem(TensorEntry(torch.float32, (0, 4), ())) is None
+
+
+def test_files_are_safetensors_of_every_dtype(tmp_path):
+    tensors = {
+        "f64": torch.randn(3, dtype=torch.float64), "bf16": torch.randn(5).bfloat16(), "i8": torch.tensor([1, -2], dtype=torch.int8),
+        "bool": torch.tensor([True, False, True]), "scalar": torch.tensor(2.5), "f16": torch.randn(2, 2).half(),
+    }  # fmt: skip
+    written = write_tensors(tmp_path / "a.safetensors", [Piece(k, v, (0,) * v.dim()) for k, v in tensors.items()])
+    assert written.size == (tmp_path / "a.safetensors").stat().st_size
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        for name, value in tensors.items():
+            assert torch.equal(file.get_tensor(name), value) and file.get_tensor(name).dtype == value.dtype
+    with open(tmp_path / "a.safetensors", "rb") as file:
+        assert {k: v.shape for k, v in read_header(file.fileno()).items()} == {
+            k: tuple(v.shape) for k, v in tensors.items()
+        }
+
+
+def test_json_with_a_key_twice_or_nested_too_deep():
+    with pytest.raises(ValueError, match="twice"):
+        strict_json(b'{"a": 1, "a": 2}')
+    with pytest.raises(ValueError, match="deep"):
+        strict_json(b"[" * 200_000)
 
 
 def test_finds_complete_checkpoints_of_this_model_only(tmp_path):
@@ -65,23 +194,42 @@ def test_choice(tmp_path):
         choose_checkpoint(str(tmp_path / "a"), [], "m")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "extra", "json", "format"])
-def test_damage_is_named(damage, tmp_path):
+DAMAGE = {
+    "truncated": (lambda path: os.truncate(path / "a.safetensors", 100), "a.safetensors has 100 bytes instead of"),
+    "missing": (lambda path: (path / "a.safetensors").unlink(), "a.safetensors is missing"),
+    "extra": (lambda path: (path / "b.safetensors").write_bytes(b""), "b.safetensors does not belong"),
+    "a link": (lambda path: (path / "a.safetensors").rename(path.parent / "x") and (path / "a.safetensors").symlink_to("../x"), "regular"),
+    "manifest": (lambda path: (path / MANIFEST_FILE).write_text("{"), "checksum"),
+    "replayed": (lambda path: (path / MANIFEST_FILE).write_bytes((path.parent / "m-1steps" / MANIFEST_FILE).read_bytes()), "of step 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_latest_passes_over_a_damaged_one_and_a_path_does_not(damage, tmp_path, caplog):
+    older, path = make(tmp_path, 1), make(tmp_path, 2)
+    assert choose_checkpoint("latest", [tmp_path], "m") == path
+    action, said = DAMAGE[damage]
+    action(path)
+    with pytest.raises(UserError, match=said):
+        choose_checkpoint(str(path), [tmp_path], "m")
+    assert choose_checkpoint("latest", [tmp_path], "m") == older
+    assert len(caplog.records) == 1 and said in caplog.text
+    action(older) if damage != "replayed" else os.truncate(older / "a.safetensors", 3)
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is whole: run `smp verify"):
+        choose_checkpoint("latest", [tmp_path], "m")
+
+
+def test_a_changed_bit_of_a_file_is_found_by_reading_it(tmp_path):
     path = make(tmp_path, 1)
-    read_state(path)
-    match damage:
-        case "truncated":
-            (path / "a.safetensors").write_bytes(b"12")
-        case "missing":
-            (path / "a.safetensors").unlink()
-        case "extra":
-            (path / "b.safetensors").write_bytes(b"")
-        case "json":
-            (path / "state.json").write_text("{")
-        case "format":
-            write_json(path / "state.json", {"format": 2, "files": {}})
-    with pytest.raises(UserError, match=r"has 2 bytes instead of 4|is missing|does not belong|cannot be read|format 2"):
-        read_state(path)
+    file = path / "a.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    manifest = read_manifest(path)
+    assert problems_of_files(path, manifest, content=False) == []
+    assert problems_of_files(path, manifest, content=True) == [
+        "a.safetensors is not as it was written (its digest differs)"
+    ]
 
 
 def test_publish_replaces_the_link_and_prune_keeps_the_newest(tmp_path):
@@ -91,13 +239,29 @@ def test_publish_replaces_the_link_and_prune_keeps_the_newest(tmp_path):
     fresh.rename(tmp_path / "m-4steps.tmp")
     publish(tmp_path / "m-4steps.tmp", tmp_path / "m-4steps")
     assert os.readlink(tmp_path / "latest") == "m-4steps"
-    (tmp_path / "m-9steps.tmp").mkdir()
-    prune(tmp_path, "m", 2)
+    prune(tmp_path, "m", keep=2)
     assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-3steps", "m-4steps"]
 
 
+def test_prune_keeps_the_best(tmp_path):
+    for step, loss in enumerate([3.0, 1.0, 2.0, None, 1.0, 4.0, 5.0], start=1):
+        make(tmp_path, step, val_loss=loss)
+    prune(tmp_path, "m", keep=1, keep_best=2)
+    assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-2steps", "m-5steps", "m-7steps"]
+    assert os.readlink(tmp_path / "best") == "m-5steps"
+
+
+def test_prune_does_not_count_a_damaged_one_as_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    for step in (1, 3, 4):
+        os.truncate(tmp_path / f"m-{step}steps" / "a.safetensors", 5)
+    prune(tmp_path, "m", keep=1)
+    assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-2steps", "m-3steps", "m-4steps"]
+
+
 def test_another_model_is_refused_with_every_difference(tmp_path):
-    saved = architecture(tiny_config("llama_gqa"))
+    saved = model_entry("m", tiny_config("llama_gqa"))["config"]
     check_architecture(tmp_path, saved, tiny_config("llama_gqa"))
     saved |= {"hidden_size": 64, "num_hidden_layers": 9}
     with pytest.raises(UserError, match=r"hidden_size 64 there, 32 here; num_hidden_layers 9 there, 3 here"):
@@ -120,14 +284,19 @@ def whole(model, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def describe(model, step, world_size) -> Manifest:
+    return Manifest(
+        kind="sharded", step=step, world_size=world_size, degrees={"tp": 1}, model=model_entry("m", model.config),
+        run={"progress": {"step": step, "samples": 16, "tokens": 99}},
+    )  # fmt: skip
+
+
 def _save(folder, name, layout):
     model, optimizer = build(layout, name)
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(2):
         train_step(model, optimizer, rank_batch(step, rank, size, 1), device=torch.device("cpu"), grad_clip=1.0)
-    extra = {"architecture": architecture(model.config)}
-    state = TrainState(step=2, samples=16, tokens=99)
-    save_checkpoint(folder, model=model, optimizer=optimizer, state=state, model_name="m", extra=extra, keep=1)
+    save_checkpoint(folder, model=model, optimizer=optimizer, manifest=describe(model, 2, size))
     tensors = whole(model, optimizer)
     if rank == 0:
         torch.save(tensors, folder / "whole.pt")
@@ -138,7 +307,9 @@ def _load(folder, name, layouts):
     for layout in layouts:
         model, optimizer = build(layout, name)
         path = folder / "m-2steps"
-        state = load_checkpoint(path, model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
+        state = load_checkpoint(
+            path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=layout.mesh()
+        )
         assert state == TrainState(step=2, samples=16, tokens=99)
         got = whole(model, optimizer)
         assert got.keys() == expected.keys()
@@ -162,19 +333,27 @@ def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):
 
 
 def test_large_states_are_cut_into_files_and_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpointer, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(writer, "FILE_BYTES", 10_000)
     run_distributed(_save, tmp_path, "gpt_neox", Layout("full_shard"), world_size=2)
-    assert len(list((tmp_path / "m-2steps").glob("shard-00002-*.safetensors"))) > 3
+    assert len(list((tmp_path / "m-2steps").glob("rank00001-*.safetensors"))) > 3
     run_distributed(_load, tmp_path, "gpt_neox", [Layout("full_shard")], world_size=3)
 
 
-def test_no_pickle_in_a_checkpoint(tmp_path):
+def test_no_pickle_in_a_checkpoint_and_plain_torch_reads_it(tmp_path):
     run_distributed(_save, tmp_path, "llama_gqa", Layout("full_shard"), world_size=2)
-    files = sorted((tmp_path / "m-2steps").iterdir())
-    assert {f.suffix for f in files} == {".safetensors", ".json"} and len(files) == 3
-    json.loads((tmp_path / "m-2steps" / "state.json").read_text())
-    keys = [key for f in files[:2] for key in safe_open(f, "pt").keys()]  # noqa: SIM118
-    assert {"rng.cpu.00000", "rng.cpu.00001"} <= set(keys)
+    path = tmp_path / "m-2steps"
+    assert sorted(f.name for f in path.iterdir()) == [
+        "manifest.json", "rank00000-000.safetensors", "rank00001-000.safetensors"
+    ]  # fmt: skip
+    json.loads((path / "manifest.json").read_bytes())
+    expected = torch.load(tmp_path / "whole.pt")
+    target = {
+        f"model.{name.removesuffix(' ')}": torch.zeros_like(value)
+        for name, value in expected.items()
+        if name.endswith(" ")
+    }
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert len(target) > 10 and all(torch.equal(target[n], expected[f"{n.removeprefix('model.')} "]) for n in target)
 
 
 def _load_wrong(folder, name, sentence):
@@ -182,7 +361,7 @@ def _load_wrong(folder, name, sentence):
     model, optimizer = build(layout, name)
     with pytest.raises(UserError, match=sentence):
         path = folder / "m-2steps"
-        load_checkpoint(path, model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
+        load_checkpoint(path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path):

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GPT2Config
 
 import smp
 from smp.chunked_loss import chunk_loss, linear_cross_entropy
+from smp.errors import UserError
 from tests.distributed import run_distributed
-from tests.parity import VOCABULARY, build_reference, global_batch
+from tests.parity import VOCABULARY, build_reference, global_batch, tiny_config
 
 BATCH, LENGTH, HIDDEN, WORDS = 3, 7, 16, 31
 
@@ -108,6 +110,50 @@ def test_on_a_hugging_face_model(name):
     assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
     with torch.no_grad():
         assert model(input_ids=ids, labels=labels).loss.item() == pytest.approx(expected.loss.item())
+
+
+def assert_is_hugging_faces(reference, *, chunk: int, length: int) -> None:
+    """The loss and the gradient of a model with the loss in chunks, against those of the model itself, in fp32.
+
+    All parameters together: those whose gradients are small sums of much differ by more from each other, and each by as
+    much from fp64's.
+    """
+    model = chunk_loss(copy.deepcopy(reference), chunk_tokens=chunk)
+    ids = torch.randint(0, reference.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    found, expected = (each(input_ids=ids, labels=labels).loss for each in (model, reference))
+    found.backward()
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    mine, theirs = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (model, reference))
+    assert torch.linalg.norm(mine - theirs) <= 1e-6 * torch.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+def test_a_vocabulary_of_128k(name):
+    config = tiny_config(name)
+    config.vocab_size = 128_256
+    torch.manual_seed(0)
+    assert_is_hugging_faces(AutoModelForCausalLM.from_config(config).train(), chunk=32, length=48)
+
+
+def test_any_causal_language_model():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    assert_is_hugging_faces(AutoModelForCausalLM.from_config(config).train(), chunk=5, length=12)
+
+
+def test_chunks_of_nothing_are_refused():
+    hidden, weight, _, labels = inputs(torch.float32)
+    for call in (
+        lambda: linear_cross_entropy(hidden, weight, labels, chunk_tokens=0),
+        lambda: chunk_loss(build_reference("llama_gqa", torch.float32), chunk_tokens=0),
+    ):
+        with pytest.raises(UserError, match="chunk_tokens must be at least 1, got 0"):
+            call()
 
 
 def test_z_loss_is_for_training_only():

@@ -169,6 +169,16 @@ def test_offload_activations(monkeypatch, tmp_path):
     differs(places, ["--offload_dir", tmp_path / "other"], [str(tmp_path / "other")], base=offload)
 
 
+@check("fsdp_cache_flush_warnings")
+def test_cache_flush_warnings(monkeypatch):
+    watched = []
+    monkeypatch.setattr(smp.prepare, "warn_of_cache_flushes", lambda model, device_type: watched.append(device_type))
+    blocks([])
+    assert watched == ["cpu"]  # where the function does nothing: test_memory_warnings.py
+    blocks(["--fsdp_cache_flush_warnings", 0])
+    assert watched == ["cpu"]
+
+
 @check("cpu_offload")
 def test_cpu_offload():
     def in_host_memory(words):

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import re
 import resource
 import signal
 import socket
@@ -14,7 +15,9 @@ import time
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import smp.memory_tracker
 from smp.activation_offload import DiskStore
 from tests.job import NEOX, _process, losses, read_metrics, run_job
 from tests.test_train import tensors
@@ -120,6 +123,31 @@ def assert_ends_with_sentences(outcome) -> None:
     sentences = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
     assert 1 <= len(sentences) <= 2, outcome.output  # each rank that finds it says so
     assert all("is full: " in line and "give a larger disk, or offload less" in line for line in sentences)
+
+
+def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
+    monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)  # a walk over all objects each time
+    words = ["--use_synthetic_data", 1, "--max_steps", 7, "--enable_memory_profiling", 1, "--save_final_model", 0]
+    curves = tmp_path / "curves"
+    outcome = run_job(*NEOX, *words, "--tensorboard_dir", curves, "--output_dir", tmp_path / "run").succeeded()
+    places = ["Before train step", "After forward", "After train step", "After opt step"]
+    expected = [
+        *[(0, place) for place in ("Before model creation", "Before FSDP wrapper", "After FSDP wrapper")],
+        *[(step, place) for step in range(5) for place in places],
+        *[(7, f"{when} ckpt (StateDictType.SHARDED_STATE_DICT)") for when in ("Before", "After")],
+    ]
+    lines = re.findall(
+        r"\[CPU MEMORY\]@(\d{4}) \(torch, rank, device\) = \(\S+, 0, 0\), \(torch tensor, mem, change since last "
+        r"measurement, base\) = \( *\d+\.\d{4}, +-?\d+\.\d{4}, +-?\d+\.\d{4}, +\d+\.\d{4}\) GiB\. \[(.+)\]$",
+        outcome.output,
+        re.MULTILINE,
+    )
+    assert [(int(step), place) for step, place in lines] == expected
+    for place, steps in (("After forward", range(5)), ("Before model creation", [0])):
+        for name in ("base", "delta", "torch", "total"):
+            events = EventAccumulator(str(curves / f"CPUMemoryGB_{place}_{name}"))
+            events.Reload()
+            assert [event.step for event in events.Scalars(f"CPUMemoryGB/{place}")] == list(steps)
 
 
 @pytest.mark.parametrize("words", [[], ["--tensor_parallel_degree", 2]], ids=["fsdp", "tp"])

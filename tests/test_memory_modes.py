@@ -24,7 +24,7 @@ from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import model_blocks, parallelize
 from tests.distributed import run_distributed
-from tests.parity import LR, Layout, rank_batch, relative
+from tests.parity import LR, Layout, global_batch, rank_batch, relative
 from tests.test_activation_checkpoint import Products
 from tests.test_activation_offload import blocks_of, dropout_model, gradients
 from train_lib import train_step
@@ -208,6 +208,55 @@ def test_two_lines_on_a_plain_model(tmp_path):
         names = [name for name, _ in reference.named_parameters()]
         assert [name for name, _ in model.named_parameters()] == names == [*reference.state_dict()][: len(names)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_lines_on_a_model_that_is_not_hugging_faces(tmp_path):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    reference = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).train()
+
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model(torch.randn(3, 8, 32), mask=nn.Transformer.generate_square_subsequent_mask(8)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    model = copy.deepcopy(reference)
+    with counting() as counts:
+        check = lambda module: isinstance(module, nn.TransformerEncoderLayer)  # noqa: E731
+        smp.apply_activation_checkpointing(model, check_fn=check)
+        smp.offload_wrapper(model, horizon=1, directory=str(tmp_path))
+        found = trained(model)
+    assert counts["to disk"] == counts["from disk"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, trained(reference), strict=True))
+
+
+def _check_compiled_blocks(directory):
+    """Dropout of compiled blocks draws other numbers, so these are compared among themselves."""
+    compiled, runs = torch.compile, {}
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch, "compile", lambda forward: compiled(forward, backend="aot_eager"))
+        for mode in ("none", "full", "selective"):
+            for horizon in (0, 1):
+                model = copy.deepcopy(dropout_model("llama_gqa"))
+                features = Features(mode, horizon=horizon, disk=horizon > 0)
+                activation = dataclasses.replace(features.activation(directory), compile=True)
+                with counting() as counts:
+                    layout = Layout("full_shard")
+                    parallelize(
+                        model, family_of(model.config), mesh=layout.mesh(), parallel=layout.parallel(), dtype=None,
+                        activation=activation, loss=LossConfig(),
+                    )  # fmt: skip
+                    torch.manual_seed(0)
+                    ids, labels = global_batch(0)
+                    model(input_ids=ids, labels=labels).loss.backward()
+                runs[mode, horizon] = [local(parameter.grad) for parameter in model.parameters()]
+                assert bool(counts["to disk"]) == bool(horizon) and counts["from disk"] == counts["to disk"]
+    for run in runs.values():
+        assert all(torch.equal(a, b) for a, b in zip(run, runs["none", 0], strict=True))
+
+
+def test_compiled_blocks(tmp_path):
+    run_distributed(_check_compiled_blocks, str(tmp_path), world_size=1)
 
 
 def test_what_the_two_lines_refuse(tmp_path):

@@ -183,7 +183,8 @@ def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
         ({"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
         ({"model_type": "bert"}, "must be one of llama, mistral, gpt_neox"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"hidden_size": "wide"}, "refused by transformers"),
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
+        ({"rms_norm_eps": "small"}, "refused by transformers"),
     ],
 )
 def test_bad_directories_are_refused(tmp_path, changes, words):

@@ -8,9 +8,12 @@ import sys
 ROOT = pathlib.Path(__file__).parent.parent
 
 CODE = """
-import pathlib, smp
+import importlib.metadata, pathlib, smp
 from smp.models.model_config import ModelConfig, resolve_model
 print(pathlib.Path(smp.__file__).parent.parent, resolve_model(ModelConfig(model="llama_tiny")).name)
+(distribution,) = importlib.metadata.distributions(name="smp", path=[str(pathlib.Path(smp.__file__).parent.parent)])
+(script,) = (entry for entry in distribution.entry_points if entry.group == "console_scripts")
+print(script.name, script.load()(["verify", "absent"]))
 """
 
 
@@ -25,4 +28,4 @@ def test_install_and_import_from_elsewhere(tmp_path):
     # Isolated from the source tree and from the editable install.
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CODE}"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(target), "llama_tiny"]
+    assert done.stdout.split() == [str(target), "llama_tiny", "smp", "2"]

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from smp import delayed_init
 from smp.checkpoint import hf_export
-from smp.checkpoint.checkpointer import architecture, load_checkpoint, save_checkpoint
+from smp.checkpoint.checkpointer import load_checkpoint, model_entry, save_checkpoint
+from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.hf_export import export_hf
 from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
@@ -29,7 +30,6 @@ from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
 from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import prepare_model
-from smp.train_state import TrainState
 from tests import parity
 from tests.distributed import run_distributed
 from tests.parity import Layout, rank_batch
@@ -232,11 +232,11 @@ def _save_matrix(folder, name):
         model, optimizer = build(name, layout)
         for number in range(2):
             step(model, optimizer, layout, number)
-        extra = {"architecture": architecture(model.config), "degrees": {"tp": layout.tp}}
-        state = TrainState(step=2, samples=32, tokens=99)
-        save_checkpoint(
-            folder / key, model=model, optimizer=optimizer, state=state, model_name="m", extra=extra, keep=1
-        )
+        manifest = Manifest(
+            kind="sharded", step=2, world_size=dist.get_world_size(), degrees={"tp": layout.tp},
+            model=model_entry("m", model.config), run={"progress": {"step": 2, "samples": 32, "tokens": 99}},
+        )  # fmt: skip
+        save_checkpoint(folder / key, model=model, optimizer=optimizer, manifest=manifest)
         saved = whole(model, optimizer)
         saved["next loss"] = torch.tensor(step(model, optimizer, layout, 2), dtype=torch.float64)
         if dist.get_rank() == 0:
@@ -253,7 +253,10 @@ def _load_matrix(folder, name, layouts):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(7)  # so that what is not loaded shows
-            load_checkpoint(folder / key / "m-2steps", model=model, optimizer=optimizer, seed=0, mesh=mesh_of(layout))
+            path = folder / key / "m-2steps"
+            load_checkpoint(
+                path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=mesh_of(layout)
+            )
             assert_values(whole(model, optimizer), expected, (key, layout))
             assert step(model, optimizer, layout, 2) == pytest.approx(loss, rel=1e-5), (key, layout)
 

@@ -8,7 +8,9 @@ import itertools
 import logging
 import multiprocessing
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from smp.errors import UserError
 Split = Literal["train", "validation"]
 LOOKED_UP_AT_ONCE = 1024
 FEWEST_WORKERS_ALLOWED = 8
+WORKER_END_SECONDS = 0.2  # from the first sign of a worker's end to its status
 log = logging.getLogger("smp.data")
 
 
@@ -185,8 +188,11 @@ def _end_with_parent(worker: int) -> None:
     """End a worker as soon as the training process is gone, however it went.
 
     DataLoader's own watch looks at the worker's parent, which here is the fork server, and that one waits for its
-    workers: after a SIGKILL they would keep each other alive.
+    workers: after a SIGKILL they would keep each other alive. Signals that ask the whole job to stop leave the worker
+    at work: the training process acts on them at the end of its step.
     """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -249,12 +255,26 @@ class DataPipeline:
 
     def _iterate(self) -> Iterator[StepBatch]:
         microbatches = []
-        for microbatch in self._loader:
+        for microbatch in self._served():
             microbatches.append(microbatch)
             if len(microbatches) == self._microbatches_per_step:
                 ids = torch.cat([each["sample_ids"] for each in microbatches])
                 yield StepBatch(microbatches, ids[ids != PADDING])
                 microbatches = []
+
+    def _served(self) -> Iterator[dict[str, Tensor]]:
+        iterator = iter(self._loader)
+        try:
+            yield from iterator
+        except (RuntimeError, OSError, EOFError) as error:
+            time.sleep(WORKER_END_SECONDS)
+            for worker in getattr(iterator, "_workers", []):
+                if not worker.is_alive():
+                    raise RuntimeError(
+                        f"the data worker process {worker.pid} has ended (status {worker.exitcode}): killed by hand, "
+                        f"or by the system for memory; --data_num_workers 0 does without"
+                    ) from error
+            raise
 
     def close(self) -> None:
         """End the running iteration and its worker processes."""

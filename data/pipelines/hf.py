@@ -6,7 +6,6 @@ to token files. Neither makes a Python object per row.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from data.progress import Progress
 from data.storage import PARQUET, DataFile, filesystem_of, list_files, open_file, reading
 from data.token_cache import Columns, TokenWriter, cached, digest_of, recorded, token_dtype
 from smp.errors import UserError
+from smp.json_input import MAX_JSON, strict_json
 
 BLOCK = 1 << 22  # labels that are looked at together
 COLUMNS = ("input_ids", "attention_mask", "labels")
@@ -221,10 +221,10 @@ def saved_files(path: str, split: str) -> list[DataFile] | None:
     """The arrow files of a dataset saved with ``save_to_disk``, or None where ``path`` is no such folder.
 
     Raises:
-        UserError: it is a saved DatasetDict without that split.
+        UserError: it is a saved DatasetDict without that split, or its JSON files are not what ``save_to_disk`` writes.
     """
     if (described := _described(path, "dataset_dict.json")) is not None:
-        names = described["splits"]
+        names = _plain_names(f"{path}/dataset_dict.json", described.get("splits"))
         chosen = next((name for name in SPLIT_NAMES[split] if name in names), None)
         if chosen is None:
             raise UserError(
@@ -234,7 +234,10 @@ def saved_files(path: str, split: str) -> list[DataFile] | None:
         path = f"{path.rstrip('/')}/{chosen}"
     if (described := _described(path, "state.json")) is None:
         return None
-    names = [each["filename"] for each in described["_data_files"]]
+    entries = described.get("_data_files")
+    entries = entries if isinstance(entries, list) else []
+    listed = [each.get("filename") if isinstance(each, dict) else None for each in entries]
+    names = _plain_names(f"{path}/state.json", listed)
     return [list_files(f"{path.rstrip('/')}/{name}", extensions=(".arrow",))[0] for name in names]
 
 
@@ -243,7 +246,31 @@ def _described(path: str, name: str) -> dict[str, Any] | None:
     fs, inner = filesystem_of(path)
     file = f"{inner.rstrip('/')}/{name}"
     with reading(path):
-        return json.loads(fs.cat_file(file)) if fs.exists(file) else None
+        if not fs.exists(file):
+            return None
+        content = fs.cat_file(file, start=0, end=MAX_JSON)
+    try:
+        found = strict_json(content)
+    except ValueError as error:
+        raise UserError(f"{path}/{name} is not valid JSON ({error}): save the dataset again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}/{name} holds a {type(found).__name__} instead of an object: save the dataset again")
+    return found
+
+
+def _plain_names(where: str, names: Any) -> list[str]:
+    """``names`` if they are names of files or folders beside the file ``where`` that lists them.
+
+    Raises:
+        UserError: they are no list of such names.
+    """
+    names = names if isinstance(names, list) and names else [None]
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise UserError(
+                f"{where} lists {str(name)[:80]!r}, which is no name of a file beside it: save the dataset again"
+            )
+    return names
 
 
 def open_hf(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,16 +16,25 @@ from data.token_cache import TokenFile, TokenWriter, cached, digest_of, token_dt
 from smp.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
+# A row of more than ten million tokens. Without a bound, a small compressed file could hold one line of many gigabytes.
+MAX_LINE = 64 << 20
 
 
 def read_objects(file: DataFile, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON lines file with their line numbers (from 1); blank lines are skipped.
 
     Raises:
-        UserError: a line is not JSON, not UTF-8 or not an object.
+        UserError: a line is not JSON, not UTF-8, not an object or longer than ``MAX_LINE`` bytes.
     """
     with Progress(f"{what} {file.name}", file.size) as progress, open_file(file) as (content, raw):
-        for number, line in enumerate(content, 1):
+        for number in itertools.count(1):
+            line = content.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise UserError(
+                    f"{file.url}, line {number}: has more than {MAX_LINE >> 20} MiB; cut the row into several"
+                )
             if number == 1 and line.startswith(BOM):
                 line = line[len(BOM) :]
             if not line.strip():

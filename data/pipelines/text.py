@@ -17,6 +17,7 @@ from data.storage import DataFile, open_file
 from data.token_cache import TokenWriter, cached, digest_of, token_dtype
 from smp.errors import UserError
 
+MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PIECE = 256_000  # characters that are tokenised at once; longer documents are split at a line end
 BATCH = 8_000_000  # characters that are tokenised side by side, on all cores
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
@@ -39,12 +40,17 @@ class TextTokenizer:
             raise UserError(
                 f"no tokenizer in {folder}: --tokenizer_name_or_dir must be a local directory with tokenizer.json"
             )
+        if (size := sum(each.stat().st_size for each in files)) > MAX_TOKENIZER:
+            raise UserError(
+                f"the tokenizer in {folder} has {size} bytes, more than the {MAX_TOKENIZER} that are read: give a "
+                f"directory with the tokenizer's files alone"
+            )
         from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # of any sort, for files that are not what they should be
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {folder} has no eos_token, which separates documents: set one in it")

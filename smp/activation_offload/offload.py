@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp.activation_offload.stores import Store, Stored
+from smp.errors import UserError
 from smp.log import get_logger
 
 logger = get_logger(__name__)
@@ -199,7 +200,12 @@ def apply_activation_offload(
         store: where to.
         horizon: blocks ahead of the one that computes whose tensors may be back on the device; at least 1.
         minimum_bytes: smaller tensors stay.
+
+    Raises:
+        UserError: a horizon below 1.
     """
+    if horizon < 1:
+        raise UserError(f"activation_loading_horizon must be at least 1, got {horizon}: 1 keeps least on the device")
     if horizon >= len(blocks):
         logger.warning(
             "Nothing is offloaded: the model has %d blocks, and activation_loading_horizon keeps the last %d.",

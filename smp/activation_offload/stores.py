@@ -1,4 +1,8 @@
-"""Where offloaded tensors wait: host memory, or a file on fast disk."""
+"""Where offloaded tensors wait: host memory, or a file on fast disk.
+
+A trace of torch's profiler shows what moves when: ranges ``smp::offload_write``, ``smp::offload_read`` and, where
+somebody waits for one of them, ``smp::offload_wait``.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,19 @@ import errno
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from smp.errors import RankError, UserError
 
+WRITE, READ, WAIT = "smp::offload_write", "smp::offload_read", "smp::offload_wait"  # ranges in a profiler's trace
 _ALIGNMENT = 4096
+_T = TypeVar("_T")
 
 
 class Stored(Protocol):
@@ -94,30 +102,37 @@ class _OnHost:
         self._buffer, free = store.take(tensor.numel(), tensor.dtype, pinned=tensor.is_cuda)
         flat = tensor.as_strided((tensor.numel(),), (1,)) if _gapless(tensor) else tensor.reshape(-1)
         if not tensor.is_cuda:
-            self._buffer.copy_(flat)
+            with record_function(WRITE):
+                self._buffer.copy_(flat)
             return
         out, _ = store.streams(self._device)
         out.wait_stream(torch.cuda.current_stream(self._device))
         if free is not None:
             out.wait_event(free)
-        with torch.cuda.stream(out):
+        with torch.cuda.stream(out), record_function(WRITE):
             self._buffer.copy_(flat, non_blocking=True)
             tensor.record_stream(out)
             self._last = out.record_event()
 
     def written(self) -> bool:
         tensor, self._tensor = self._tensor, None  # type: ignore[assignment]
-        return tensor is None or tensor._version == self._version
+        if tensor is None:
+            return True
+        if self._last is not None:
+            # What the device does from here on may write to the tensor's memory. The host still waits for nothing.
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+        return tensor._version == self._version
 
     def load(self) -> Callable[[], torch.Tensor]:
         tensor = torch.empty_like(self._like, device=self._device)
         flat = tensor.as_strided((tensor.numel(),), (1,))
         if self._device.type != "cuda":
-            flat.copy_(self._buffer)
+            with record_function(READ):
+                flat.copy_(self._buffer)
             return lambda: tensor
         _, back = self._store.streams(self._device)
         back.wait_stream(torch.cuda.current_stream(self._device))  # where the memory comes from
-        with torch.cuda.stream(back):
+        with torch.cuda.stream(back), record_function(READ):
             back.wait_event(self._last)
             flat.copy_(self._buffer, non_blocking=True)
             event = self._last = back.record_event()
@@ -159,10 +174,13 @@ def require_directory(directory: Path) -> None:
 class DiskStore:
     """A file in a directory on fast disk, written and read by threads of its own.
 
-    The file has no name once it is open: the system frees it with the process, however that one ends.
+    The file has no name once it is open: the system frees it with the store or the process, however that one ends.
 
     Args:
         directory: on a disk with room for the activations of this rank.
+
+    Attributes:
+        waits: how often backward asked for a tensor that was still on its way.
 
     Raises:
         UserError: the directory is missing or cannot be written.
@@ -170,7 +188,10 @@ class DiskStore:
 
     def __init__(self, directory: Path):
         self.directory, self.descriptor = directory, _nameless_file(directory)
-        self._lock = threading.Lock()
+        weakref.finalize(self, os.close, self.descriptor)
+        # Of the thread that has it already, too: a garbage collection inside may free tensors, and give back.
+        self._lock = threading.RLock()
+        self.waits = 0
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # by bytes
         self._end = 0
         self.writer = concurrent.futures.ThreadPoolExecutor(1, "smp-offload-write")
@@ -231,10 +252,11 @@ class _OnDisk:
         self._writing = store.writer.submit(self._write, source)
 
     def _write(self, source: torch.Tensor) -> None:
-        self._store.write(_memory(source, self._nbytes), self._offset)
+        with record_function(WRITE):
+            self._store.write(_memory(source, self._nbytes), self._offset)
 
     def written(self) -> bool:
-        self._writing.result()
+        _wait(self._writing)
         tensor, self._tensor = self._tensor, None
         return tensor is None or not self._direct or tensor._version == self._version
 
@@ -243,15 +265,28 @@ class _OnDisk:
 
         def read() -> torch.Tensor:
             self._writing.result()
-            self._store.read(_memory(host, self._nbytes), self._offset)
+            with record_function(READ):
+                self._store.read(_memory(host, self._nbytes), self._offset)
             return host
 
         reading = self._store.reader.submit(read)
-        return lambda: reading.result().to(self._device)
+
+        def ready() -> torch.Tensor:
+            self._store.waits += not reading.done()
+            return _wait(reading).to(self._device)
+
+        return ready
 
     def free(self) -> None:
         # Not before the write has ended: the range would be written twice.
         self._writing.add_done_callback(lambda _: self._store.give_back(self._offset, self._nbytes))
+
+
+def _wait(transfer: concurrent.futures.Future[_T]) -> _T:
+    if transfer.done():
+        return transfer.result()
+    with record_function(WAIT):
+        return transfer.result()
 
 
 def _memory(tensor: torch.Tensor, nbytes: int) -> memoryview:

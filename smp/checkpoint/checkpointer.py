@@ -1,40 +1,32 @@
-"""Save and load the state of a run: torch's distributed checkpointing for tensors, JSON for the rest, no pickle."""
+"""Save and load the state of a run, together on all ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from smp.checkpoint.layout import (
-    FORMAT,
-    STATE_FILE,
-    TEMPORARY,
-    checkpoint_name,
-    prune,
-    publish,
-    read_state,
-    tensor_files,
-    write_json,
-)
-from smp.errors import RankError, UserError
+from smp.checkpoint.chunks import local_part, pieces_to_write, rng_tensors, run_tensors
+from smp.checkpoint.files import DTYPE_NAMES, Piece, digest_of, reason
+from smp.checkpoint.layout import TEMPORARY, checkpoint_name, disk_free
+from smp.checkpoint.manifest import Manifest, problems_of_files
+from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.writer import finish, listed, start, write_part
+from smp.comm.report import readable
+from smp.errors import RankError, RunError, UserError
 from smp.mesh import Mesh
 from smp.optimizer import allocate_state
 from smp.sharding import reshard
 from smp.train_state import TrainState
-
-# A rank's data per file, so that saving needs little memory beside it.
-FILE_BYTES = 1 << 30
 
 # What must be equal for the tensors to mean the same; dropout and the like may change between runs.
 ARCHITECTURE_KEYS = (
@@ -52,58 +44,156 @@ ARCHITECTURE_KEYS = (
 )
 
 
-def architecture(hf_config: Any) -> dict[str, Any]:
-    """The part of a model's configuration that a checkpoint must agree with."""
-    config = hf_config.to_dict()
-    return {key: config[key] for key in ARCHITECTURE_KEYS if key in config}
+def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
+    """What a manifest says of the model: its name, its Hugging Face configuration and a digest of that."""
+    text = hf_config.to_json_string(use_diff=False)
+    return {"name": name, "config": json.loads(text), "hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def check_architecture(path: Path, saved: dict[str, Any], hf_config: Any) -> None:
     """Refuse a checkpoint of another model.
 
+    Args:
+        saved: the configuration in its manifest.
+
     Raises:
         UserError: naming every difference.
     """
-    mine = architecture(hf_config)
-    differences = [f"{k} {saved.get(k)} there, {mine.get(k)} here" for k in mine if saved.get(k) != mine.get(k)]
+    config = json.loads(hf_config.to_json_string(use_diff=False))
+    mine = {key: config[key] for key in ARCHITECTURE_KEYS if key in config}
+    differences = [f"{k} {saved.get(k)} there, {mine[k]} here" for k in mine if saved.get(k) != mine[k]]
     if differences:
         raise UserError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
         )
 
 
-def _rng_tensors(rank: int) -> dict[str, torch.Tensor]:
-    """This rank's generator states, under keys of its own: values under a shared key would be merged."""
-    states = {f"rng.cpu.{rank:05d}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"rng.cuda.{rank:05d}"] = torch.cuda.get_rng_state()
-    return states
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a rank writes: its pieces, and the shapes of the tensors they belong to."""
+
+    pieces: list[Piece]
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pieces."""
+        return sum(piece.tensor.nbytes for piece in self.pieces)
 
 
-def _run_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer state by name; loading writes into these very tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optim.{key}.{name}"] = value
-    return tensors
+def take_snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, everything: bool, copy: Callable[[list[Piece]], list[Piece]]
+) -> Snapshot:
+    """What this rank is to write.
 
-
-def _files_of(tensors: dict[str, torch.Tensor], world_size: int) -> dict[str, int]:
-    """Which of a rank's files (1, 2, ...) each tensor goes into; rank 0's answer holds for all.
-
-    The writer serialises a whole file in memory, so a file gets about ``FILE_BYTES`` of a rank's data.
+    Args:
+        everything: all that the rank holds, for a checkpoint of its own.
+        copy: brings the pieces to the CPU; if training goes on meanwhile, into memory of their own.
     """
-    files, number, filled = {}, 1, 0
-    for name, tensor in tensors.items():
-        size = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-        if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        files[name], filled = number, filled + size
-    for rank in range(world_size):
-        files |= dict.fromkeys((f"rng.cpu.{rank:05d}", f"rng.cuda.{rank:05d}"), 1)
-    return files
+    reshard(model)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensors = run_tensors(model, optimizer)
+    pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything)
+    generators = rng_tensors(rank)
+    pieces = copy(pieces + [Piece(name, state, (0,)) for name, state in generators.items()])
+    named = {**(tensors if rank == 0 or everything else {p.name: tensors[p.name] for p in pieces if p.name in tensors}),
+             **generators}  # fmt: skip
+    return Snapshot(pieces, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()})
+
+
+def to_host(pieces: list[Piece]) -> list[Piece]:
+    """The pieces on the CPU, as they are where they are there already."""
+    return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
+
+
+def agree(failure: BaseException | None, what: str) -> None:
+    """Raise on every rank if any has failed; collective.
+
+    Args:
+        what: is to be said of it, as the beginning of the sentence.
+
+    Raises:
+        RunError: naming the first rank that failed, and why.
+    """
+    said = None if failure is None else reason(failure)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    for rank, text in enumerate(everyone):
+        if text is not None:
+            raise RunError(f"{what}: rank {rank}: {text}") from failure
+
+
+def no_room(error: BaseException, directory: Path, nbytes: int) -> BaseException:
+    """The error, with what is needed and what is free if it is a disk's."""
+    if not isinstance(error, OSError):
+        return error
+    return RunError(
+        f"{reason(error)}; its part needs {readable(nbytes)} and {directory} has {readable(disk_free(directory))} free"
+    )
+
+
+def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseException | None:
+    """Run ``action`` and return what it raises, made ready to be said."""
+    try:
+        action()
+    except Exception as error:
+        return no_room(error, directory, nbytes)
+    return None
+
+
+def read_back(directory: Path, rank: int) -> None:
+    """Read what this rank has written once more, from the disk where the system allows that.
+
+    Raises:
+        OSError: it cannot be read.
+        RunError: it is not what was written.
+    """
+    for written in listed(directory, rank):
+        path = directory / written.name
+        descriptor = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        if digest_of(path) != written.digest:
+            raise RunError(f"{path} is not on the disk as it was written")
+
+
+def write_snapshot(temporary: Path, snapshot: Snapshot, *, rank: int, check: bool) -> None:
+    """Write this rank's part, and read it back if ``check``; needs no other rank."""
+    write_part(temporary, snapshot.pieces, snapshot.shapes, rank=rank)
+    if check:
+        read_back(temporary, rank)
+
+
+def begin(directory: Path, name: str, *, own: bool) -> Path:
+    """Make the temporary directory of a checkpoint; collective.
+
+    Args:
+        own: every rank makes one for itself.
+
+    Raises:
+        RunError: it cannot be made.
+        RankError: a rank does not see the directory that rank 0 made.
+    """
+    temporary = directory / (name + TEMPORARY)
+    failure = attempt(lambda: start(temporary), directory, 0) if own or dist.get_rank() == 0 else None
+    agree(failure, f"checkpoint {directory / name} could not be begun")
+    if not temporary.is_dir():
+        raise RankError(
+            f"rank {dist.get_rank()} does not see {temporary}, which rank 0 made: --checkpoint_dir must be on a file "
+            f"system that all hosts share"
+        )
+    return temporary
+
+
+def publish_snapshot(temporary: Path, manifest: Manifest) -> None:
+    """Publish what all ranks have written; each rank for a checkpoint of its own, else rank 0 alone."""
+    final = temporary.with_name(temporary.name.removesuffix(TEMPORARY))
+    rank = dist.get_rank()
+    if manifest.kind == "local":
+        finish(temporary, final, [rank], manifest)
+    elif rank == 0:
+        finish(temporary, final, list(range(manifest.world_size)), manifest)
 
 
 def save_checkpoint(
@@ -111,68 +201,62 @@ def save_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    state: TrainState,
-    model_name: str,
-    extra: dict[str, Any],
-    keep: int,
+    manifest: Manifest,
+    check: bool = True,
 ) -> Path:
-    """Write a checkpoint and delete old ones; collective.
+    """Write a checkpoint, and return when it is published; collective.
 
     Args:
-        directory: shared by all ranks; the checkpoint is a new directory inside.
-        extra: JSON content for ``state.json`` beside the progress: configuration, architecture, data identity.
-        keep: newest checkpoints to keep in ``directory``.
+        directory: the checkpoint is a new directory inside; shared by all ranks unless the manifest's kind is local.
+        manifest: all but files and tensors.
+        check: read every file back before publishing.
 
     Raises:
-        RankError: a rank does not see the directory that rank 0 made.
-        RuntimeError: a rank could not write; nothing is published.
+        RunError: a rank could not write; nothing is published, and nothing is left behind.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    reshard(model)
-    final = directory / checkpoint_name(model_name, state.step)
-    temporary = final.with_name(final.name + TEMPORARY)
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    if not temporary.is_dir():
-        raise RankError(
-            f"rank {rank} does not see {temporary}, which rank 0 made: --checkpoint_dir must be on a file system "
-            f"that all hosts share"
-        )
+    name, local = checkpoint_name(manifest.model["name"], manifest.step), manifest.kind == "local"
+    temporary = begin(directory, name, own=local)
+    said = f"checkpoint {directory / name} could not be written"
+    snapshot = take_snapshot(model, optimizer, everything=local, copy=to_host)
     try:
-        tensors = _run_tensors(model, optimizer)
-        writer = HuggingFaceStorageWriter(str(temporary), _files_of(tensors, world), save_distributed=True)
-        dcp.save({**tensors, **_rng_tensors(rank)}, storage_writer=writer)
-    except CheckpointException as error:  # a BaseException, which callers' handlers would miss
-        raise RuntimeError(f"checkpoint {final} could not be written: {error}") from error
-    if rank == 0:
-        content = {
-            **extra,
-            "format": FORMAT,
-            "torch": torch.__version__,
-            "world_size": world,
-            "progress": state.state_dict(),
-            "files": tensor_files(temporary),
-        }
-        write_json(temporary / STATE_FILE, content)
-        publish(temporary, final)
-        prune(directory, model_name, keep)
-    dist.barrier()
-    return final
+        agree(
+            attempt(
+                lambda: write_snapshot(temporary, snapshot, rank=dist.get_rank(), check=check), directory, snapshot.nbytes
+            ),
+            said,
+        )
+        agree(attempt(lambda: publish_snapshot(temporary, manifest), directory, 0), said)
+    except RunError:
+        remove_temporary(temporary, local)
+        raise
+    return directory / name
 
 
-def _check_tensors(path: Path, saved: dict[str, Any], wanted: dict[str, torch.Tensor]) -> None:
-    """Refuse missing, extra, misshapen or silently converted tensors, which torch's loader lets pass."""
-    theirs = {k: v for k, v in saved.items() if isinstance(v, TensorStorageMetadata) and not k.startswith("rng.")}
-    mine = {k: v for k, v in wanted.items() if not k.startswith("rng.")}
-    problems = [f"{name} is missing" for name in mine.keys() - theirs.keys()]
-    problems += [f"{name} is unknown here" for name in theirs.keys() - mine.keys()]
-    for name in mine.keys() & theirs.keys():
-        entry, tensor = theirs[name], mine[name]
-        if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
+def remove_temporary(temporary: Path, own: bool) -> None:
+    """Leave nothing of a checkpoint that was not published."""
+    if own or dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
+    """Problems of a checkpoint's files, the reading shared among the ranks; collective, the same on all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    names = list(manifest.files) if manifest.kind == "local" else list(manifest.files)[rank::world]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, problems_of_files(path, manifest, content=content, names=names))
+    return sorted({problem for problems in everyone for problem in problems})
+
+
+def _check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
+    """Refuse missing, extra and misshapen tensors, and other dtypes: nothing is converted silently."""
+    theirs = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("rng.")}
+    problems = [f"{name} is missing" for name in wanted.keys() - theirs.keys()]
+    problems += [f"{name} is unknown here" for name in theirs.keys() - wanted.keys()]
+    for name in wanted.keys() & theirs.keys():
+        entry, tensor = theirs[name], wanted[name]
+        if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
             problems.append(
-                f"{name} is {entry.properties.dtype} {tuple(entry.size)}, wanted {tensor.dtype} {tuple(tensor.shape)}"
+                f"{name} is {DTYPE_NAMES[entry.dtype]} {entry.shape}, wanted {tensor.dtype} {tuple(tensor.shape)}"
             )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -180,31 +264,39 @@ def _check_tensors(path: Path, saved: dict[str, Any], wanted: dict[str, torch.Te
 
 
 def load_checkpoint(
-    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, mesh: Mesh
+    path: Path,
+    manifest: Manifest,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seed: int,
+    mesh: Mesh,
 ) -> TrainState:
-    """Fill model, optimizer and this rank's generators from a checkpoint of any layout; collective.
+    """Fill model, optimizer and this rank's generators from a checkpoint of any layout; each rank reads what it holds.
 
     The generators continue exactly when the world size and the tensor-parallel degree are the saved ones; otherwise
     they are seeded by (seed, step, data rank): alike on ranks that hold the same data.
 
     Raises:
-        UserError: the checkpoint is damaged or does not fit.
+        DamagedCheckpoint: a file is not what the manifest says.
+        UserError: it does not fit the model.
     """
-    saved = read_state(path)
     rank = dist.get_rank()
-    progress = TrainState.from_state_dict(saved["progress"])
+    progress = TrainState.from_state_dict(manifest.run["progress"])
     allocate_state(optimizer)
-    tensors = _run_tensors(model, optimizer)
-    same_tp = saved.get("degrees", {}).get("tp", 1) == mesh.degrees.tp
-    rng = _rng_tensors(rank) if same_tp and saved["world_size"] == dist.get_world_size() else {}
-    reader = HuggingFaceStorageReader(str(path))
-    metadata = reader.read_metadata().state_dict_metadata
-    rng = {key: value for key, value in rng.items() if key in metadata}
-    _check_tensors(path, metadata, tensors)
-    dcp.load({**tensors, **rng}, storage_reader=reader)
-    if not rng:
-        digest = hashlib.blake2b(f"{seed}:{progress.step}:{mesh.data_rank}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-    for key, value in rng.items():
-        (torch.set_rng_state if key.startswith("rng.cpu.") else torch.cuda.set_rng_state)(value)
+    tensors = run_tensors(model, optimizer)
+    _check_tensors(path, manifest, tensors)
+    with CheckpointReader(path, manifest) as reader, torch.no_grad():
+        for name, tensor in tensors.items():
+            local, offsets = local_part(tensor)
+            if local.numel():
+                local.copy_(reader.read(name, offsets, local.shape))
+        same_layout = manifest.degrees.get("tp", 1) == mesh.degrees.tp and manifest.world_size == dist.get_world_size()
+        if same_layout and f"rng.cpu.{rank:05d}" in manifest.tensors:
+            torch.set_rng_state(reader.read(f"rng.cpu.{rank:05d}"))
+            if torch.cuda.is_available() and f"rng.cuda.{rank:05d}" in manifest.tensors:
+                torch.cuda.set_rng_state(reader.read(f"rng.cuda.{rank:05d}"))
+        else:
+            digest = hashlib.blake2b(f"{seed}:{progress.step}:{mesh.data_rank}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
     return progress

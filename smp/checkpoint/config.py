@@ -12,24 +12,54 @@ from smp.config import Section, setting
 class CheckpointConfig(Section):
     """When and where checkpoints are written, which are kept, what to resume from, and the final model."""
 
-    checkpoint_freq: tuple[int, ...] = setting(
-        (1000,), "Steps between checkpoints; one number per directory.", minimum=1
+    checkpoint_freq: tuple[int | Literal["auto"], ...] = setting(
+        (1000,),
+        "Steps between checkpoints; one number per directory. auto: from measured times, see --checkpoint_overhead.",
+        minimum=1,
+    )
+    checkpoint_overhead: float = setting(
+        0.03, "Share of the time that --checkpoint_freq auto may spend on saving.", above=0, maximum=1
     )
     num_kept_checkpoints: tuple[int, ...] = setting(
         (2,), "Newest checkpoints kept; one number per directory.", minimum=1
+    )
+    keep_best: int = setting(
+        0, "Checkpoints of the lowest validation loss kept beside the newest; needs --validation_freq.", minimum=0
     )
     checkpoint_dir: tuple[str, ...] = setting(
         (), "Directories to write checkpoints to, each with its own frequency. Default: <output_dir>/checkpoints."
     )
     checkpoint_type: Literal["sharded", "local", "async_sharded", "async_local"] = setting(
-        "sharded", "How checkpoints are written.", only=("sharded",),
-        otherwise="asynchronous and local checkpoints are not in this version; use sharded",
-    )  # fmt: skip
+        "sharded",
+        "sharded: one checkpoint on a file system that all hosts see, for any layout. local: each rank's own, on its own "
+        "disk, for the same layout. async_: training goes on while it is written.",
+    )
+    verify_checkpoint: Literal["full", "size"] = setting(
+        "full", "What resuming checks: the content of every file, or names and sizes only."
+    )
+    read_back: bool = setting(
+        True, "Read every checkpoint file once more after writing it, before older checkpoints are deleted."
+    )
+    on_save_error: Literal["stop", "continue"] = setting(
+        "stop", "When a checkpoint cannot be written: end the run, or train on and try at the next one."
+    )
     resume_from_checkpoint: str | None = setting(
-        None, "Checkpoint directory to resume from; 'latest': the newest of this run, or a fresh start if it has none."
+        None,
+        "Checkpoint directory to resume from; 'latest': the newest of this run that is whole, or a fresh start if it has "
+        "none.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
     model_dir: str | None = setting(None, "Where the final model goes. Default: <output_dir>/final.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank has checkpoints of its own."""
+        return self.checkpoint_type.endswith("local")
+
+    @property
+    def is_async(self) -> bool:
+        """Whether training goes on while a checkpoint is written."""
+        return self.checkpoint_type.startswith("async_")
 
     def problems(self) -> list[str]:
         """Adds lists of different lengths."""
@@ -40,6 +70,11 @@ class CheckpointConfig(Section):
             found.append(
                 f"--checkpoint_dir, --checkpoint_freq and --num_kept_checkpoints must have one value per directory: "
                 f"got {directories}, {lengths[0]} and {lengths[1]} values"
+            )
+        if self.is_local and min(self.num_kept_checkpoints, default=2) < 2:
+            found.append(
+                f"--num_kept_checkpoints must be at least 2 with --checkpoint_type {self.checkpoint_type}: a crash in the "
+                f"middle of a save leaves ranks with different newest checkpoints"
             )
         for directory in (*self.checkpoint_dir, self.model_dir):
             if directory is not None and "://" in directory:

@@ -1,4 +1,4 @@
-"""Write a sharded model as a Hugging Face directory, one parameter in memory at a time plus one file's worth."""
+"""Write a model as a Hugging Face directory, one parameter in memory at a time plus one file's worth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.errors import UserError
+from smp.json_input import read_object
 from smp.models.family import Family
 from smp.models.registry import family_of
 from smp.sharding import reshard
@@ -57,7 +58,7 @@ def _beside(directory: pathlib.Path, suffix: str) -> pathlib.Path:
 def _files_of_export(directory: pathlib.Path) -> set[str]:
     """Names of the files that an earlier export wrote there; none when no export did."""
     try:
-        return {MARKER, *json.loads((directory / MARKER).read_text())["files"]}
+        return {MARKER, *map(str, read_object(directory / MARKER)["files"])}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
@@ -92,7 +93,7 @@ def _claim(directory: pathlib.Path) -> None:
 
 
 def _plan_files(
-    parameters: dict[str, nn.Parameter], *, max_shard_bytes: int, dtype: torch.dtype | None
+    parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
     """File name -> parameter names, in order, each file at most ``max_shard_bytes`` or one parameter."""
     groups: list[list[str]] = [[]]
@@ -148,18 +149,23 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_and_write(
-    model: nn.Module, partial: pathlib.Path, family: Family, *, max_shard_bytes: int, dtype: torch.dtype | None
+    parameters: Mapping[str, torch.Tensor],
+    whole: Callable[[str], torch.Tensor],
+    partial: pathlib.Path,
+    family: Family,
+    *,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
 ) -> None:
     """Write every parameter, a tied one once, and the index if there are several files."""
-    parameters = dict(model.named_parameters())
     files = _plan_files(parameters, max_shard_bytes=max_shard_bytes, dtype=dtype)
     weight_map, total_size = {}, 0
     for file, names in files.items():
         tensors = {}
         for name in names:
-            whole = _whole(parameters[name])
+            tensor = whole(name)
             if _is_main():
-                tensors[family.file_key(name)] = whole.detach().to("cpu", dtype or whole.dtype).contiguous()
+                tensors[family.file_key(name)] = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         weight_map.update(dict.fromkeys(tensors, file))
         total_size += sum(tensor.nbytes for tensor in tensors.values())
@@ -169,18 +175,25 @@ def _gather_and_write(
         _on_main(lambda: (partial / "model.safetensors.index.json").write_text(text))
 
 
+def _flush(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
     """Flush the finished export and put it in the place of ``directory``."""
     names = sorted(path.name for path in partial.iterdir())
     (partial / MARKER).write_text(json.dumps({"files": names}, indent=2) + "\n")
     for path in [*partial.iterdir(), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        _flush(path)
     old = _beside(directory, "old")
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
+    _flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -211,9 +224,40 @@ def export_hf(
         UserError: the directory holds other files or cannot be written; raised on every rank.
     """
     reshard(model)  # a gathered parameter is in the dtype of the computation
+    parameters = dict(model.named_parameters())
+    export_tensors(
+        parameters,
+        lambda name: _whole(parameters[name]),
+        directory,
+        hf_config=hf_config,
+        tokenizer_dir=tokenizer_dir,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+    )
+
+
+def export_tensors(
+    parameters: Mapping[str, torch.Tensor],
+    whole: Callable[[str], torch.Tensor],
+    directory: pathlib.Path,
+    *,
+    hf_config: Any,
+    tokenizer_dir: pathlib.Path | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """:func:`export_hf` from any source of whole parameters. All ranks call it; without a process group this one alone.
+
+    Args:
+        parameters: shape and dtype of each parameter by name, a tied one once; only these two are looked at.
+        whole: returns a parameter by name; called once for each, in their order, on every rank.
+
+    Raises:
+        UserError: the directory holds other files or cannot be written; raised on every rank.
+    """
     directory = pathlib.Path(os.path.abspath(directory))
     partial, family = _beside(directory, "partial"), family_of(hf_config)
-    stored = dtype or next(model.parameters()).dtype
+    stored = dtype or next(iter(parameters.values())).dtype
 
     def prepare() -> None:
         _claim(directory)
@@ -221,9 +265,9 @@ def export_hf(
 
     _on_main(prepare)
     try:
-        _gather_and_write(model, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        _gather_and_write(parameters, whole, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype)
         _on_main(lambda: _publish(partial, directory))
-    except Exception:
+    except BaseException:
         if _is_main():
             shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -1,34 +1,35 @@
-"""Where checkpoints lie on disk, what a complete one holds, and which to resume from.
+"""Where checkpoints lie on disk, how one is published, and which to resume from.
 
-A checkpoint is a directory ``<model>-<step>steps`` with safetensors files written by torch's distributed
-checkpointing and ``state.json``. It is written under a temporary name and renamed when complete, so a directory
-of that name with a ``state.json`` is whole.
+A checkpoint is a directory ``<model>-<step>steps`` with the files that its ``manifest.json`` lists, and no others. It is
+written under a temporary name, which ends in ``.tmp``, and renamed when complete; one to be deleted is renamed back
+first. So a directory of that name is whole, or has been damaged from outside.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from smp.checkpoint.files import sync_directory
+from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
 from smp.errors import UserError
 from smp.log import get_logger
 
-FORMAT = 1
-STATE_FILE = "state.json"
 LATEST = "latest"
+BEST = "best"
 TEMPORARY = ".tmp"
+_NAME = re.compile(r"(.+)-(\d+)steps")
 
 logger = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A published checkpoint."""
 
     path: Path
     step: int
@@ -39,32 +40,53 @@ def checkpoint_name(model_name: str, step: int) -> str:
     return f"{model_name}-{step}steps"
 
 
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name; None for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(2)) if match else None
+
+
 def find_checkpoints(directory: Path, model_name: str) -> list[Checkpoint]:
-    """Complete checkpoints of ``model_name`` in ``directory``, oldest first."""
+    """Published checkpoints of ``model_name`` in ``directory``, oldest first."""
     pattern = re.compile(re.escape(model_name) + r"-(\d+)steps")
     found = []
     if directory.is_dir():
         for path in directory.iterdir():
             match = pattern.fullmatch(path.name)
-            if match and (path / STATE_FILE).is_file():
+            if match and (path / MANIFEST_FILE).exists():
                 found.append(Checkpoint(path, int(match.group(1))))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def choose_checkpoint(wanted: str | None, directories: list[Path], model_name: str) -> Path | None:
+def quick_problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint as far as its manifest, its name, and names and sizes of files tell."""
+    try:
+        manifest = read_manifest(path)
+    except UserError as error:
+        return str(error)
+    if manifest.step != step_of(path):
+        return f"checkpoint {path} is damaged: its manifest is of step {manifest.step}; resume from another one"
+    if problems := problems_of_files(path, manifest, content=False):
+        return f"checkpoint {path} is damaged: {'; '.join(problems[:3])}; resume from another one"
+    return None
+
+
+def choose_checkpoint(
+    wanted: str | None, directories: list[Path], model_name: str, *, damaged: Iterable[Path] = ()
+) -> Path | None:
     """The checkpoint to resume from, or None for a fresh start.
 
     Args:
-        wanted: None, ``latest`` (the newest in any of ``directories``), or a path.
+        wanted: None, ``latest`` (the newest in any of ``directories`` that is not damaged), or a path.
+        damaged: checkpoints that have been found damaged already.
 
     Raises:
-        UserError: the path is no complete checkpoint; or a fresh start was asked for where checkpoints lie.
+        UserError: the path is no complete checkpoint, there are checkpoints but none is whole, or a fresh start was
+            asked for where checkpoints lie.
     """
     present = sorted((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
     if wanted == LATEST:
-        if not present:
-            _refuse_headless(directories, model_name)
-        return present[-1].path if present else None
+        return _newest_whole(present, directories, model_name, {path.resolve() for path in damaged})
     if wanted is None:
         if present:
             raise UserError(
@@ -73,14 +95,43 @@ def choose_checkpoint(wanted: str | None, directories: list[Path], model_name: s
             )
         return None
     path = Path(wanted)
-    if (path / STATE_FILE).is_file():
+    if (path / MANIFEST_FILE).exists():
+        if problem := quick_problem(path.resolve()):
+            raise UserError(problem)
         return path.resolve()
-    near = sorted({p.parent.name for p in path.glob(f"*/{STATE_FILE}")} - {LATEST}) if path.is_dir() else []
+    near = sorted({p.parent.name for p in path.glob(f"*/{MANIFEST_FILE}")} - {LATEST, BEST}) if path.is_dir() else []
     hint = f"; it contains {', '.join(near)}" if near else ""
     raise UserError(
-        f"--resume_from_checkpoint {wanted} is not a complete checkpoint (no {STATE_FILE}){hint}: "
+        f"--resume_from_checkpoint {wanted} is not a complete checkpoint (no {MANIFEST_FILE}){hint}: "
         f"give the path of a <model>-<step>steps directory, or latest"
     )
+
+
+def _newest_whole(
+    present: list[Checkpoint], directories: list[Path], model_name: str, damaged: set[Path]
+) -> Path | None:
+    """The newest checkpoint that is whole, with a line about each newer one that is not.
+
+    Raises:
+        UserError: there are some, and none is whole: a fresh start would lose what may still be mended.
+    """
+    for checkpoint in reversed(present):
+        problem = "its content is damaged" if checkpoint.path.resolve() in damaged else quick_problem(checkpoint.path)
+        if problem is None:
+            return checkpoint.path
+        logger.warning("Not resuming from %s: %s.", checkpoint.path, problem)
+    if present:
+        raise UserError(
+            f"none of the {len(present)} checkpoints in {present[-1].path.parent} is whole: run `smp verify "
+            f"{present[-1].path.parent}` to see what is wrong, or start anew in another --output_dir"
+        )
+    for directory in directories:
+        for path in sorted(directory.glob(f"{model_name}-*steps")):
+            raise UserError(
+                f"{path} has no {MANIFEST_FILE}, so nothing can be resumed from it: restore the file, or start anew in "
+                f"another --output_dir"
+            )
+    return None
 
 
 def refuse_older_branch(chosen: Path, directories: list[Path]) -> None:
@@ -89,7 +140,7 @@ def refuse_older_branch(chosen: Path, directories: list[Path]) -> None:
     Raises:
         UserError: naming the newest.
     """
-    model_name, step = chosen.name.rpartition("-")[0], int(chosen.name.rpartition("-")[2].removesuffix("steps"))
+    model_name, step = chosen.name.rpartition("-")[0], step_of(chosen) or 0
     newest = max((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
     if newest.step > step:
         raise UserError(
@@ -112,84 +163,48 @@ def refuse_foreign(directories: list[Path]) -> None:
             )
 
 
-def _refuse_headless(directories: list[Path], model_name: str) -> None:
-    """A run whose checkpoints have all lost their ``state.json`` must not be mistaken for one that has none yet."""
-    for directory in directories:
-        for path in sorted(directory.glob(f"{model_name}-*steps")):
-            raise UserError(
-                f"{path} has no {STATE_FILE}, so nothing can be resumed from it: restore the file, or start anew in "
-                f"another --output_dir"
-            )
-
-
-def tensor_files(path: Path) -> dict[str, int]:
-    """Name and size in bytes of each tensor file of a checkpoint."""
-    return {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's ``state.json`` and check that its tensor files are all there, and no others.
-
-    Raises:
-        UserError: unreadable, of a newer format, or with missing, extra or truncated files.
-    """
-    try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {path}: {STATE_FILE} cannot be read ({error}); resume from another one") from None
-    if not isinstance(state, dict) or "files" not in state:
-        raise UserError(f"checkpoint {path} is damaged: {STATE_FILE} lists no files; resume from another one")
-    if state.get("format") != FORMAT:
-        raise UserError(
-            f"checkpoint {path} has format {state.get('format')}, this version of smp reads {FORMAT}: "
-            f"resume with the version that wrote it"
-        )
-    present = tensor_files(path)
-    for name in sorted(set(state["files"]) | set(present)):
-        expected, got = state["files"].get(name), present.get(name)
-        if expected != got:
-            what = "is missing" if got is None else "does not belong to it" if expected is None else f"has {got} bytes"
-            wanted = "" if expected is None or got is None else f" instead of {expected}"
-            raise UserError(f"checkpoint {path} is damaged: {name} {what}{wanted}; resume from another one")
-    return state
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name and point ``latest`` at it; both steps are atomic."""
-    _sync_directory(temporary)
+    """Give a complete checkpoint its name, and point ``latest`` at it; both are atomic."""
+    sync_directory(temporary)
     if final.exists():
         # Only a checkpoint of the same step of the same run can be here: a resumed run that passes this step again.
-        shutil.rmtree(final)
+        discard(final)
     temporary.rename(final)
-    link = final.parent / (LATEST + TEMPORARY)
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(final.parent / LATEST)
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
+    point(final.parent / LATEST, final.name)
 
 
-def prune(directory: Path, model_name: str, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints, and what interrupted saves left behind."""
-    for checkpoint in find_checkpoints(directory, model_name)[:-keep]:
-        # Renamed first: a deletion that is interrupted must not leave something that looks complete.
-        doomed = checkpoint.path.with_name(checkpoint.path.name + TEMPORARY)
-        checkpoint.path.rename(doomed)
-    for leftover in directory.glob(f"{model_name}-*steps{TEMPORARY}"):
-        shutil.rmtree(leftover)
+def point(link: Path, name: str) -> None:
+    """Make a symbolic link to ``name`` beside it, in place of an earlier one."""
+    fresh = link.with_name(link.name + TEMPORARY)
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(name)
+    fresh.replace(link)
+    sync_directory(link.parent)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint. Renamed first: a deletion that is cut short must not leave something that looks complete."""
+    doomed = path.with_name(f"{path.name}.old{TEMPORARY}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    sync_directory(path.parent)
+    shutil.rmtree(doomed)
+
+
+def clean(directory: Path) -> None:
+    """Delete what interrupted saves and deletions have left behind."""
+    if directory.is_dir():
+        for leftover in directory.glob(f"*-*steps*{TEMPORARY}"):
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
+        (directory / (LATEST + TEMPORARY)).unlink(missing_ok=True)
+        (directory / (BEST + TEMPORARY)).unlink(missing_ok=True)
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that may be written below ``path``, which need not exist yet."""
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize

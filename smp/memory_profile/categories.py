@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -79,6 +81,23 @@ def lies_in(tensor: torch.Tensor, mappings: list[range]) -> bool:
         return False
     address = tensor.untyped_storage().data_ptr()
     return any(address in mapping for mapping in mappings)
+
+
+def copied_inside(operation: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that an operation takes while it runs, and that no other operation shows.
+
+    gloo's ReduceScatter sums into a copy of its whole input, and its AllGather copies the output from another one.
+    """
+    name = operation._schema.name
+    if name == "smp::reduce_tokens":
+        tensor, group, ranks = args
+        gloo = ranks > 1 and dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"
+    elif name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_"):
+        output, tensor, *_ = args
+        tensor, gloo = max(output, tensor, key=torch.Tensor.numel), True  # smddp's do not come by, NCCL's are no CPU's
+    else:
+        return 0
+    return tensor.numel() * tensor.element_size() if gloo and tensor.device.type == "cpu" else 0
 
 
 def head_rows(model: nn.Module) -> set[int]:

@@ -40,6 +40,7 @@ from smp.memory_profile.categories import (
     PARAMETERS,
     UNREDUCED,
     asked_by,
+    copied_inside,
     head_rows,
     lies_in,
     shared_mappings,
@@ -138,6 +139,9 @@ class MemoryProfile(TorchDispatchMode):
         for thing in (result,) if type(result) is torch.Tensor else tree_leaves(result):
             if type(thing) in _PLAIN:
                 self._see(thing, ACTIVATIONS, ask=True)
+        if inside := copied_inside(func, args):
+            self._change(passing := _Held(COMMUNICATION, 0), inside)
+            self._change(passing, 0)
         if func.namespace == "fsdp" and "chunk_cat" in func.__name__:
             for gradient in args[0]:  # whole gradients, on their way into the input of ReduceScatter
                 self._claim_as(gradient, UNREDUCED)

@@ -23,6 +23,30 @@ _FIXED_BY_WEIGHTS = (
 )  # fmt: skip
 
 
+# What a config.json may say of a shape. The upper bounds are those of the settings: beyond them building the model
+# alone, without any memory for it, takes minutes.
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 24),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 22),
+    "num_hidden_layers": (1, 10_000),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "max_position_embeddings": (2, 1 << 40),
+}
+
+
+def range_problems(content: Mapping[str, Any]) -> list[str]:
+    """One sentence for each size in a config.json that is no whole number, or out of all reason."""
+    found = []
+    for key, (lowest, highest) in _RANGES.items():
+        value = content.get(key)
+        if value is not None and not (type(value) is int and lowest <= value <= highest):
+            found.append(f"{key} must be a whole number from {lowest} to {highest}, got {str(value)[:40]}")
+    return found
+
+
 def _write(values: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for key in parents:
@@ -109,6 +133,8 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
         )
     head_dim = values.get("head_dim") or hidden // heads
     fraction = values["rope_parameters"].get("partial_rotary_factor", 1.0)
+    if not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+        return [*found, f"partial_rotary_factor must be a number above 0 and at most 1, got {str(fraction)[:40]}"]
     rotated = int(head_dim * fraction)
     if not found and (rotated < 2 or rotated % 2):
         found.append(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import logging
 import pathlib
 from typing import Any, Literal
 
 from smp.config import Section, setting
 from smp.errors import ConfigError, UserError
+from smp.json_input import read_object
+from smp.models.checked_config import checked_config
 from smp.models.family import Family
 from smp.models.hf_values import apply_settings, value_problems
 from smp.models.preset import list_presets, load_preset
@@ -218,26 +219,18 @@ def _preset_source(name: str) -> _Source:
 
 
 def _directory_source(directory: pathlib.Path) -> _Source:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = directory / "config.json"
     try:
-        content = json.loads(path.read_text())
+        content = read_object(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no readable Hugging Face config ({error}): give another model directory") from error
-    if "auto_map" in content:
-        raise UserError(
-            f"{path} asks to run code from the checkpoint (auto_map), which is never done: use another model"
-        )
-    if "quantization_config" in content:
-        raise UserError(f"{path} describes quantized weights, which cannot be trained: use the model's full weights")
-    family_of(content.get("model_type"))
-    try:
-        hf_config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is refused by transformers ({reason}): mend it or give another directory") from error
+    hf_config = checked_config(
+        path,
+        content,
+        lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
+    )
     length = min(DEFAULT_SEQUENCE_LENGTH, hf_config.max_position_embeddings)
     return _Source(directory.resolve().name or "model", hf_config, length, directory)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
 from smp.errors import UserError
+from smp.json_input import read_object, strict_json
 
+_MAX_HEADER = 100_000_000  # safetensors' own bound
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -47,13 +48,28 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
     raise UserError(f"{path} holds no .safetensors file: give a directory with model.safetensors or its index")
 
 
+def _check_header(file: pathlib.Path) -> None:
+    """Refuse names that appear twice, of which safetensors takes the last.
+
+    Raises:
+        ValueError: the header cannot be read, or has some.
+    """
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if length <= _MAX_HEADER:  # safetensors refuses the others
+            strict_json(content.read(length))
+
+
 def _keys_of(file: pathlib.Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
+    if not file.is_file():
+        raise UserError(f"{file} is no regular file: give a .safetensors file")
     try:
+        _check_header(file)
         with safe_open(file, framework="pt") as content:
             return list(content.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as safetensors ({error}): copy or download it again") from error
 
 
@@ -64,24 +80,36 @@ def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
         path: as for :func:`find_weights`.
 
     Raises:
-        UserError: nothing usable there, a damaged file, or a shard that the index names and is missing.
+        UserError: nothing usable there, a damaged file, a shard that the index names and is missing, or shards that
+            do not hold what the index says.
     """
     path = find_weights(path)
     if path.suffix == ".safetensors":
         return dict.fromkeys(_keys_of(path), path)
     try:
-        entries = json.loads(path.read_text())["weight_map"]
+        entries = read_object(path)["weight_map"]
         files = {name: path.parent / name for name in sorted(set(entries.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no index of safetensors files (it has no usable weight_map)") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f": {error}" if isinstance(error, (OSError, ValueError)) else ""
+        raise UserError(f"{path} is no index of safetensors files (it has no usable weight_map{reason})") from error
     outside = [name for name in files if pathlib.PurePath(name).name != name]
     if outside:
         raise UserError(f"{path} names {outside[0]}, which is not in its own directory: shards lie beside the index")
+    foreign = [name for name in files if pathlib.PurePath(name).suffix != ".safetensors"]
+    if foreign:
+        raise UserError(f"{path} names {foreign[0]}, which is no .safetensors file: convert the model to safetensors")
     for name, file in files.items():
         if not file.is_file():
             raise UserError(f"{path} names {name}, which is missing: copy every shard beside the index")
-    found = {key: file for file in files.values() for key in _keys_of(file)}
-    lost = sorted(set(entries) - set(found))
-    if lost:
-        raise UserError(f"{path} names {lost[0]} in {entries[lost[0]]}, but no shard has it: copy the shards again")
+    found: dict[str, pathlib.Path] = {}
+    for name, file in files.items():
+        for key in _keys_of(file):
+            if key in found:
+                raise UserError(f"{key} is in both {found[key]} and {name}: copy the shards again, without older ones")
+            found[key] = file
+    for key, name in sorted(entries.items()):
+        if key not in found:
+            raise UserError(f"{path} names {key} in {name}, but no shard has it: copy the shards again")
+        if found[key].name != name:
+            raise UserError(f"{path} names {key} in {name}, but {found[key].name} has it: copy index and shards again")
     return found

@@ -1,4 +1,4 @@
-"""Activations and loss on a GPU: the same bits off the device, pinned buffers used again, less memory."""
+"""Memory on a GPU: the same bits off the device, pinned buffers used again, less memory, and the accounts of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 
 from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.activation_offload import DiskStore, HostStore, apply_activation_offload
-from smp.chunked_loss import linear_cross_entropy
+from smp.chunked_loss import chunk_loss, linear_cross_entropy
+from smp.memory_profile import profile_memory
+from smp.memory_tracker import GIB, build_memory_tracker, memory_stats
+from smp.memory_warnings import logger as warnings_logger
+from smp.memory_warnings import warn_of_cache_flushes
 from tests.parity import global_batch
 from tests.test_activation_offload import blocks_of, dropout_model
 
@@ -93,3 +97,84 @@ def test_loss_in_chunks():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for one, other in zip(found, wanted, strict=True):
         assert torch.linalg.norm(one - other) <= 1e-4 * torch.linalg.norm(other)
+
+
+def test_memory_may_be_written_to_once_its_tensor_has_left():
+    """A change in place after that is ordered after the copy, however far behind the device is."""
+    store, tensor = HostStore(), torch.ones(2**24, device="cuda")
+    torch.cuda._sleep(10**8)
+    stored = store.put(tensor)
+    assert stored.written()
+    tensor.fill_(2)
+    assert float(stored.load()().min()) == 1 and float(tensor.min()) == 2
+    changed = store.put(tensor)
+    tensor.add_(1)
+    assert not changed.written()
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox"])
+def test_the_categories_sum_to_what_the_allocator_says(name):
+    model = chunk_loss(dropout_model(name).cuda(), chunk_tokens=16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, labels = (part.cuda().repeat(16, 1) for part in global_batch(0))
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    for _ in range(2):  # in the first step the optimizer's state and the library's own buffers are made
+        torch.cuda.synchronize()
+        with profile_memory(model, optimizer) as account:
+            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+            account.mark("backward")
+            optimizer.step()
+            optimizer.zero_grad()
+            account.mark("update")
+    peak = account.peak()
+    assert account.measured == torch.cuda.max_memory_allocated()
+    assert abs(peak.total - account.measured) <= 0.02 * account.measured, account.table()
+    small = 512 * sum(1 for _ in model.parameters())  # what is rounded up for each tensor
+    assert parameters <= peak.categories["parameters"] <= parameters + small, account.table()
+    assert 2 * parameters <= account.at("update").categories["optimizer state"] <= 2 * (parameters + small)
+    assert parameters <= account.at("backward").categories["gradients"] <= parameters + small, account.table()
+    assert "by the allocator" in account.table()
+
+
+def test_out_of_memory_carries_the_table():
+    with pytest.raises(torch.OutOfMemoryError) as failure, profile_memory(torch.nn.Linear(8, 8).cuda()):
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert "What held the memory at the peak" in failure.value.__notes__[0]
+
+
+def test_a_flush_of_the_cache_is_said(caplog, monkeypatch):
+    """The allocator is given so little that it must let go of what it keeps to get more."""
+    model = torch.nn.Linear(8, 8).cuda()
+    warn_of_cache_flushes(model, "cuda")
+    torch.cuda.empty_cache()
+    monkeypatch.setattr(warnings_logger.parent, "propagate", True)
+    everything = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / everything)
+    try:
+        for mib in (200, 220):
+            torch.empty(mib * 2**20, dtype=torch.uint8, device="cuda")
+        with caplog.at_level("WARNING", logger="smp"):
+            model(torch.zeros(8, device="cuda"))
+            model(torch.zeros(8, device="cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(caplog.messages) == 1 and "was short of memory since the last forward" in caplog.messages[0]
+
+
+def test_the_lines_of_smp():
+    found = {}
+
+    class Writers:
+        def scalars(self, tag, values, step):
+            found[tag, step] = values
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    tracker = build_memory_tracker(device, enabled=True, rank=0, writers=Writers())
+    held = torch.empty(2**28, dtype=torch.uint8, device=device)
+    tracker.record("After forward", 1)
+    usage = found["GPUMemoryGB/After forward", 1]
+    assert usage["reserved"] >= usage["allocated"] >= held.nbytes / GIB and usage["max_allocated"] >= usage["allocated"]
+    del held
+    tracker.record("After train step", 1)  # the peak began anew
+    assert found["GPUMemoryGB/After train step", 1]["max_allocated"] == pytest.approx(usage["allocated"], abs=0.01)
+    assert memory_stats(device)["mem_allocated_gib"] <= usage["allocated"] - 0.24

@@ -1,0 +1,313 @@
+"""Checkpoints beside plain torch: how long training stands still, what hashing and flushing cost, loading, memory.
+
+    python benchmarks/checkpoint.py --directory /fast/disk --output benchmarks/results/checkpoint.md
+    python benchmarks/checkpoint.py --directory /tmp --model llama_tiny --rounds 2   # a trial
+
+What is compared, and how, is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pages import Bystanders, origin, publish
+from step_variants import OPTIM, SIZES, resolved_model
+from torch import nn
+
+from smp.checkpoint import files, writer
+from smp.checkpoint.background import BackgroundWrite, HostCopies
+from smp.checkpoint.checkpointer import (
+    agree,
+    begin,
+    load_checkpoint,
+    model_entry,
+    publish_snapshot,
+    save_checkpoint,
+    take_snapshot,
+    verify_together,
+)
+from smp.checkpoint.chunks import run_tensors
+from smp.checkpoint.layout import checkpoint_name
+from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.config import ActivationConfig, ParallelConfig
+from smp.memory_tracker import rss_bytes
+from smp.mesh import Mesh, build_mesh, resolve_degrees
+from smp.optimizer import allocate_state, build_optimizer
+from smp.prepare import prepare_model
+
+PROCESSES = 2
+MIB = 2**20
+
+
+class Subject:
+    """A model, sharded, with its optimizer's state."""
+
+    def __init__(self, name: str):
+        parallel = ParallelConfig(sharding_strategy="full_shard")
+        degrees = resolve_degrees(parallel, world_size=PROCESSES, local_world_size=PROCESSES)
+        self.mesh: Mesh = build_mesh(degrees, "cpu")
+        self.resolved = resolved_model(name)
+        self.model: nn.Module = prepare_model(
+            self.resolved, mesh=self.mesh, parallel=parallel, activation=ActivationConfig(),
+            dtype=torch.float32, device=torch.device("cpu"), seed=0, load_weights=False,
+        )  # fmt: skip
+        self.optimizer = build_optimizer(self.model, OPTIM, lr=1e-4)
+        allocate_state(self.optimizer)
+        self.tensors = run_tensors(self.model, self.optimizer)
+
+    def manifest(self, step: int) -> Manifest:
+        return Manifest(
+            kind="sharded", step=step, world_size=PROCESSES, degrees={"tp": 1},
+            model=model_entry("m", self.resolved.hf_config),
+            run={"progress": {"step": step, "samples": 0, "tokens": 0}},
+        )  # fmt: skip
+
+
+def dcp_save(subject: Subject, folder: Path, step: int) -> float:
+    """Seconds that training stands still."""
+    start = time.perf_counter()
+    dcp.save(subject.tensors, checkpoint_id=folder / f"dcp-{step}")
+    return time.perf_counter() - start
+
+
+def smp_save(subject: Subject, folder: Path, step: int, *, check: bool = True) -> float:
+    """The same state, as the job saves it."""
+    start = time.perf_counter()
+    save_checkpoint(
+        folder, model=subject.model, optimizer=subject.optimizer, manifest=subject.manifest(step), check=check
+    )
+    return time.perf_counter() - start
+
+
+class _NoDigest:
+    def update(self, data: Any) -> None:
+        """Costs nothing."""
+
+    def hexdigest(self) -> str:
+        return "0"
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def without_digests(subject: Subject, folder: Path, step: int) -> float:
+    """What is left when nothing is hashed."""
+    with replaced(files, "new_digest", _NoDigest):
+        return smp_save(subject, folder, step, check=False)
+
+
+def without_flush(subject: Subject, folder: Path, step: int) -> float:
+    """What is left when nothing is flushed to the disk: not a checkpoint to rely on."""
+    with replaced(os, "fsync", lambda descriptor: None):
+        return smp_save(subject, folder, step, check=False)
+
+
+_dcp_group: list[dist.ProcessGroup] = []
+
+
+def dcp_async(subject: Subject, folder: Path, step: int) -> float:
+    """Seconds until training may go on; the rest is waited for outside the measurement."""
+    if not _dcp_group:
+        _dcp_group.append(dist.new_group(backend="gloo"))
+    start = time.perf_counter()
+    future = dcp.async_save(subject.tensors, checkpoint_id=folder / f"dcpa-{step}", process_group=_dcp_group[0])
+    stalled = time.perf_counter() - start
+    future.result()  # type: ignore[union-attr]
+    return stalled
+
+
+_copies = HostCopies()
+
+
+def smp_async(subject: Subject, folder: Path, step: int) -> float:
+    """The job's asynchronous save: copying, then publishing at a later step."""
+    start = time.perf_counter()
+    manifest = subject.manifest(step)
+    temporary = begin(folder, checkpoint_name("m", step), own=False)
+    snapshot = take_snapshot(subject.model, subject.optimizer, everything=False, copy=_copies)
+    write = BackgroundWrite(temporary, manifest, snapshot, rank=dist.get_rank(), check=True)
+    stalled = time.perf_counter() - start
+    write.wait()
+    dist.barrier()
+    start = time.perf_counter()
+    agree(write.failure, "failed")
+    publish_snapshot(temporary, manifest)
+    agree(None, "failed")
+    return stalled + time.perf_counter() - start
+
+
+def dcp_load(subject: Subject, folder: Path, step: int) -> float:
+    """Load what ``dcp_save`` has written in this round."""
+    start = time.perf_counter()
+    dcp.load(subject.tensors, checkpoint_id=folder / f"dcp-{step}")
+    return time.perf_counter() - start
+
+
+def smp_load(subject: Subject, folder: Path, step: int, *, content: bool = True) -> float:
+    """Verify and load what ``smp_save`` has written in this round."""
+    path = folder / checkpoint_name("m", step)
+    start = time.perf_counter()
+    manifest = read_manifest(path)
+    problems = verify_together(path, manifest, content=content)
+    assert problems == []
+    load_checkpoint(path, manifest, model=subject.model, optimizer=subject.optimizer, seed=0, mesh=subject.mesh)
+    return time.perf_counter() - start
+
+
+MEASURES: dict[str, Callable[[Subject, Path, int], float]] = {
+    "dcp.save": dcp_save,
+    "smp, verified (hashed, flushed, read back)": smp_save,
+    "dcp.load": dcp_load,
+    "smp load, verified": smp_load,
+    "smp, hashed and flushed": functools.partial(smp_save, check=False),
+    "smp load, sizes only": functools.partial(smp_load, content=False),
+    "smp, flushed only": without_digests,
+    "smp, hashed only": without_flush,
+    "dcp.async_save": dcp_async,
+    "smp, asynchronous": smp_async,
+}
+
+# Measurements after which the files stay, for the loads that follow.
+LOADED_LATER = {"dcp.save", "smp, verified (hashed, flushed, read back)", "dcp.load", "smp, hashed and flushed"}
+
+
+@contextlib.contextmanager
+def peak_of_rss(into: list[int]) -> Iterator[None]:
+    """Add the most that the process's resident memory grew to ``into``, sampled every 2 ms."""
+    gc.collect()
+    before, stop, found = rss_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not stop.wait(0.002):
+            found[0] = max(found[0], rss_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        into.append(found[0])
+
+
+def _rank(rank: int, port: int, name: str, folder: str, rounds: int, output: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(PROCESSES))
+    torch.set_num_threads(1)
+    dist.init_process_group("smddp")
+    subject = Subject(name)
+    seconds: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    memory: dict[str, list[int]] = {measure: [] for measure in MEASURES}
+    for number in range(-1, rounds):  # the first only warms up
+        for measure, run in MEASURES.items():
+            dist.barrier()
+            grown: list[int] = []
+            with peak_of_rss(grown):
+                spent = torch.tensor(run(subject, Path(folder), number + 1), dtype=torch.float64)
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)  # the slowest rank holds all up
+            if number >= 0:
+                seconds[measure].append(float(spent))
+                memory[measure].append(grown[0])
+            if rank == 0:
+                print(f"round {number + 1} {measure}: {float(spent):.3f} s, {grown[0] / MIB:.0f} MiB", file=sys.stderr)
+            if measure not in LOADED_LATER:
+                _remove(rank, folder)
+    if rank == 0:
+        size = sum(t.numel() * t.element_size() for t in subject.tensors.values())
+        Path(output).write_text(json.dumps({"seconds": seconds, "memory": memory, "bytes": size}))
+    dist.destroy_process_group()
+
+
+def _remove(rank: int, folder: str) -> None:
+    """Delete what has been written."""
+    dist.barrier()
+    for path in Path(folder).iterdir() if rank == 0 else ():
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    dist.barrier()
+
+
+def page(found: dict[str, Any], model: str, rounds: int, bystanders: Bystanders) -> str:
+    """The result page."""
+    seconds, memory, size = found["seconds"], found["memory"], found["bytes"]
+    lines = ["# Saving and loading checkpoints", "", *origin(f"{PROCESSES} processes of one thread, {rounds} rounds")]
+    lines += [
+        f"State of {model} with AdamW: {size / MIB:.0f} MiB, fully sharded, fp32. {bystanders.describe()} Seconds of the "
+        f"slowest rank; ratios are medians of the ratios of each round.",
+        "",
+        "| | median, s | p99, s | MiB/s | host memory of rank 0, MiB | of torch's |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for measure, values in seconds.items():
+        peer = "dcp.load" if "load" in measure else "dcp.async_save" if "async" in measure else "dcp.save"
+        ratio = statistics.median(a / b for a, b in zip(values, seconds[peer], strict=True))
+        median = statistics.median(values)
+        p99 = sorted(values)[min(len(values) - 1, round(0.99 * (len(values) - 1)))]
+        speed = "" if "async" in measure else f"{size / MIB / median:.0f}"
+        lines.append(
+            f"| {measure} | {median:.3f} | {p99:.3f} | {speed} | {statistics.median(memory[measure]) / MIB:.0f} | "
+            f"{ratio:.2f} |"
+        )
+    stall = statistics.median(
+        a / b for a, b in zip(seconds["smp, asynchronous"], seconds["smp, hashed and flushed"], strict=True)
+    )
+    lines += ["", f"An asynchronous save holds training up for {stall:.2f} of a synchronous one.", ""]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="an existing directory on the disk to measure")
+    parser.add_argument("--model", choices=[name for name in SIZES if name.startswith("llama")], default="llama108m")
+    parser.add_argument("--rounds", type=int, default=9, help="times that everything is measured (default 9)")
+    parser.add_argument("--output", type=Path, help="write the page here; it is printed in any case")
+    arguments = parser.parse_args(argv)
+    bystanders = Bystanders()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder, tempfile.NamedTemporaryFile() as output:
+        context = multiprocessing.get_context("fork")
+        port = 20_000 + os.getpid() % 20_000
+        ranks = [
+            context.Process(target=_rank, args=(r, port, arguments.model, folder, arguments.rounds, output.name))
+            for r in range(PROCESSES)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit("error: a process failed, see above")
+        found = json.loads(Path(output.name).read_text())
+    publish(page(found, arguments.model, arguments.rounds, bystanders), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""``python -m smp``: the ``smp`` command."""
+
+import sys
+
+from smp.cli import main
+
+sys.exit(main())

@@ -1,0 +1,247 @@
+"""Files that are on the disk when a call returns: JSON, and tensors in the safetensors format, hashed as they are written.
+
+Written with plain system calls: a disk error shows where it happens, and memory-mapped reads would turn one into a signal.
+Format: https://github.com/huggingface/safetensors#format. The headers carry the offsets of sharded tensors as torch's
+``HuggingFaceStorageReader`` expects them, so that plain torch can load these files, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from smp.errors import RunError, UserError
+from smp.json_input import strict_json
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# What is written or read by one system call; large enough for any disk, small enough to answer to signals.
+PIECE = 16 << 20
+MAX_HEADER = 100_000_000  # safetensors' own bound
+_ATTEMPTS = 3
+
+
+class Written(NamedTuple):
+    """A file as it was handed to the disk."""
+
+    name: str
+    size: int
+    digest: str
+
+
+class Piece(NamedTuple):
+    """A tensor of a file: the part that a rank holds of ``name``, beginning at ``offsets``."""
+
+    name: str
+    tensor: torch.Tensor  # contiguous, on the CPU
+    offsets: tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies in a file: ``start`` is counted from the beginning of the file, in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def new_digest() -> Any:
+    """xxh3, 128 bits: finds damage, at the speed of memory; it is no protection against an attacker."""
+    return xxhash.xxh3_128()
+
+
+def shown(digest: Any) -> str:
+    """The digest as manifests write it."""
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write everything at ``offset``, however little the system takes at once, and try an I/O error again."""
+    view, failures = memoryview(data), 0
+    while view:
+        try:
+            count = os.pwrite(descriptor, view[:PIECE], offset)
+        except OSError as error:
+            failures += 1
+            if error.errno != errno.EIO or failures == _ATTEMPTS:
+                raise
+            time.sleep(0.1 * failures)
+            continue
+        view, offset = view[count:], offset + count
+
+
+def read_all(descriptor: int, into: memoryview, offset: int) -> None:
+    """Fill ``into`` from ``offset``.
+
+    Raises:
+        OSError: the file ends before, or cannot be read.
+    """
+    failures = 0
+    while into:
+        try:
+            count = os.preadv(descriptor, [into[:PIECE]], offset)
+        except OSError as error:
+            failures += 1
+            if error.errno != errno.EIO or failures == _ATTEMPTS:
+                raise
+            time.sleep(0.1 * failures)
+            continue
+        if not count:
+            raise OSError(errno.ENODATA, "the file ends too early")
+        into, offset = into[count:], offset + count
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_bytes(path: Path, data: bytes) -> Written:
+    """Write a new file and flush it to the disk."""
+    descriptor = _create(path)
+    try:
+        write_all(descriptor, data, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    digest = new_digest()
+    digest.update(data)
+    return Written(path.name, len(data), shown(digest))
+
+
+def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for piece in pieces:
+        entries[piece.name] = {
+            "dtype": DTYPE_NAMES[piece.tensor.dtype],
+            "shape": list(piece.tensor.shape),
+            "data_offsets": [offset, offset + piece.tensor.nbytes],
+        }
+        offset += piece.tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(path: Path, pieces: Iterable[Piece]) -> Written:
+    """Write a safetensors file and flush it to the disk; needs no memory beside the tensors."""
+    # Widest items first, so that each tensor is aligned.
+    ordered = sorted(pieces, key=lambda piece: -piece.tensor.itemsize)
+    sharding = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in ordered}
+    header = _header(ordered, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding), "format": "pt"})
+    digest, offset = new_digest(), len(header)
+    descriptor = _create(path)
+    try:
+        write_all(descriptor, header, 0)
+        digest.update(header)
+        for piece in ordered:
+            data = bytes_of(piece.tensor)
+            for start in range(0, len(data), PIECE):
+                part = data[start : start + PIECE]
+                write_all(descriptor, part, offset)
+                digest.update(part)
+                offset += len(part)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Written(path.name, offset, shown(digest))
+
+
+def digest_of(path: Path) -> str:
+    """Read a file and return its digest."""
+    buffer, digest = memoryview(bytearray(PIECE)), new_digest()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        left, offset = os.fstat(descriptor).st_size, 0
+        while left:
+            part = buffer[: min(left, PIECE)]
+            read_all(descriptor, part, offset)
+            digest.update(part)
+            left, offset = left - len(part), offset + len(part)
+    finally:
+        os.close(descriptor)
+    return shown(digest)
+
+
+def read_header(descriptor: int) -> dict[str, Stored]:
+    """What a safetensors file holds.
+
+    Raises:
+        ValueError: the header is no such thing, or does not describe exactly the bytes of the file.
+        OSError: it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    length = bytearray(8)
+    if size < 8:
+        raise ValueError("too short for a safetensors file")
+    read_all(descriptor, memoryview(length), 0)
+    count = int.from_bytes(length, "little")
+    if count > min(MAX_HEADER, size - 8):
+        raise ValueError(f"its header claims {count} bytes")
+    text = bytearray(count)
+    read_all(descriptor, memoryview(text), 8)
+    content = strict_json(bytes(text))
+    if not isinstance(content, dict):
+        raise ValueError("its header is no object")
+    content.pop("__metadata__", None)
+    found = {name: _stored(name, entry, 8 + count) for name, entry in content.items()}
+    end = 8 + count
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if stored.start != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end += stored.nbytes
+    if end != size:
+        raise ValueError(f"it has {size} bytes and its header describes {end}")
+    return found
+
+
+def _stored(name: str, entry: Any, base: int) -> Stored:
+    try:
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"its entry for {name!r} is malformed") from None
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"its entry for {name!r} has a number out of range")
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    if end - begin != count:
+        raise ValueError(f"its entry for {name!r} has {end - begin} bytes, its shape needs {count}")
+    return Stored(dtype, tuple(shape), base + begin, count)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: BaseException) -> str:
+    """An error in a few words, for a sentence."""
+    if isinstance(error, (UserError, RunError)):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,97 @@
+"""Checkpoints that each rank keeps on its own disk: fast to write, of use only where every rank still has its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from smp.checkpoint.layout import find_checkpoints, quick_problem
+from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.errors import UserError
+from smp.log import get_logger
+
+logger = get_logger("train")
+
+
+def local_directory(directory: Path, rank: int, world_size: int) -> Path:
+    """Where a rank keeps its own checkpoints."""
+    return directory / f"rank{rank:05d}-of-{world_size:05d}"
+
+
+def own_checkpoint(path: Path, rank: int, world_size: int) -> Path:
+    """This rank's part of a checkpoint that was named by the directory of all, or by the part of any rank."""
+    base = path.parent.parent if path.parent.name.startswith("rank") else path.parent
+    return local_directory(base, rank, world_size) / path.name
+
+
+def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool) -> None:
+    """Refuse to start beside checkpoints that this run would not see.
+
+    Raises:
+        UserError: local ones of another number of processes, or of the other kind.
+    """
+    for directory in directories:
+        found = sorted(directory.glob("rank?????-of-?????"))
+        if found and not local:
+            raise UserError(
+                f"{directory} holds local checkpoints ({found[0].name}): continue that run with --checkpoint_type local, "
+                f"or choose another --output_dir"
+            )
+        other = [path for path in found if path.name.partition("-of-")[2] != f"{world_size:05d}"]
+        if other:
+            count = int(other[0].name.partition("-of-")[2]) if other[0].name[-5:].isdigit() else other[0].name
+            raise UserError(
+                f"{directory} holds local checkpoints of {count} processes and this run has {world_size}: local ones "
+                f"are for the same layout only; start {count} processes, or choose another --output_dir"
+            )
+        if local and (shared := sorted(directory.glob("*-*steps"))):
+            raise UserError(
+                f"{directory} holds checkpoints of a run that this one does not continue ({shared[0].name}): resume with "
+                f"--checkpoint_type sharded, or choose another --output_dir"
+            )
+
+
+def _whole_steps(directories: list[Path], model_name: str) -> dict[int, Path]:
+    found = sorted(
+        (c for directory in directories for c in find_checkpoints(directory, model_name)), key=lambda c: c.step
+    )
+    return {c.step: c.path for c in found if quick_problem(c.path) is None}
+
+
+def common_start(directories: list[Path], model_name: str, chosen: Path | None) -> set[Path]:
+    """The checkpoints of this rank that are not to be resumed from, so that all ranks take the same step; collective.
+
+    Args:
+        chosen: what this rank would resume from.
+
+    Raises:
+        UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.
+    """
+    mine, passed_over = _whole_steps(directories, model_name), set[Path]()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    while True:
+        dist.all_gather_object(everyone, sorted(mine))
+        common = set(everyone[0]).intersection(*everyone[1:])
+        if not common:
+            if not any(everyone):
+                return set()
+            steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
+            raise UserError(
+                f"no step of which every rank has a whole local checkpoint (steps: {steps}): bring back the missing "
+                f"disks, or start anew in another --output_dir"
+            )
+        step = max(common)
+        path = mine[step]
+        dist.all_gather_object(everyone, problems_of_files(path, read_manifest(path), content=True))
+        if not any(everyone):
+            newer = {path for other, path in mine.items() if other > step}
+            for other in newer:
+                logger.warning("Not resuming from %s: not every rank has a whole checkpoint of that step.", other.name)
+            return passed_over | newer | ({chosen} if chosen is not None and chosen != path else set())
+        for rank, problems in enumerate(everyone):
+            if problems:
+                logger.warning("Not resuming from step %d: rank %d: %s", step, rank, "; ".join(problems[:3]))
+        del mine[step]
+        passed_over.add(path)

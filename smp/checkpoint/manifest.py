@@ -1,0 +1,351 @@
+"""The manifest: what a checkpoint holds, with size and digest of every file and the place of every tensor.
+
+It is written last. A directory without one is no checkpoint; one whose files are not exactly those it lists is damaged.
+Its first entry is a digest of all its bytes that follow, so that no change of it goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    Written,
+    digest_of,
+    new_digest,
+    read_all,
+    read_header,
+    reason,
+    shown,
+    strict_json,
+)
+from smp.errors import DamagedCheckpoint, UserError
+
+SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+# A 70B model on 512 ranks needs about 100 MB.
+MAX_MANIFEST = 256 << 20
+# Of values in it, each of which takes up to a hundred bytes in memory; that one has about six million.
+MAX_VALUES = 16_000_000
+MAX_AXES = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_START = b'{"checksum":"'
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint: its size in bytes and its digest."""
+
+    size: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor and the file it lies in, under the tensor's name."""
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """A tensor as a whole, and its parts."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        kind: ``sharded`` (the tensors of all ranks) or ``local`` (those of one rank).
+        step: optimizer updates done.
+        saved_at: time of the save, UTC, ISO 8601.
+        versions: of smp, torch and Python, and what else the writer names.
+        world_size: ranks of the run that wrote it.
+        degrees: of parallelism, by axis.
+        model: ``name`` and ``config``, the Hugging Face configuration.
+        run: progress, settings and identity of the data.
+    """
+
+    kind: str
+    step: int
+    world_size: int
+    degrees: dict[str, int]
+    model: dict[str, Any]
+    run: dict[str, Any]
+    files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = dataclasses.field(default_factory=dict)
+    saved_at: str = ""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def now() -> str:
+    """The time as manifests write it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote the checkpoint; smp's own is added by who knows it."""
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file."""
+    import json
+
+    names = {name: index for index, name in enumerate(manifest.files)}
+    content = {
+        **{
+            f.name: getattr(manifest, f.name)
+            for f in dataclasses.fields(manifest)
+            if f.name not in ("files", "tensors")
+        },
+        "files": [[name, entry.size, entry.digest] for name, entry in manifest.files.items()],
+        "tensors": {
+            name: [
+                DTYPE_NAMES[entry.dtype],
+                entry.shape,
+                [[names[chunk.file], chunk.offsets, chunk.sizes] for chunk in entry.chunks],
+            ]
+            for name, entry in manifest.tensors.items()
+        },
+    }
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:] + b"\n"
+    digest = new_digest()
+    digest.update(body)
+    return _START + shown(digest).encode() + b'",' + body
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Read the file, bounded, and check it against its own digest.
+
+    Raises:
+        UserError: there is none.
+        DamagedCheckpoint: it is not as it was written.
+    """
+    file = path / MANIFEST_FILE
+    try:
+        # Without O_NONBLOCK a pipe would be waited for.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a complete checkpoint: it has no {MANIFEST_FILE}") from None
+    except OSError as error:
+        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} cannot be opened ({reason(error)})"]) from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST:
+            raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} is no file of at most {MAX_MANIFEST} bytes"])
+        data = bytearray(status.st_size)
+        read_all(descriptor, memoryview(data), 0)
+        head, _, body = bytes(data).partition(b'",')
+        digest = new_digest()
+        digest.update(body)
+        if head != _START + shown(digest).encode():
+            raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} does not match its own checksum"])
+        if body.count(b",") > MAX_VALUES:
+            raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} lists more than {MAX_VALUES} things"])
+        content = strict_json(b"{" + body)
+    except (OSError, ValueError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
+        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} cannot be read ({reason(error)})"]) from None
+    finally:
+        os.close(descriptor)
+    if not isinstance(content, dict) or type(content.get("schema")) is not int:
+        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} names no schema"])
+    return content
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a checkpoint's manifest and check all that needs no other file.
+
+    Raises:
+        UserError: it has none, or one of a newer schema.
+        DamagedCheckpoint: malformed; names that leave the directory; tensors with holes or overlaps.
+    """
+    content = _content(path)
+    if content["schema"] > SCHEMA:
+        theirs = content.get("versions")
+        writer = theirs.get("smp") if isinstance(theirs, dict) else None
+        raise UserError(
+            f"checkpoint {path} has schema {content['schema']} and this version of smp reads up to {SCHEMA}: it was "
+            f"written by smp {writer if isinstance(writer, str) else 'of a newer version'}, resume with that"
+        )
+    try:
+        return _decode(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} is malformed ({reason(error)})"]) from None
+
+
+def _natural(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int and 0 <= value < 2**63 for value in found):
+        raise ValueError(f"a number is out of range in {found[:8]}")
+    return found
+
+
+def _decode(content: dict[str, Any]) -> Manifest:
+    files = {}
+    for name, size, digest in content["files"]:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MANIFEST_FILE or name in files:
+            raise ValueError(f"{str(name)[:80]!r} is no name of a file, or given twice")
+        files[name] = FileEntry(_natural([size])[0], str(digest))
+    names, tensors = list(files), {}
+    room = {name: entry.size for name, entry in files.items()}
+    for name, (dtype, shape, chunks) in content["tensors"].items():
+        entry = TensorEntry(
+            DTYPES[dtype],
+            _natural(shape),
+            tuple(Chunk(names[_natural([file])[0]], _natural(offsets), _natural(sizes)) for file, offsets, sizes in chunks),
+        )  # fmt: skip
+        tensors[name] = entry
+        if problem := coverage_problem(entry) if content["kind"] == "sharded" else _bounds_problem(entry):
+            raise ValueError(f"{name[:200]} {problem}")
+        for chunk in entry.chunks:
+            room[chunk.file] -= _volume(chunk.sizes) * entry.dtype.itemsize
+            if room[chunk.file] < 0:
+                raise ValueError(f"{chunk.file} has {files[chunk.file].size} bytes, too few for its tensors")
+    step, world_size = _natural([content["step"], content["world_size"]])
+    if content["kind"] not in ("sharded", "local"):
+        raise ValueError(f"kind {content['kind']!r}")
+    for key in ("degrees", "model", "run", "versions"):
+        if not isinstance(content[key], dict):
+            raise TypeError(f"{key} is no object")
+    return Manifest(
+        kind=content["kind"], step=step, world_size=world_size, degrees=content["degrees"], model=content["model"],
+        run=content["run"], files=files, tensors=tensors, saved_at=str(content["saved_at"]),
+        versions=content["versions"], schema=content["schema"],
+    )  # fmt: skip
+
+
+def _bounds_problem(entry: TensorEntry) -> str | None:
+    """Why a chunk is no part of the tensor; None if all are."""
+    shape = entry.shape
+    if len(shape) > MAX_AXES:
+        return f"has {len(shape)} axes"
+    for chunk in entry.chunks:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            return "has a part of another rank"
+        if any(o + n > extent for o, n, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            return "has a part that reaches beyond it"
+        if not _volume(chunk.sizes):
+            return "has an empty part"
+    return None
+
+
+def coverage_problem(entry: TensorEntry) -> str | None:
+    """Why the chunks are not exactly the tensor, each element once; None if they are."""
+    if problem := _bounds_problem(entry):
+        return problem
+    shape, chunks = entry.shape, entry.chunks
+    volume = _volume(shape)
+    if sum(_volume(chunk.sizes) for chunk in chunks) != volume:
+        return "has parts that leave holes or overlap"
+    # The volumes add up: it has neither holes nor overlaps if no two parts overlap. Parts are cut along a grid, so
+    # that marking the cells between all cuts stays small.
+    cuts = [
+        sorted({c.offsets[d] for c in chunks} | {c.offsets[d] + c.sizes[d] for c in chunks}) for d in range(len(shape))
+    ]
+    if _volume([len(cut) for cut in cuts]) > 10_000_000:
+        return "is cut into too many parts"
+    places = [{cut: index for index, cut in enumerate(axis)} for axis in cuts]
+    cells = torch.zeros([len(axis) for axis in cuts], dtype=torch.bool)
+    for chunk in chunks:
+        box = tuple(
+            slice(places[d][o], places[d][o + n])
+            for d, (o, n) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True))
+        )
+        if cells[box].any():
+            return "has parts that overlap"
+        cells[box] = True
+    return None
+
+
+def _volume(sizes: Sequence[int]) -> int:
+    volume = 1
+    for size in sizes:
+        volume *= size
+    return volume
+
+
+def written_files(files: Iterable[Written]) -> dict[str, FileEntry]:
+    """Manifest entries of files."""
+    return {file.name: FileEntry(file.size, file.digest) for file in files}
+
+
+def problems_of_files(
+    path: Path, manifest: Manifest, *, content: bool, names: Iterable[str] | None = None
+) -> list[str]:
+    """What differs between a checkpoint's directory and its manifest, naming files; empty if nothing does.
+
+    Args:
+        content: also read the files: digests, and that their headers describe the tensors of the manifest.
+        names: files whose content to read; None: all. Names and sizes are checked of all in any case.
+    """
+    problems = []
+    try:
+        present = {entry.name: entry for entry in os.scandir(path)}
+    except OSError as error:
+        return [f"it cannot be listed ({reason(error)})"]
+    for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST_FILE}):
+        problems.append(f"{name} does not belong to it")
+    for name, wanted in manifest.files.items():
+        if name not in present:
+            problems.append(f"{name} is missing")
+            continue
+        status = present[name].stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            problems.append(f"{name} is no regular file")
+        elif status.st_size != wanted.size:
+            problems.append(f"{name} has {status.st_size} bytes instead of {wanted.size}")
+    if not content or problems:
+        return problems
+    expected: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for tensor, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            expected.setdefault(chunk.file, {})[tensor] = (entry.dtype, chunk.sizes)
+    for name in manifest.files if names is None else names:
+        if problem := _problem_of_content(path / name, manifest.files[name].digest, expected.get(name, {})):
+            problems.append(f"{name} {problem}")
+    return problems
+
+
+def _problem_of_content(file: Path, digest: str, expected: dict[str, tuple[Any, ...]]) -> str | None:
+    try:
+        if digest_of(file) != digest:
+            return "is not as it was written (its digest differs)"
+        if file.suffix == ".safetensors":
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                found = {name: (stored.dtype, stored.shape) for name, stored in read_header(descriptor).items()}
+            finally:
+                os.close(descriptor)
+            if found != expected:
+                name = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))[0]
+                return f"and the manifest differ about {name}"
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({reason(error)})"
+    return None

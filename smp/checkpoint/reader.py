@@ -1,0 +1,102 @@
+"""Read tensors of a checkpoint, whole or in part, from whatever parts they were saved in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from smp.checkpoint.files import Stored, bytes_of, read_all, read_header, reason
+from smp.checkpoint.manifest import Chunk, Manifest
+from smp.errors import DamagedCheckpoint
+
+# Files that are open at a time: a process may often have 1024, and a large run's checkpoint has more.
+MOST_OPEN = 256
+
+
+class CheckpointReader:
+    """Reads from a checkpoint whose files have been checked (:func:`smp.checkpoint.manifest.problems_of_files`).
+
+    Args:
+        path: its directory.
+        manifest: its manifest.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self._path, self._manifest = path, manifest
+        self._open: dict[str, int] = {}
+        self._headers: dict[str, dict[str, Stored]] = {}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor, or the box of it that begins at ``offsets``; on the CPU.
+
+        Raises:
+            KeyError: no such tensor.
+            DamagedCheckpoint: a file is not what the manifest says, or lacks a part of the box.
+        """
+        entry = self._manifest.tensors[name]
+        offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
+        sizes = tuple(sizes) if sizes is not None else entry.shape
+        out, filled = torch.empty(sizes, dtype=entry.dtype), 0
+        for chunk in entry.chunks:
+            # The box in which the wanted part and the chunk meet, in coordinates of the whole.
+            begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            end = [
+                min(a + m, b + n)
+                for a, m, b, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            ]  # fmt: skip
+            if any(b >= e for b, e in zip(begin, end, strict=True)):
+                continue
+            here = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offsets, strict=True))
+            target = out[here]
+            self._read_box(name, chunk, [b - o for b, o in zip(begin, chunk.offsets, strict=True)], target)
+            filled += target.numel()
+        if filled != out.numel():
+            raise DamagedCheckpoint(self._path, [f"{name} is not whole"])
+        return out
+
+    def _read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
+        """Fill ``target`` from a chunk, from the element ``begin`` of it on; reads whole rows of the first axis."""
+        try:
+            descriptor, header = self._file(chunk.file)
+            stored = header.get(name)
+            if stored is None or stored.shape != chunk.sizes or stored.dtype != target.dtype:
+                raise ValueError(f"it does not hold {name} as the manifest says")
+            if not stored.shape:
+                read_all(descriptor, bytes_of(target), stored.start)
+                return
+            row_bytes = stored.nbytes // stored.shape[0]
+            start = stored.start + begin[0] * row_bytes
+            whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
+            if whole_rows and target.is_contiguous():
+                read_all(descriptor, bytes_of(target), start)
+                return
+            rows = torch.empty((target.shape[0], *stored.shape[1:]), dtype=target.dtype)
+            read_all(descriptor, bytes_of(rows), start)
+            inner = tuple(slice(b, b + n) for b, n in zip(begin[1:], target.shape[1:], strict=True))
+            target.copy_(rows[(slice(None), *inner)])
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(self._path, [f"{chunk.file} cannot be read ({reason(error)})"]) from None
+
+    def _file(self, name: str) -> tuple[int, dict[str, Stored]]:
+        if name not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if name not in self._headers:
+            self._headers[name] = read_header(self._open[name])
+        return self._open[name], self._headers[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

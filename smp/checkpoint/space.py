@@ -1,0 +1,78 @@
+"""What a checkpoint will need, found out before the first step: room on the disk, and time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.checkpoint.files import reason
+from smp.checkpoint.layout import disk_free
+from smp.comm.report import readable
+from smp.errors import UserError
+
+# AdamW's two moments are stored beside each parameter, in its dtype.
+COPIES = 3
+_PROBE_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """Of one checkpoint in one directory: bytes, seconds if one disk takes them all, and bytes free."""
+
+    nbytes: int
+    seconds: float
+    free: int
+
+    def __str__(self) -> str:
+        return (
+            f"{readable(self.nbytes)}, to be written in about {self.seconds:.1f} s; {readable(self.free)} are free"
+        )
+
+
+def state_bytes(model: nn.Module, *, own: bool) -> int:
+    """Bytes of parameters and optimizer state: of the whole, or of what this rank holds."""
+    total = 0
+    for parameter in model.parameters():
+        tensor: torch.Tensor = parameter.to_local() if own and isinstance(parameter, DTensor) else parameter
+        total += tensor.numel() * tensor.element_size()
+    return total * COPIES
+
+
+def forecast(directory: Path, nbytes: int) -> Forecast:
+    """Write a little, to see that it is possible and how long a checkpoint will take.
+
+    Args:
+        nbytes: of a checkpoint in ``directory``.
+
+    Raises:
+        UserError: it cannot be written, or there is no room for one checkpoint.
+    """
+    free = disk_free(directory)
+    if free < nbytes:
+        raise UserError(
+            f"{directory} has {readable(free)} free and a checkpoint needs about {readable(nbytes)}: free some space, or "
+            f"choose another --checkpoint_dir"
+        )
+    probe, data = directory / f".probe-{os.getpid()}-{time.time_ns()}", os.urandom(min(_PROBE_BYTES, max(nbytes, 1)))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        try:
+            with probe.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            seconds = time.perf_counter() - started
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--checkpoint_dir {directory} cannot be written ({reason(error)}): choose another directory"
+        ) from None
+    return Forecast(nbytes, seconds * nbytes / len(data), free)

@@ -1,0 +1,138 @@
+"""Write a checkpoint: each rank its files and a list of them, then one rank the manifest, and the rename.
+
+No step needs a collective while data is written, so that a thread can do it. The lists, ``rank<k>.json``, lie in the
+temporary directory until the manifest takes their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint.files import DTYPE_NAMES, DTYPES, Piece, Written, strict_json, sync_directory, write_bytes, write_tensors
+from smp.checkpoint.layout import publish
+from smp.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Chunk,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    coverage_problem,
+    encode,
+    problems_of_files,
+)
+from smp.errors import RunError
+
+# Of tensors per file: a damaged file is named and read by itself, and many hash in parallel.
+FILE_BYTES = 4 << 30
+# A network file system may show another host's file late.
+_VISIBLE_WITHIN = 60.0
+
+
+def part_name(rank: int) -> str:
+    """The list of what a rank has written."""
+    return f"rank{rank:05d}.json"
+
+
+def write_part(
+    directory: Path, pieces: list[Piece], shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], *, rank: int
+) -> None:
+    """Write this rank's tensors and the list of them.
+
+    Args:
+        directory: the checkpoint's temporary one.
+        pieces: on the CPU.
+        shapes: of the whole tensors, of at least those in ``pieces``.
+    """
+    groups: list[list[Piece]] = [[]]
+    filled = 0
+    for piece in pieces:
+        if groups[-1] and filled + piece.tensor.nbytes > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece)
+        filled += piece.tensor.nbytes
+    files = [
+        write_tensors(directory / f"rank{rank:05d}-{number:03d}.safetensors", group)
+        for number, group in enumerate(groups)
+        if group
+    ]
+    tensors: dict[str, list[Any]] = {
+        name: [DTYPE_NAMES[dtype], list(shape), []] for name, (dtype, shape) in shapes.items()
+    }
+    for number, group in enumerate(groups):
+        for piece in group:
+            tensors[piece.name][2].append([number, list(piece.offsets), list(piece.tensor.shape)])
+    write_bytes(directory / part_name(rank), json.dumps({"files": files, "tensors": tensors}).encode())
+
+
+def listed(directory: Path, rank: int) -> list[Written]:
+    """The files that a rank has written."""
+    return [Written(*file) for file in _read_part(directory / part_name(rank))["files"]]
+
+
+def _read_part(path: Path) -> dict[str, Any]:
+    end = time.monotonic() + _VISIBLE_WITHIN
+    while True:
+        try:
+            return strict_json(path.read_bytes())
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manifest:
+    """The manifest with the files and tensors that the ranks have listed.
+
+    Raises:
+        RunError: the tensors are not whole: a defect, found before it is published.
+    """
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for rank in ranks:
+        part = _read_part(directory / part_name(rank))
+        written = [Written(*file) for file in part["files"]]
+        files |= {file.name: FileEntry(file.size, file.digest) for file in written}
+        for name, (dtype, shape, found) in part["tensors"].items():
+            chunks = tuple(Chunk(written[number].name, tuple(o), tuple(n)) for number, o, n in found)
+            before = tensors.get(name)
+            entry = TensorEntry(DTYPES[dtype], tuple(shape), (before.chunks if before else ()) + chunks)
+            if before and (before.dtype, before.shape) != (entry.dtype, entry.shape):
+                raise RunError(f"checkpoint {directory} was not published: ranks disagree on the shape of {name}")
+            tensors[name] = entry
+    if manifest.kind == "sharded":
+        for name, entry in tensors.items():
+            if problem := coverage_problem(entry):
+                raise RunError(f"checkpoint {directory} was not published: {name} {problem}")
+    return dataclasses.replace(manifest, files=dict(sorted(files.items())), tensors=dict(sorted(tensors.items())))
+
+
+def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -> Manifest:
+    """Turn what the ranks have written into the published checkpoint ``final``; one process does it.
+
+    Returns:
+        The whole manifest.
+    """
+    whole = merge_parts(temporary, ranks, manifest)
+    for rank in ranks:
+        (temporary / part_name(rank)).unlink()
+    if problems := problems_of_files(temporary, whole, content=False):
+        raise RunError(f"checkpoint {final} was not published: {'; '.join(problems[:3])}")
+    write_bytes(temporary / MANIFEST_FILE, encode(whole))
+    publish(temporary, final)
+    return whole
+
+
+def start(temporary: Path) -> None:
+    """Make an empty temporary directory, in place of one that an interrupted save has left."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    sync_directory(temporary.parent)

@@ -1,0 +1,70 @@
+"""The ``smp`` command: looks after checkpoints, without a job and without a process group.
+
+A file per sub-command, each with ``add_arguments(parser)`` and ``run(options)``, which returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+from smp.errors import RunError, UserError
+
+# Sub-command -> what it does, in one line of the help.
+COMMANDS = {
+    "verify": "check that checkpoints are as they were written",
+    "inspect": "show what a checkpoint or a Hugging Face model holds",
+    "export": "write a Hugging Face model from a checkpoint",
+    "diff": "compare two checkpoints or models",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as all of smp does."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` shows what there is")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="smp", description="Look after checkpoints, without starting a job.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"smp.cli.{name}")
+        form = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=form)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a sub-command.
+
+    Returns:
+        The exit status: 0 good, 1 damaged or different, 2 bad input.
+    """
+    try:
+        options = _parser().parse_args(argv)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read has had enough. Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"error: {error.filename or 'reading'}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 2

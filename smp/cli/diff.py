@@ -1,0 +1,225 @@
+"""Compare two checkpoints, or a checkpoint and a Hugging Face model, or two models.
+
+Shown is what differs: step and progress, settings, the model's configuration, and tensors by name, shape and dtype;
+with --values also their content, bit by bit. A checkpoint and a model are compared by their parameters only.
+Where and when they were saved, and settings that name directories, are shown and do not count.
+
+Exit status 0: equal; 1: different; 2: cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint.checkpointer import ARCHITECTURE_KEYS
+from smp.checkpoint.manifest import Manifest
+from smp.cli.find import existing_directory, is_checkpoint, is_model, one_checkpoint
+from smp.cli.output import Progress, bytes_text, dtype_name, shown, table
+from smp.cli.sources import CheckpointTensors, ModelTensors, Spec, Tensors
+from smp.cli.verify import verified
+from smp.errors import UserError
+from smp.json_input import read_object
+
+# Elements that are compared at a time.
+BLOCK = 4 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MISSING = "(none)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("a", help="a checkpoint or a Hugging Face model directory")
+    parser.add_argument("b", help="another")
+    parser.add_argument("--values", action="store_true", help="compare the tensors' content; reads all of both")
+    parser.add_argument("--show", type=int, default=10, metavar="N", help="most tensors listed of each sort (10)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of the two."""
+
+    facts: dict[str, Any]  # what is said of it, by dotted name
+    tensors: Tensors
+    is_model: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """How two tensors of one name differ: in how many elements, and by how much at most."""
+
+    name: str
+    count: int
+    total: int
+    largest: float
+
+
+def flat(value: Any, prefix: str) -> dict[str, Any]:
+    """Nested objects as one, with dotted names."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= flat(inner, f"{prefix}.{key}")
+    return found
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": manifest.kind, "step": manifest.step, "world_size": manifest.world_size}
+    found["saved_at"] = manifest.saved_at
+    run = {key: value for key, value in manifest.run.items() if key != "config"}
+    for prefix, value in (
+        ("versions", manifest.versions),
+        ("degrees", manifest.degrees),
+        ("run", run),
+        ("setting", manifest.run.get("config")),
+        ("model", manifest.model.get("config")),
+    ):
+        found |= flat(value, prefix)
+    return found
+
+
+def _open(text: str, stack: contextlib.ExitStack) -> Side:
+    directory = existing_directory(text)
+    if is_model(directory) and not is_checkpoint(directory):
+        tensors = stack.enter_context(ModelTensors(directory))
+        return Side(flat(read_object(directory / "config.json"), "model"), tensors, True)
+    path = one_checkpoint(text)
+    manifest = verified(path, content=False)
+    return Side(_facts(manifest), stack.enter_context(CheckpointTensors(path, manifest)), False)
+
+
+def _counts(name: str) -> bool:
+    """Whether a difference in it makes the two different."""
+    place = name.startswith("setting.") and name.endswith(("_dir", "resume_from_checkpoint"))
+    return name != "saved_at" and not place
+
+
+def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
+    """(name, here, there) of all that differs, and whether any of it counts."""
+    names = list(a.facts | b.facts)
+    if a.is_model != b.is_model:
+        # A model says nothing of a run, and its config.json more than what its architecture is.
+        kept = tuple(f"model.{key}" for key in ARCHITECTURE_KEYS)
+        names = [name for name in names if name in a.facts and name in b.facts and name.startswith(kept)]
+    different = [name for name in names if a.facts.get(name, _MISSING) != b.facts.get(name, _MISSING)]
+    rows = [(shown(n, 60), shown(a.facts.get(n, _MISSING), 60), shown(b.facts.get(n, _MISSING), 60)) for n in different]
+    return rows, any(map(_counts, different))
+
+
+def _blocks(spec: Spec) -> list[tuple[int, int]]:
+    """Rows of the first axis, about ``BLOCK`` elements at a time."""
+    if not spec.shape:
+        return [(0, 1)]
+    step = max(1, BLOCK // max(1, math.prod(spec.shape[1:])))
+    return [(start, min(start + step, spec.shape[0])) for start in range(0, spec.shape[0], step)]
+
+
+def gap_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """Elements that differ, and the largest absolute difference; infinite where only one is a number.
+
+    Tensors of one dtype are compared bit by bit, others by value.
+    """
+    if a.dtype == b.dtype:
+        bits = _BITS[a.element_size()]
+        differ = a.contiguous().view(bits) != b.contiguous().view(bits)
+    else:
+        differ = a.double() != b.double()
+    count = int(differ.sum())
+    if not count:
+        return 0, 0.0
+    distance = (a[differ].double() - b[differ].double()).abs()
+    return count, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
+
+
+def compare_tensor(a: Tensors, b: Tensors, name: str) -> Gap:
+    """Compare two tensors of equal shape, in bounded memory."""
+    spec = a.entries[name]
+    count, largest = 0, 0.0
+    for start, stop in _blocks(spec):
+        found, distance = gap_of(a.rows(name, start, stop), b.rows(name, start, stop))
+        count, largest = count + found, max(largest, distance)
+    return Gap(name, count, math.prod(spec.shape), largest)
+
+
+def _names(side: Side, other: Side) -> list[str]:
+    """Tensors that are compared: a model has parameters only."""
+    names = list(side.tensors.entries)
+    return [name for name in names if name.startswith("model.")] if side.is_model or other.is_model else names
+
+
+def _print_list(title: str, lines: list[str], limit: int) -> None:
+    if lines:
+        print(f"{title}: {len(lines)}")
+        print("\n".join(f"  {shown(line)}" for line in lines[:limit]))
+        if len(lines) > limit:
+            print(f"  ... and {len(lines) - limit} more")
+
+
+def _compare_names(a: Side, b: Side, limit: int) -> tuple[list[str], bool]:
+    """Print differences of names, shapes and dtypes; what can be compared by value, and whether any differ."""
+    mine, theirs = _names(a, b), _names(b, a)
+    there, here = set(theirs), set(mine)
+    only_a, only_b = [name for name in mine if name not in there], [name for name in theirs if name not in here]
+    odd, comparable = [], []
+    for name in mine:
+        if name not in there:
+            continue
+        one, other = a.tensors.entries[name], b.tensors.entries[name]
+        if one != other:
+            odd.append(f"{name}: {dtype_name(one.dtype)} {one.shape}, {dtype_name(other.dtype)} {other.shape}")
+        if one.shape == other.shape:
+            comparable.append(name)
+    _print_list("tensors only in A", only_a, limit)
+    _print_list("tensors only in B", only_b, limit)
+    _print_list("tensors of another shape or dtype", odd, limit)
+    return comparable, bool(only_a or only_b or odd)
+
+
+def _compare_values(a: Side, b: Side, names: list[str], limit: int) -> bool:
+    """Print the tensors that differ most; whether any do."""
+    sizes = {name: math.prod(a.tensors.entries[name].shape) * a.tensors.entries[name].dtype.itemsize for name in names}
+    gaps = []
+    with Progress("comparing", sum(sizes.values())) as progress:
+        for name in names:
+            gap = compare_tensor(a.tensors, b.tensors, name)
+            progress.add(sizes[name])
+            if gap.count:
+                gaps.append(gap)
+    print(
+        f"values: {len(names) - len(gaps)} of {len(names)} tensors ({bytes_text(sum(sizes.values()))}) equal bit by bit"
+        if gaps
+        else f"values: all {len(names)} tensors ({bytes_text(sum(sizes.values()))}) equal"
+    )
+    gaps.sort(key=lambda gap: (-gap.largest, gap.name))
+    rows = [(shown(gap.name), f"{gap.largest:.3g}", f"{gap.count} of {gap.total}") for gap in gaps[:limit]]
+    if rows:
+        print(table([("tensor", "largest difference", "elements that differ"), *rows]))
+    if len(gaps) > limit:
+        print(f"  ... and {len(gaps) - limit} more")
+    return bool(gaps)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare ``options.a`` with ``options.b``."""
+    if options.show < 1:
+        raise UserError(f"--show must be at least 1, got {options.show}")
+    with contextlib.ExitStack() as stack:
+        a, b = _open(options.a, stack), _open(options.b, stack)
+        print(f"A: {shown(Path(options.a))}\nB: {shown(Path(options.b))}")
+        rows, different = compare_facts(a, b)
+        if rows:
+            print(table([("", "A", "B"), *rows]))
+        names, odd = _compare_names(a, b, options.show)
+        different |= odd
+        if options.values:
+            different |= _compare_values(a, b, names, options.show)
+        if not different:
+            print("equal" if options.values else "equal, as far as the values are not compared (--values)")
+    return 1 if different else 0

@@ -1,0 +1,135 @@
+"""Write a Hugging Face model from a checkpoint, in one process, offline; AutoModelForCausalLM.from_pretrained loads it.
+
+The checkpoint is verified first. Memory is needed for the largest parameter and one file of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint.hf_export import export_tensors, refuse_foreign_files
+from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.reader import CheckpointReader
+from smp.cli.find import existing_directory, one_checkpoint
+from smp.cli.output import bytes_text, shown
+from smp.cli.verify import verified
+from smp.errors import UserError
+from smp.models.checked_config import checked_config
+from smp.models.registry import build_model, family_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MODEL = "model."
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("checkpoint", help="a sharded checkpoint, or a link to one such as checkpoints/latest")
+    parser.add_argument("output", help="directory to write; it must not exist, be empty, or hold an earlier export")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the files; default: as trained, fp32")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MiB; default 5GB"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="directory whose tokenizer files are copied along")
+    parser.add_argument(
+        "--verify", choices=("full", "size"), default="full", help="size: do not read all files once more beforehand"
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``5GB``, ``500MiB`` or ``1000000``.
+
+    Raises:
+        UserError: it is no such size, or none at all.
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?I?)B?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
+        raise UserError(f"--max_shard_size {shown(text)} is no size: give one such as 5GB or 500MiB")
+    return size
+
+
+def config_of(path: Path, manifest: Manifest) -> Any:
+    """The model's Hugging Face config.
+
+    Raises:
+        UserError: the manifest has none that can be used.
+    """
+    from transformers import CONFIG_MAPPING
+
+    content = manifest.model.get("config")
+    if not isinstance(content, dict):
+        raise UserError(f"checkpoint {path} does not say what its model is: export it from a run that resumes it")
+    return checked_config(
+        f"checkpoint {path}",
+        content,
+        lambda: CONFIG_MAPPING[family_of(content["model_type"]).hf_model_type].from_dict(content),
+    )
+
+
+def parameters_of(path: Path, manifest: Manifest, hf_config: Any) -> dict[str, torch.Tensor]:
+    """Shape and dtype of each parameter in the model's order, on the meta device.
+
+    Raises:
+        UserError: the checkpoint's tensors are not those of its model.
+    """
+    with torch.device("meta"):
+        model = build_model(hf_config, attn_implementation="eager")
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    saved = {n.removeprefix(_MODEL): entry for n, entry in manifest.tensors.items() if n.startswith(_MODEL)}
+    wrong = sorted(n for n in expected.keys() | saved.keys() if n not in saved or saved[n].shape != expected.get(n))
+    if wrong:
+        name = wrong[0]
+        what = f"has {saved[name].shape}" if name in saved else "is missing"
+        raise UserError(
+            f"checkpoint {path} does not hold the parameters of the model it describes: {shown(name)} {what}, "
+            f"{expected.get(name, 'none')} is expected"
+        )
+    return {name: torch.empty(shape, dtype=saved[name].dtype, device="meta") for name, shape in expected.items()}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export what ``options.checkpoint`` names to ``options.output``."""
+    started = time.perf_counter()
+    size = parse_size(options.max_shard_size)
+    path, output = one_checkpoint(options.checkpoint), Path(options.output).expanduser().absolute()
+    tokenizer = existing_directory(options.tokenizer) if options.tokenizer else None
+    if tokenizer is not None and not any(tokenizer.glob("tokenizer*")):
+        raise UserError(
+            f"--tokenizer {options.tokenizer} holds no tokenizer files: give the directory of tokenizer.json"
+        )
+    if path == output.resolve() or path in output.resolve().parents:
+        raise UserError(f"{options.output} is in the checkpoint itself: give another directory")
+    refuse_foreign_files(output)
+    manifest = verified(path, content=options.verify == "full")
+    if manifest.kind != "sharded":
+        raise UserError(
+            f"{path} is a {manifest.kind} checkpoint, which holds what one rank had: resume from it and save a sharded "
+            f"one"
+        )
+    hf_config = config_of(path, manifest)
+    parameters = parameters_of(path, manifest, hf_config)
+    with CheckpointReader(path, manifest) as reader:
+        export_tensors(
+            parameters,
+            lambda name: reader.read(_MODEL + name),
+            output,
+            hf_config=hf_config,
+            tokenizer_dir=tokenizer,
+            max_shard_bytes=size,
+            dtype=DTYPES[options.dtype] if options.dtype else None,
+        )
+    files = sorted(output.glob("*.safetensors"))
+    print(
+        f"Exported step {manifest.step} of {shown(path.name)} to {options.output}: {len(files)} file(s), "
+        f"{bytes_text(sum(file.stat().st_size for file in files))}, {time.perf_counter() - started:.1f} s"
+    )
+    if tokenizer is None:
+        print("No tokenizer was copied: --tokenizer DIR does that")
+    return 0

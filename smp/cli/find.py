@@ -1,0 +1,74 @@
+"""What a path on the command line stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smp.checkpoint.layout import TEMPORARY, step_of
+from smp.checkpoint.manifest import MANIFEST_FILE
+from smp.errors import UserError
+
+# Below a run directory checkpoints lie one directory deeper, those of single ranks two.
+_DEPTHS = ("*", "*/*", "*/*/*")
+
+
+def existing_directory(text: str) -> Path:
+    """The directory itself, where ``text`` may be a link to it such as ``latest``.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{text} {what}: give the directory of a checkpoint, or one that holds some")
+    return path.resolve()
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether it is meant to be a checkpoint, whole or not: by its manifest, or else its name."""
+    return (directory / MANIFEST_FILE).exists() or step_of(directory) is not None
+
+
+def is_model(directory: Path) -> bool:
+    """Whether it is a Hugging Face model directory."""
+    return (directory / "config.json").is_file()
+
+
+def checkpoints_at(directory: Path) -> list[Path]:
+    """The checkpoint that ``directory`` is, or those in it (a run directory, or its ``checkpoints``), by step.
+
+    Raises:
+        UserError: there is none.
+    """
+    if is_checkpoint(directory):
+        return [directory]
+    found = [
+        path
+        for depth in _DEPTHS
+        for path in directory.glob(depth)
+        if step_of(path) is not None and path.is_dir() and not path.is_symlink()
+    ]
+    if not found:
+        raise UserError(
+            f"{directory} is not a checkpoint and holds none: give a <model>-<step>steps directory, or one with some"
+        )
+    return sorted(found, key=lambda path: (path.parent, step_of(path), path.name))
+
+
+def interrupted_at(directory: Path) -> list[Path]:
+    """What interrupted saves have left in a directory of checkpoints."""
+    return sorted(path for depth in _DEPTHS[:2] for path in directory.glob(f"{depth}steps{TEMPORARY}"))
+
+
+def one_checkpoint(text: str) -> Path:
+    """The checkpoint that ``text`` names.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    directory = existing_directory(text)
+    found = checkpoints_at(directory)
+    if found != [directory]:
+        raise UserError(f"{text} holds {len(found)} checkpoint(s): give one of them, such as {found[-1]}")
+    return directory

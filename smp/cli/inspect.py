@@ -1,0 +1,217 @@
+"""Show what a checkpoint, a directory of checkpoints or a Hugging Face model holds; no tensor is read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from smp.checkpoint.layout import step_of
+from smp.checkpoint.manifest import Manifest, TensorEntry, problems_of_files, read_manifest
+from smp.cli.find import checkpoints_at, existing_directory, is_checkpoint, is_model
+from smp.cli.output import bytes_text, dtype_name, shown, table
+from smp.cli.sources import ModelTensors
+from smp.errors import DamagedCheckpoint, UserError
+from smp.json_input import read_object
+
+MODEL = "model."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("directory", help="a checkpoint, a directory that holds some, or a Hugging Face model")
+    parser.add_argument("--tensors", action="store_true", help="also list every tensor")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def entry_of(value: Any, *keys: str) -> Any:
+    """``value[key]`` for each key in turn, None where there is no such thing: what is read may be of any shape."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _parameters(tensors: dict[str, tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+    """Number and dtypes of the parameters among named (dtype, shape)."""
+    mine = [entry for name, entry in tensors.items() if name.startswith(MODEL)]
+    return {
+        "parameters": sum(math.prod(shape) for _, shape in mine),
+        "dtypes": sorted({dtype_name(dtype) for dtype, _ in mine}),
+    }
+
+
+def _tensor(entry: TensorEntry) -> dict[str, Any]:
+    chunks = [{"file": c.file, "offsets": list(c.offsets), "sizes": list(c.sizes)} for c in entry.chunks]
+    return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "chunks": chunks}
+
+
+def state_of(path: Path, manifest: Manifest) -> str:
+    """``complete``, or what is wrong as far as names and sizes of files tell."""
+    problems = problems_of_files(path, manifest, content=False)
+    if step_of(path) not in (None, manifest.step):
+        problems.append(f"its manifest is of step {manifest.step}")
+    return "; ".join(problems[:3]) or "complete"
+
+
+def checkpoint_summary(path: Path, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON."""
+    found = {
+        "path": str(path),
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "state": state_of(path, manifest),
+        "saved_at": manifest.saved_at,
+        "versions": manifest.versions,
+        "schema": manifest.schema,
+        "world_size": manifest.world_size,
+        "degrees": manifest.degrees,
+        "model": {
+            "name": entry_of(manifest.model, "name"),
+            "model_type": entry_of(manifest.model, "config", "model_type"),
+            **_parameters({name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}),
+        },
+        "run": {key: value for key, value in manifest.run.items() if key != "config"},
+        "settings": manifest.run.get("config"),
+        "files": {name: dataclasses.asdict(entry) for name, entry in manifest.files.items()},
+        "bytes": manifest.nbytes,
+    }
+    if tensors:
+        found["tensors"] = {name: _tensor(entry) for name, entry in manifest.tensors.items()}
+    return found
+
+
+def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
+    """What a Hugging Face directory holds, as JSON."""
+    config_file = path / "config.json"
+    try:
+        config = read_object(config_file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config_file} is no readable Hugging Face config ({error}): give another directory") from None
+    with ModelTensors(path) as model:
+        entries = {name: (spec.dtype, spec.shape) for name, spec in model.entries.items()}
+        files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
+        found = {
+            "path": str(path),
+            "kind": "Hugging Face model",
+            "model": {"model_type": config.get("model_type"), **_parameters(entries)},
+            "config": config,
+            "files": files,
+            "bytes": sum(entry["size"] for entry in files.values()),
+        }
+        if tensors:
+            found["tensors"] = {
+                name.removeprefix(MODEL): {
+                    "dtype": dtype_name(dtype),
+                    "shape": list(shape),
+                    "file": model.files[name].name,
+                }
+                for name, (dtype, shape) in entries.items()
+            }
+    return found
+
+
+def _pairs(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _size(model: dict[str, Any]) -> str:
+    return f"{model['parameters']:,} parameters, {', '.join(model['dtypes'])}"
+
+
+def _thousands(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def checkpoint_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """A summary of a checkpoint as rows of a table."""
+    model, progress = found["model"], found["run"].get("progress")
+    degrees = {axis: degree for axis, degree in found["degrees"].items() if type(degree) is int}
+    rows = [
+        ("step", _thousands(found["step"])),
+        ("kind", found["kind"]),
+        ("state", found["state"]),
+        ("saved", f"{found['saved_at']} by {_pairs(found['versions'])}"),
+        ("processes", f"{found['world_size']} ({_pairs(degrees)})"),
+        ("model", f"{model['name']} ({model['model_type']}), {_size(model)}"),
+    ]
+    if isinstance(progress, dict):
+        rows.append(("progress", ", ".join(f"{_thousands(v)} {k}" for k, v in progress.items() if k != "step")))
+    others = {key: value for key, value in found["run"].items() if key != "progress" and value is not None}
+    return rows + [(key.replace("_", " "), _pairs(value)) for key, value in others.items()]
+
+
+def _print_files(files: dict[str, dict[str, Any]], total: int) -> None:
+    print(f"  {len(files)} files, {bytes_text(total)}:")
+    print(table([(shown(name), bytes_text(entry["size"])) for name, entry in files.items()], indent="    "))
+
+
+def _place(entry: dict[str, Any]) -> str:
+    chunks = entry.get("chunks", [])
+    parts = f"{len(chunks)} parts" if len(chunks) > 1 else chunks[0]["file"] if chunks else entry.get("file", "nothing")
+    return shown(parts)
+
+
+def _print_tensors(tensors: dict[str, dict[str, Any]]) -> None:
+    print(f"  {len(tensors)} tensors:")
+    rows = [(shown(n), "x".join(map(str, e["shape"])) or "scalar", e["dtype"], _place(e)) for n, e in tensors.items()]
+    print(table(rows, indent="    "))
+
+
+def _print_one(found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
+    print(shown(os.path.basename(found["path"])))
+    print(table([(shown(name), shown(value)) for name, value in rows]))
+    _print_files(found["files"], found["bytes"])
+    if "tensors" in found:
+        _print_tensors(found["tensors"])
+
+
+def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -> None:
+    """A line for each of several checkpoints."""
+    rows = [["checkpoint", "step", "kind", "size", "val_loss", "saved", "state"]]
+    summaries = []
+    for path in paths:
+        name = shown(path.relative_to(directory))
+        try:
+            manifest = read_manifest(path)
+        except UserError as error:
+            state = "; ".join(error.problems) if isinstance(error, DamagedCheckpoint) else str(error)
+            summaries.append({"path": str(path), "state": state})
+            rows.append([name, str(step_of(path)), "", "", "", "", shown(state)])
+            continue
+        found = checkpoint_summary(path, manifest, tensors=tensors)
+        summaries.append(found)
+        loss = found["run"].get("val_loss")
+        row = (
+            manifest.step,
+            manifest.kind,
+            bytes_text(manifest.nbytes),
+            f"{loss:.4f}" if isinstance(loss, float) else "",
+            manifest.saved_at,
+            found["state"],
+        )
+        rows.append([name, *map(shown, row)])
+    print(json.dumps(summaries, indent=1) if as_json else table(rows, indent=""))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what ``options.directory`` holds."""
+    directory = existing_directory(options.directory)
+    if not is_checkpoint(directory) and is_model(directory):
+        found = model_summary(directory, tensors=options.tensors)
+        rows = [("kind", found["kind"]), ("model", f"{found['model']['model_type']}, {_size(found['model'])}")]
+    else:
+        paths = checkpoints_at(directory)
+        if paths != [directory]:
+            _list(directory, paths, as_json=options.json, tensors=options.tensors)
+            return 0
+        found = checkpoint_summary(directory, read_manifest(directory), tensors=options.tensors)
+        rows = checkpoint_lines(found)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print_one(found, rows)
+    return 0

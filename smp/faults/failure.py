@@ -1,0 +1,99 @@
+"""One cause, told once: the rank that fails first says why, the others say in a line that they lost it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+from smp.errors import PeerError, RankError, RunError, UserError
+from smp.faults.members import ANSWER_SECONDS, Members, within
+from smp.faults.watchdog import Watchdog
+from smp.runtime import launcher_serves_store
+
+_FAILED = "failed"
+_END_SECONDS = 10.0
+_SURVIVOR_SECONDS = 2.0
+
+
+def _said(answer: bytes | None) -> tuple[int, int] | None:
+    """The rank that failed first, and its status."""
+    if not answer:
+        return None
+    rank, status = json.loads(answer)
+    return int(rank), int(status)
+
+
+def _claim(members: Members, rank: int, status: int) -> tuple[int, int] | None:
+    """The rank that was the first to say it fails: this one, if nobody was before; None: the store does not answer."""
+    mine = json.dumps([rank, status])
+    return _said(within(ANSWER_SECONDS, lambda: members.connection().compare_set(_FAILED, "", mine)))
+
+
+def _failed_before(members: Members) -> tuple[int, int] | None:
+    """The rank that has said it fails, if there is one and the store answers."""
+
+    def ask() -> bytes:
+        store = members.connection()
+        return store.get(_FAILED) if store.check([_FAILED]) else b""
+
+    return _said(within(ANSWER_SECONDS, ask))
+
+
+def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | None:
+    """What to raise instead of an error that follows from another rank's end; None if it is this rank's own."""
+    assert watchdog.members is not None
+    members, place = watchdog.members, watchdog.place
+    failed_exchange = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+    dead = watchdog.dead(0.0) if failed_exchange else []
+    # Its process is looked for first: a store that is gone answers with a page of C++ frames.
+    gone = any(member.rank == 0 for member in dead) and not launcher_serves_store()
+    first = None if gone else _failed_before(members)
+    if failed_exchange and first is None:
+        dead = dead or watchdog.dead(0.3)
+        if dead:
+            return PeerError(watchdog.lost(dead), status=1)
+    first = first or _claim(members, rank, 1)
+    if first is None:
+        return PeerError(f"rank {rank}: lost the process that serves the job's store in {place}", status=1)
+    if first[0] == rank:
+        return None
+    if isinstance(error, RunError):  # found by all ranks together
+        return PeerError("", status=first[1])
+    what = "" if failed_exchange else f"; here: {type(error).__name__}: {_first_line(error)}"
+    return PeerError(
+        f"rank {rank}: ended in {place}, as rank {first[0]} has failed and said why{what}", status=first[1]
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+@contextlib.contextmanager
+def failing_together(watchdog: Watchdog, rank: int) -> Iterator[None]:
+    """Tell the other ranks of an error that only this one has, and this one of theirs.
+
+    Raises:
+        PeerError: instead of what followed from another rank's failure.
+    """
+    try:
+        yield
+    except RankError:
+        watchdog.leave(2, _END_SECONDS)
+        if watchdog.members is not None:
+            _claim(watchdog.members, rank, 2)
+        raise
+    except UserError:  # found by every rank alike
+        watchdog.leave(2, _END_SECONDS)
+        raise
+    except Exception as error:
+        if watchdog.members is None:
+            raise
+        theirs = _by_peer(watchdog, rank, error)
+        if theirs is not None:
+            watchdog.leave(theirs.status, _SURVIVOR_SECONDS, str(theirs))
+            raise theirs from error
+        where = f"rank {rank} failed in {watchdog.place}"
+        watchdog.leave(1, _END_SECONDS, f"error: {where}: {type(error).__name__}: {_first_line(error)}")
+        raise

@@ -1,0 +1,87 @@
+"""One run per directory: a lock that the system gives back however its holder ends."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from smp.errors import RankError
+
+LOCK_FILE = ".lock"
+
+
+def _try_lock(path: Path) -> int | None:
+    """The descriptor of the locked file, or None while another process holds it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)  # its holder has deleted it in between: what is locked is not what others see
+
+
+def _holder(path: Path) -> str:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {said['pid']} on {said['host']}, since {said['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it is about to write, or to end
+        return "another process"
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    path = directory / LOCK_FILE
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = _try_lock(path)
+    except OSError as error:
+        raise RankError(
+            f"{path} cannot be locked ({error.strerror}): choose a directory on a file system with locks"
+        ) from None
+    if descriptor is None:
+        raise RankError(
+            f"{directory} is in use by {_holder(path)}: wait for that run or end it, or choose another --output_dir "
+            f"and --checkpoint_dir"
+        )
+    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    content = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "argv0": sys.argv[0]}
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps(content).encode())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the directory may be gone
+            path.unlink()
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def lock_directories(directories: Iterable[Path]) -> Iterator[None]:
+    """Hold directories for this run; for rank 0 of a job alone.
+
+    The file ``.lock`` in each says who holds it. One that a killed process has left is taken over. A directory inside
+    another of them is held with it.
+
+    Raises:
+        RankError: another process holds one of them; with its host, pid and start.
+    """
+    wanted = sorted({Path(directory).absolute() for directory in directories})
+    with contextlib.ExitStack() as stack:
+        held: list[Path] = []
+        for directory in wanted:
+            if not any(directory.is_relative_to(other) for other in held):
+                stack.enter_context(_locked(directory))
+                held.append(directory)
+        yield

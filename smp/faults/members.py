@@ -1,0 +1,208 @@
+"""The ranks of the job as the watchdog sees them: where each is, what it last said, and whether its process lives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from smp.comm.peers import Peers
+from smp.comm.topology import gather, this_member
+
+T = TypeVar("T")
+ANSWER_SECONDS = 5.0
+
+
+class Place(NamedTuple):
+    """Where a rank is: its phase, the step it is making (1-based), and since when (seconds since 1970)."""
+
+    phase: str
+    step: int
+    since: float
+
+    def __str__(self) -> str:
+        return f"{self.phase!r}" if not self.step else f"{self.phase!r} of step {self.step}"
+
+
+class Member(NamedTuple):
+    """A rank's process. ``identity`` is alike for processes that see each other's ``/proc``."""
+
+    rank: int
+    identity: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a rank last published.
+
+    Attributes:
+        place: where it was.
+        beat: grows with every publication.
+        steps: the step up to which ``own`` is measured; 0 before the first.
+        own: mean seconds of a step without waiting for others.
+    """
+
+    place: Place
+    beat: int
+    steps: int = 0
+    own: float = 0.0
+
+    def text(self) -> str:
+        """For the store."""
+        return json.dumps([*self.place, self.beat, self.steps, self.own])
+
+    @classmethod
+    def parse(cls, text: bytes) -> Seen:
+        """The inverse of :meth:`text`."""
+        phase, step, since, beat, steps, own = json.loads(text)
+        return cls(Place(phase, step, since), beat, steps, own)
+
+
+def within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What ``call`` returns, or None where it fails or takes longer: the store may be on a host that is gone."""
+    found: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            found.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def process_state(pid: int) -> str:
+    """What the system says of a process of this host, for a sentence; empty if it runs or sleeps as usual."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "its process has ended"
+    return {"T": "its process is stopped", "t": "its process is held by a debugger", "Z": "its process has ended"}.get(
+        letter, "its process waits for a disk or network file system" if letter == "D" else ""
+    )
+
+
+class Members:
+    """All ranks of the job.
+
+    Making it is collective: each rank tells the others through the store where it is.
+
+    Args:
+        rank, size: this rank and their number.
+        timeout: how long to wait for the others.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta):
+        self.rank, self.size = rank, size
+        self._base = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore("smp/faults", self._base)
+        mine = json.dumps([this_member().host, socket.gethostname(), os.getpid()])
+        said = gather(self.store, "member", mine, rank, range(size), timeout, "told where they are")
+        self.members = [Member(r, *json.loads(text)) for r, text in enumerate(said)]
+        here = [m for m in self.members if m.identity == self.members[rank].identity]
+        self._peers: Peers | None = None
+        self._here = here
+        with contextlib.suppress(OSError):  # a system that watches no processes: then nobody is ever seen dead
+            peers = Peers([m.pid for m in here], [m.rank for m in here], [m.rank for m in here].index(rank))
+            for local in range(len(here)):
+                peers.died(local)  # looked up now, before the number can be given to another process
+            self._peers = peers
+
+    def dead(self) -> list[Member]:
+        """The ranks of this host whose process has ended."""
+        if self._peers is None:
+            return []
+        return [member for i, member in enumerate(self._here) if self._peers.died(i)]
+
+    def is_here(self, member: Member) -> bool:
+        """Whether a rank is on this host."""
+        return member in self._here
+
+    def connection(self) -> Any:
+        """A connection to the store of the calling thread's own: one that another thread waits in would hold it up."""
+        base = self._base
+        if hasattr(base, "clone"):
+            base = base.clone()
+            base.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        return dist.PrefixStore("smp/faults", base)
+
+    def seen(self) -> list[Seen | None] | None:
+        """What every rank last published; None where the store does not answer."""
+
+        def read() -> list[Seen | None]:
+            store, found = self.connection(), []
+            for member in self.members:
+                key = f"at{member.rank}"
+                found.append(Seen.parse(store.get(key)) if store.check([key]) else None)
+            return found
+
+        return within(ANSWER_SECONDS, read)
+
+
+def describe_hang(
+    members: Sequence[Member],
+    seen: Sequence[Seen | None],
+    silent: set[int],
+    *,
+    state: Callable[[Member], str] = lambda member: "",
+    now: float | None = None,
+) -> str:
+    """The sentence that says who keeps the others waiting.
+
+    Args:
+        members: all ranks.
+        seen: what each last published.
+        silent: ranks that publish nothing any more.
+        state: what the system says of a rank's process.
+        now: seconds since 1970.
+    """
+    now = time.time() if now is None else now
+    places = {m.rank: s.place for m, s in zip(members, seen, strict=True) if s is not None}
+    alive = {rank: place for rank, place in places.items() if rank not in silent}
+    culprits = sorted(silent | ({m.rank for m in members} - places.keys()))
+    if not culprits and alive:
+        furthest = max(_progress(place) for place in alive.values())
+        culprits = sorted(rank for rank, place in alive.items() if _progress(place) < furthest)
+    parts = []
+    for rank in culprits:
+        member = members[rank]
+        why = state(member) or ("its process does not answer" if rank in silent or rank not in places else "")
+        if rank in places:
+            age = now - places[rank].since
+            said = f"{member} last seen in {places[rank]}, {age:.0f} s ago"
+        else:
+            said = f"{member} has not said where it is"
+        parts.append(f"{said} ({why})" if why else said)
+    by_place: dict[str, list[int]] = {}
+    for rank in sorted(alive.keys() - set(culprits)):
+        by_place.setdefault(str(alive[rank]), []).append(rank)
+    for place, ranks in by_place.items():
+        since = max(now - alive[r].since for r in ranks)
+        who = (
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {'wait' if len(ranks) > 1 else 'waits'}"
+        )
+        parts.append(f"{who} in {place}" + ("" if culprits else f" for {since:.0f} s"))
+    return "; ".join(parts)
+
+
+PHASES = ("start", "data", "forward", "backward", "optimizer", "validation", "agreement", "checkpoint", "end")
+
+
+def _progress(place: Place) -> tuple[int, int]:
+    return place.step, PHASES.index(place.phase) if place.phase in PHASES else len(PHASES)

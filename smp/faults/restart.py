@@ -1,0 +1,34 @@
+"""A job that a launcher starts again and again from the same step will not get further: it is told to give up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+FILE = "restarts.json"
+SAME_STARTS = 3
+
+
+def is_crash_loop(run_dir: Path, restart: int, step: int) -> bool:
+    """Note where this start begins, and tell whether the ones before it began there too; for rank 0 alone.
+
+    Args:
+        run_dir: where the note is kept.
+        restart: how many times the launcher has started the job again; 0 deletes the note.
+        step: updates done by the checkpoint this start resumes from.
+
+    Returns:
+        True at the third restart in a row from one step.
+    """
+    path = run_dir / FILE
+    if restart == 0:
+        path.unlink(missing_ok=True)
+        return False
+    steps: list[int] = []
+    with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or cut off by a crash
+        steps = [int(value) for value in json.loads(path.read_text(encoding="utf-8"))]
+    steps = [*steps, step][-SAME_STARTS:]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(steps), encoding="utf-8")
+    return steps == [step] * SAME_STARTS

@@ -1,0 +1,201 @@
+"""A thread that watches the rank it lives in: is it stuck, has a peer died, has the launcher gone?
+
+The main thread says where it is with :meth:`Watchdog.enter`. Two threads read that. One publishes it to the store, so
+that others know where this rank was last; a process that is stopped publishes nothing, which tells on it. The other one
+never waits for anything but time, and ends the process where the main thread cannot: it hangs in a collective that
+nobody will complete, or has not noticed that there is nobody left to work with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from smp.faults.members import Member, Members, Place, Seen, describe_hang, process_state, within
+from smp.faults.stop import say
+from smp.faults.straggler import Stragglers
+
+TICK_SECONDS = 0.25
+PUBLISH_SECONDS = 2.0
+NOTICE_SECONDS = 3.0  # how long the main thread has to notice by itself that a peer has died
+LENIENT = {"start": 6.0, "checkpoint": 6.0}  # loading weights and writing large files take what they take
+
+
+class Watchdog:
+    """See the module.
+
+    Args:
+        rank: this rank.
+        timeout: seconds in one phase after which the run ends; 0: no limit.
+        parent: pid of the launcher, without which the process ends; None: there is none.
+        operations: the latest collective of every rank, by group, for the report.
+        stragglers: what is published of this rank's speed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        timeout: float,
+        parent: int | None = None,
+        operations: Callable[[], dict[str, Any]] = dict,
+        stragglers: Stragglers | None = None,
+    ):
+        self.place = Place("start", 0, time.time())
+        self.members: Members | None = None
+        self._rank, self._timeout, self._parent, self._operations = rank, timeout, parent, operations
+        self._stragglers = stragglers
+        self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
+        self._connected = False
+        self._stopped = threading.Event()
+        self._leaving: tuple[float, int, str] | None = None  # deadline (monotonic), status, what is to be said
+        self._threads = [threading.Thread(target=self._watch, name="smp-watchdog", daemon=True)]
+
+    # --- the main thread's side
+
+    def start(self) -> None:
+        """Begin to watch this process."""
+        self._threads[0].start()
+
+    def connect(self, members: Members | None) -> None:
+        """Begin to count the time in each phase, to watch the other ranks and to tell them where this one is.
+
+        Args:
+            members: all ranks; None for a job of one.
+        """
+        self.members, self._connected = members, True
+        self.enter(self.place.phase, self.place.step)  # what came before had limits of its own
+        if members is None:
+            return
+        self._threads.append(threading.Thread(target=self._publish, name="smp-publish", daemon=True))
+        self._threads[-1].start()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Say where the main thread is now; the same step as before if none is given."""
+        self.place = Place(phase, self.place.step if step is None else step, time.time())
+
+    def leave(self, status: int, seconds: float, text: str = "") -> None:
+        """The rank has nothing more to do with the others: their end is none of its business.
+
+        Args:
+            status: the exit status it will have.
+            seconds: after which it is ended, whatever still holds it.
+            text: to be printed then.
+        """
+        self._leaving = (time.monotonic() + seconds, status, text)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=2 * TICK_SECONDS)
+
+    def dead(self, seconds: float) -> list[Member]:
+        """The ranks of this host that have died, once one has; none after ``seconds`` without one."""
+        end = time.monotonic() + seconds
+        while True:
+            dead = self.members.dead() if self.members is not None else []
+            if dead or time.monotonic() >= end:
+                return dead
+            time.sleep(0.02)
+
+    def lost(self, dead: list[Member]) -> str:
+        """The sentence of a rank that outlives others."""
+        who = " and ".join(f"rank {m.rank} (pid {m.pid})" for m in dead)
+        return f"rank {self._rank}: lost {who} in {self.place}: {'it has' if len(dead) == 1 else 'they have'} ended"
+
+    # --- the thread that ends what cannot end itself
+
+    def _watch(self) -> None:
+        place, age, last = self.place, 0.0, time.monotonic()
+        dead_since: float | None = None
+        while not self._stopped.wait(TICK_SECONDS):
+            now = time.monotonic()
+            # What passed while this very process was stopped is nobody's fault.
+            passed, last = min(now - last, 2.0), now
+            if self._parent is not None and os.getppid() != self._parent:
+                say(f"rank {self._rank}: the launcher (pid {self._parent}) is gone: ended in {self.place}")
+                os._exit(1)
+            if self._leaving is not None:
+                deadline, status, text = self._leaving
+                if now > deadline:
+                    say(text or f"rank {self._rank}: ended, as it did not come to its end by itself")
+                    os._exit(status)
+                continue
+            if not self._connected:
+                continue
+            age = age + passed if self.place is place else 0.0
+            place = self.place
+            if dead := self.dead(0.0):
+                dead_since = dead_since or now
+                if now - dead_since > NOTICE_SECONDS:
+                    say(self.lost(dead))
+                    os._exit(1)
+            if self._timeout and age > self._timeout * LENIENT.get(place.phase, 1.0):
+                try:
+                    self._report(place, age)
+                finally:
+                    os._exit(1)
+
+    def _report(self, place: Place, age: float) -> None:
+        """Say who hangs, once for the whole job, and where this process is."""
+        if self.members is None:
+            self._print_report(f"rank {self._rank} has been in {place} for {age:.0f} s")
+            return
+        members = self.members
+        first = within(5.0, lambda: members.connection().compare_set("report", "", str(self._rank)))
+        if first is not None and first != str(self._rank).encode():
+            within(30.0, lambda: members.connection().wait(["reported"]))
+            say(f"rank {self._rank}: ended in {place} after {age:.0f} s; rank {first.decode()} has said who hangs")
+            return
+        before = members.seen()
+        self._stopped.wait(2.5 * self._period)
+        after = members.seen()
+        if before is None or after is None:
+            others = [m for m in members.members if members.is_here(m) and process_state(m.pid)]
+            states = "; ".join(f"{m}: {process_state(m.pid)}" for m in others)
+            who = f"rank {self._rank} has been in {place} for {age:.0f} s, and the job's store does not answer"
+            text = f"{who}; {states}" if states else who
+        else:
+            silent = {
+                m.rank
+                for m, old, new in zip(members.members, before, after, strict=True)
+                if m.rank != self._rank and (new is None or (old is not None and old.beat == new.beat))
+            }
+            text = describe_hang(members.members, after, silent, state=self._state)
+        self._print_report(text)
+        within(2.0, lambda: members.connection().set("reported", "1"))
+
+    def _print_report(self, text: str) -> None:
+        say(f"error: no progress within --watchdog_timeout {self._timeout:g}: {text}")
+        for group, operations in self._operations().items():
+            for operation in operations:
+                say(f"  group {group}, rank {operation.rank}: {operation}")
+        say(f"Stacks of rank {self._rank}:")
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            faulthandler.dump_traceback(2)
+
+    def _state(self, member: Member) -> str:
+        assert self.members is not None
+        return process_state(member.pid) if self.members.is_here(member) else ""
+
+    # --- the thread that tells the others
+
+    def _publish(self) -> None:
+        assert self.members is not None
+        beat = 0
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is who serves it, which others notice
+            store = self.members.connection()
+            while not self._stopped.is_set() and self._leaving is None:
+                beat += 1
+                measured = self._stragglers.measured if self._stragglers is not None else (0, 0.0)
+                store.set(f"at{self._rank}", Seen(self.place, beat, *measured).text())
+                if self._rank == 0 and self._stragglers is not None and measured[0]:
+                    self._stragglers.compare(store, self.members.size)
+                self._stopped.wait(self._period)

@@ -1,0 +1,75 @@
+"""JSON that somebody else may have written: bounded in size and depth, and no object names a key twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+# The largest index of a published model has 10 MB.
+MAX_JSON = 64 << 20
+
+
+def strict_json(data: bytes) -> Any:
+    """Parse JSON in which no object names a key twice.
+
+    Raises:
+        ValueError: it is none, or nested too deep.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key appears twice")
+        return found
+
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def read_bytes(path: Path, *, limit: int = MAX_JSON) -> bytes:
+    """Read a small regular file whole.
+
+    Args:
+        limit: most bytes it may have.
+
+    Raises:
+        ValueError: it is larger, or a pipe or device.
+        OSError: it cannot be read.
+    """
+    # Without O_NONBLOCK a pipe would be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file")
+        if status.st_size > limit:
+            raise ValueError(f"{status.st_size} bytes are more than the {limit} that are read")
+        return file.read(limit)
+
+
+def read_json(path: Path, *, limit: int = MAX_JSON) -> Any:
+    """Read a JSON file, refusing what :func:`strict_json` and :func:`read_bytes` refuse.
+
+    Raises:
+        ValueError: it is too large, no regular file, or no such JSON.
+        OSError: it cannot be read.
+    """
+    return strict_json(read_bytes(path, limit=limit))
+
+
+def read_object(path: Path, *, limit: int = MAX_JSON) -> dict[str, Any]:
+    """:func:`read_json` of a file that must hold an object.
+
+    Raises:
+        ValueError: also where it holds something else.
+        OSError: it cannot be read.
+    """
+    found = read_json(path, limit=limit)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__} instead of an object")
+    return found

@@ -1,0 +1,167 @@
+"""Disks that fill up, fail, or take less than they are given."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+
+import pytest
+
+from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.manifest import problems_of_files, read_manifest
+from tests.faults.disk import fail, fill_after
+from tests.job import LLAMA, losses, run_job
+
+JOB = [*LLAMA, "--use_synthetic_data", 1, "--checkpoint_freq", 2, "--lr_decay_iters", 6]
+
+
+def whole_steps(run: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints, all of which must be whole."""
+    found = find_checkpoints(run / "checkpoints", "llama_v2")
+    for checkpoint in found:
+        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
+    return [checkpoint.step for checkpoint in found]
+
+
+def nothing_left(run: pathlib.Path) -> bool:
+    return not list(run.rglob("*.tmp"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint_bytes(tmp_path_factory) -> int:
+    """What rank 1 writes: its tensors, and the list of them."""
+    run = tmp_path_factory.mktemp("size") / "run"
+    log = run.with_name("log")
+
+    def prepare(rank: int) -> None:
+        write = os.pwrite
+
+        def noted(descriptor, data, *rest):
+            if rank == 1:
+                with log.open("a") as file:
+                    file.write(f"{len(data)}\n")
+            return write(descriptor, data, *rest)
+
+        os.pwrite = noted
+
+    run_job(*JOB, "--max_steps", 2, "--output_dir", run, world_size=2, prepare=prepare).succeeded()
+    return sum(map(int, log.read_text().split()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.999])
+@pytest.mark.parametrize("kind", ["sharded", "async_sharded"])
+def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(share, kind, checkpoint_bytes, tmp_path):
+    run = tmp_path / "run"
+    room = int((1 + share) * checkpoint_bytes)  # the first checkpoint fits
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            fill_after(run / "checkpoints", room)
+
+    words = [*JOB, "--max_steps", 6, "--checkpoint_type", kind, "--output_dir", run]
+    outcome = run_job(*words, world_size=2, prepare=prepare)
+    assert outcome.statuses == [1, 1], outcome.output
+    assert "Traceback" not in outcome.output
+    assert "could not be written: rank 1: No space left on device" in outcome.output
+    assert "its part needs 1" in outcome.output and "GiB free" in outcome.output
+    assert whole_steps(run) == [2] and nothing_left(run)
+    run_job(*words, "--resume_from_checkpoint", "latest", world_size=2).succeeded()
+    assert len(losses(run)) == 6
+
+
+def test_training_goes_on_if_that_is_asked_for(checkpoint_bytes, tmp_path):
+    run, room_again = tmp_path / "run", tmp_path / "room"
+
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            fill_after(run / "checkpoints", checkpoint_bytes // 2, until=room_again)
+        import train_lib
+
+        forward, seen = train_lib.forward, [0]
+
+        def call(*args):
+            seen[0] += 1
+            if seen[0] == 5:
+                room_again.touch()
+            return forward(*args)
+
+        train_lib.forward = call
+
+    words = [*JOB, "--max_steps", 6, "--on_save_error", "continue", "--output_dir", run]
+    outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
+    assert outcome.output.count("Training goes on without it: checkpoint") == 2, outcome.output
+    assert whole_steps(run) == [6] and nothing_left(run) and len(losses(run)) == 6
+
+
+@pytest.mark.parametrize("kind", ["sharded", "async_sharded", "local"])
+def test_an_error_that_passes_is_tried_again(kind, tmp_path):
+    run = tmp_path / "run"
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            fail(run / "checkpoints", "pwrite data", {0, 1})
+
+    words = [*JOB, "--max_steps", 2, "--checkpoint_type", kind, "--output_dir", run]
+    run_job(*words, world_size=2, prepare=prepare).succeeded()
+    folder = run / "checkpoints" / "rank00001-of-00002" if kind == "local" else run / "checkpoints"
+    assert [c.step for c in find_checkpoints(folder, "llama_v2")] == [2]
+
+
+def test_an_error_that_stays_ends_the_run_with_its_file(tmp_path):
+    run = tmp_path / "run"
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            fail(run / "checkpoints", "fsync data", {0, 1, 2, 3})
+
+    outcome = run_job(*JOB, "--max_steps", 2, "--output_dir", run, world_size=2, prepare=prepare)
+    assert outcome.statuses == [1, 1] and "rank 1: Input/output error" in outcome.output, outcome.output
+    assert whole_steps(run) == [] and nothing_left(run)
+
+
+@pytest.mark.parametrize("label", ["pwrite manifest", "rename directory", "fsync directory", "symlink link"])
+def test_whatever_fails_in_publishing_fails_on_every_rank(label, tmp_path):
+    run = tmp_path / "run"
+
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            fail(run / "checkpoints", label, set(range(9)), errno.EDQUOT)
+
+    outcome = run_job(*JOB, "--max_steps", 2, "--output_dir", run, world_size=2, prepare=prepare)
+    assert outcome.statuses == [1, 1] and os.strerror(errno.EDQUOT) in outcome.output, outcome.output
+    assert "Traceback" not in outcome.output
+    assert set(whole_steps(run)) <= {2}
+
+
+def test_a_write_that_fails_in_the_background_is_made_up_for_at_the_next_step(tmp_path):
+    run = tmp_path / "run"
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            fail(run / "checkpoints", "fsync data", {0})
+        import time
+
+        import train_lib
+
+        forward = train_lib.forward
+        train_lib.forward = lambda *args: time.sleep(0.3) or forward(*args)
+
+    words = [*JOB, "--max_steps", 5, "--checkpoint_type", "async_sharded", "--output_dir", run]
+    outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
+    assert "llama_v2-2steps could not be written: rank 1: Input/output error" in outcome.output
+    assert "Saving step 3 now, before training goes on." in outcome.output
+    assert whole_steps(run) == [4, 5] and nothing_left(run)
+
+
+def test_no_room_at_all_is_said_before_the_first_step(tmp_path):
+    run = tmp_path / "run"
+
+    def prepare(rank: int) -> None:
+        import smp.checkpoint.space
+
+        smp.checkpoint.space.disk_free = lambda path: 100_000
+
+    outcome = run_job(*JOB, "--max_steps", 2, "--output_dir", run, world_size=2, prepare=prepare)
+    assert outcome.statuses == [2, 2] and "has 97.7 KiB free and a checkpoint needs about 229.9 KiB: free some" in outcome.output
+    assert "Batch 1 Loss" not in outcome.output

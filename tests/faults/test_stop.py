@@ -1,0 +1,139 @@
+"""Stopping on request: one checkpoint at a step boundary on all ranks, exit 75, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from smp.faults import stop
+from smp.faults.stop import StopRequest
+from tests.faults.jobs import JOB, LONG, checkpoints, last_step, slowly, wrapped
+from tests.job import losses, run_job, running_job
+from tests.test_train import tensors
+
+DROPOUT = ["--attn_pdrop", 0.2]
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "status"),
+    [
+        (signal.SIGTERM, [1], 75),
+        (signal.SIGINT, [], 130),
+        pytest.param(signal.SIGUSR1, [0], 75, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [], 75, marks=pytest.mark.slow),
+    ],
+    ids=["one", "ctrl-c", "usr1", "all"],
+)
+def test_a_signal_stops_all_ranks_at_a_step_boundary_with_one_checkpoint(number, ranks, status, tmp_path):
+    run = tmp_path / "run"
+    with running_job(*LONG, "--output_dir", run, world_size=2, prepare=slowly) as job:
+        job.wait_until(lambda: last_step(run) >= 3)
+        job.signal(number, *ranks)
+        outcome = job.wait(30)
+    assert outcome.statuses == [status] * 2, outcome.output
+    assert checkpoints(run) == [last_step(run)]
+    assert outcome.output.count("--resume_from_checkpoint latest") == 1 and "Traceback" not in outcome.output
+    assert f"{len(ranks) or 2} of 2 ranks were asked to stop" in outcome.output
+
+
+def test_a_stopped_run_continues_bit_for_bit(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    job = [*JOB, *DROPOUT, "--max_steps", 12]
+    run_job(*job, "--output_dir", whole, world_size=2).succeeded()
+    resume = [*job, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
+    with running_job(*resume, world_size=2, prepare=slowly) as first:
+        first.wait_until(lambda: last_step(parts) >= 2)
+        first.signal(signal.SIGTERM, 0)
+        assert first.wait(30).statuses == [75, 75], first.output
+    assert 2 <= last_step(parts) < 12
+    run_job(*resume, world_size=2).succeeded()
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 12
+    expected, got = tensors(whole, 12), tensors(parts, 12)
+    assert expected.keys() == got.keys() and all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "part", ["prepare_model", pytest.param("validate", marks=SLOW), pytest.param("_save_if_due", marks=SLOW)]
+)
+def test_a_signal_outside_of_steps_waits_for_the_next_boundary(part, tmp_path):
+    run, here = tmp_path / "run", tmp_path / "here"
+
+    def prepare(rank: int) -> None:
+        def wait() -> None:
+            here.touch()
+            time.sleep(0.5)
+
+        wrapped(part, wait)
+
+    words = ["--validation_freq", 2, "--checkpoint_freq", 2]
+    with running_job(*LONG, *words, "--output_dir", run, world_size=2, prepare=prepare) as job:
+        job.wait_until(here.exists)
+        job.signal(signal.SIGTERM, 1)
+        outcome = job.wait(30)
+    assert outcome.statuses == [75, 75], outcome.output
+    assert last_step(run) <= 2 and checkpoints(run)[-1] == last_step(run)
+
+
+def test_a_second_signal_ends_at_once_whatever_the_main_thread_does(tmp_path):
+    here = tmp_path / "here"
+
+    def prepare(rank: int) -> None:
+        def hang() -> None:
+            here.touch()
+            time.sleep(600)
+
+        wrapped("forward", hang)
+
+    with running_job(*LONG, "--output_dir", tmp_path / "run", world_size=1, prepare=prepare) as job:
+        job.wait_until(here.exists)
+        job.signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM)  # as a launcher hands on what the scheduler has sent to all
+        time.sleep(stop.ONE_REQUEST_SECONDS + 0.3)
+        assert job.processes[0].is_alive(), job.output
+        job.signal(signal.SIGTERM)
+        outcome = job.wait(10)
+    assert outcome.statuses == [143] and "SIGTERM again: ended without a checkpoint" in outcome.output
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_request_at_the_last_step_changes_nothing(tmp_path):
+    def prepare(rank: int) -> None:
+        wrapped("forward", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    words = [*JOB, "--max_steps", 1, "--save_final_model", 1, "--output_dir", tmp_path / "run"]
+    run_job(*words, world_size=2, prepare=prepare).succeeded()
+    assert (tmp_path / "run" / "final" / "config.json").exists() and checkpoints(tmp_path / "run") == [1]
+
+
+def test_handlers_are_given_back(monkeypatch):
+    before = [signal.getsignal(number) for number in stop.SIGNALS]
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with StopRequest(0) as request:
+        assert not request.raised
+        os.kill(os.getpid(), signal.SIGUSR1)
+        end = time.monotonic() + 10
+        while not request.raised and time.monotonic() < end:
+            time.sleep(0.01)
+        assert request.signal == signal.SIGUSR1 and not request.interrupted
+    assert [signal.getsignal(number) for number in stop.SIGNALS] == before and ended == []
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_forked_process_is_ended_by_a_signal_and_tells_nobody():
+    with StopRequest(0) as request:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not request.raised

@@ -1,0 +1,179 @@
+"""Kinds of checkpoints in the job: asynchronous, local, the best, at measured intervals; and resuming from them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_lib
+from smp.checkpoint import background, files
+from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.manifest import problems_of_files, read_manifest
+from tests.job import LLAMA, losses, run_job
+
+JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 8, "--sharding_strategy", "full_shard"]
+
+
+def steps(folder) -> list[int]:
+    """Steps of the checkpoints, all of which must be whole."""
+    found = find_checkpoints(folder, "llama_v2")
+    for checkpoint in found:
+        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
+    return [checkpoint.step for checkpoint in found]
+
+
+def tensors(path) -> dict[str, torch.Tensor]:
+    return {f"{f.name} {k}": v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def same_tensors(one, two) -> bool:
+    a, b = tensors(one), tensors(two)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def slow_disk(seconds: float):
+    """``prepare``: writing a file takes a while, so that training passes it by."""
+
+    def prepare(rank: int) -> None:
+        write = files.write_tensors
+
+        def slowly(path, pieces):
+            if threading.current_thread().name == "smp-checkpoint":
+                time.sleep(seconds)
+            return write(path, pieces)
+
+        import smp.checkpoint.writer
+
+        smp.checkpoint.writer.write_tensors = slowly
+        forward = train_lib.forward
+        train_lib.forward = lambda *args: time.sleep(0.05) or forward(*args)
+
+    return prepare
+
+
+def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    words = [*JOB, "--max_steps", 8, "--checkpoint_freq", 3, "--num_kept_checkpoints", 5]
+    run_job(*words, "--output_dir", one, world_size=2).succeeded()
+    prepare = slow_disk(0.12)
+    outcome = run_job(
+        *words, "--checkpoint_type", "async_sharded", "--output_dir", two, world_size=2, prepare=prepare
+    ).succeeded()
+    lines = [line for line in outcome.output.splitlines() if "Batch " in line or "Sav" in line]
+    begun = next(i for i, line in enumerate(lines) if "Saving llama_v2-3steps in the background" in line)
+    ended = next(i for i, line in enumerate(lines) if "Saved" in line and "llama_v2-3steps" in line)
+    assert any("Batch 4 " in line for line in lines[begun:ended]), outcome.output  # training went on meanwhile
+    assert steps(one / "checkpoints") == steps(two / "checkpoints") == [3, 6, 8]
+    for step in (3, 6, 8):
+        name = f"llama_v2-{step}steps"
+        assert same_tensors(one / "checkpoints" / name, two / "checkpoints" / name), step
+    assert losses(one) == losses(two)
+
+
+def test_one_write_at_a_time_and_none_is_left_out_at_the_end(tmp_path):
+    words = [*JOB, "--max_steps", 3, "--checkpoint_freq", 1, "--num_kept_checkpoints", 9]
+    outcome = run_job(
+        *words, "--checkpoint_type", "async_sharded", "--output_dir", tmp_path / "run", world_size=2,
+        prepare=slow_disk(0.5),
+    ).succeeded()  # fmt: skip
+    assert steps(tmp_path / "run" / "checkpoints") == [1, 2, 3]
+    order = [line.split("llama_v2-")[1][:1] for line in outcome.output.splitlines() if "Sav" in line]
+    assert order == ["1", "1", "2", "2", "3"], outcome.output
+
+
+def test_a_writing_thread_that_has_died_is_noticed(tmp_path):
+    def prepare(rank: int) -> None:
+        if rank == 1:
+
+            def die(*args, **settings):
+                raise SystemExit  # ends the thread, and nothing else
+
+            background.write_snapshot = die
+
+    words = [*JOB, "--max_steps", 5, "--checkpoint_freq", 2, "--checkpoint_type", "async_sharded"]
+    outcome = run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare).succeeded()
+    assert outcome.output.count("rank 1: the thread that wrote it has died") == 2, outcome.output
+    assert steps(tmp_path / "run" / "checkpoints") == [4, 5] or steps(tmp_path / "run" / "checkpoints")[-1] == 5
+
+
+@pytest.mark.parametrize("kind", ["local", "async_local"])
+def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 3, "--checkpoint_type", kind]
+    run_job(*words, "--max_steps", 8, "--output_dir", whole, world_size=2).succeeded()
+    run_job(*words, "--max_steps", 6, "--output_dir", run, world_size=2).succeeded()
+    ranks = [run / "checkpoints" / f"rank0000{rank}-of-00002" for rank in (0, 1)]
+    assert [steps(folder) for folder in ranks] == [[2, 4, 6]] * 2
+    shutil.rmtree(ranks[1] / "llama_v2-6steps")  # as if it had been killed before
+    resume = [*words, "--max_steps", 8, "--output_dir", run, "--resume_from_checkpoint", "latest"]
+    outcome = run_job(*resume, world_size=2).succeeded()
+    assert "llama_v2-4steps at step 4" in outcome.output and "not every rank has" in outcome.output
+    assert losses(run) == losses(whole)
+    for rank in (0, 1):
+        name = f"checkpoints/rank0000{rank}-of-00002/llama_v2-8steps"
+        assert same_tensors(run / name, whole / name)
+    refused = run_job(*resume, world_size=1)
+    assert refused.statuses == [2] and "local checkpoints of 2 processes and this run has 1" in refused.output
+    refused = run_job(*[w if w != kind else "sharded" for w in resume], world_size=2)
+    assert refused.statuses == [2, 2] and "holds local checkpoints" in refused.output
+    # Damage in one rank's files takes all ranks back to a step that all have.
+    newest = next((ranks[0] / "llama_v2-8steps").glob("*.safetensors"))
+    data = bytearray(newest.read_bytes())
+    data[-9] ^= 1
+    newest.write_bytes(data)
+    outcome = run_job(*resume, world_size=2).succeeded()
+    assert "Not resuming from step 8: rank 0:" in outcome.output and "at step 6" in outcome.output
+
+
+def test_a_local_checkpoint_can_be_named(tmp_path):
+    run = tmp_path / "run"
+    words = [*JOB, "--checkpoint_freq", 2, "--checkpoint_type", "local", "--output_dir", run]
+    run_job(*words, "--max_steps", 2, world_size=2).succeeded()
+    path = run / "checkpoints" / "rank00000-of-00002" / "llama_v2-2steps"
+    for name in (path, run / "checkpoints" / "llama_v2-2steps"):
+        outcome = run_job(*words, "--max_steps", 2, "--resume_from_checkpoint", name, world_size=2).succeeded()
+        assert "rank00000-of-00002/llama_v2-2steps at step 2" in outcome.output
+
+
+def test_the_best_by_validation_loss_is_kept(tmp_path):
+    def prepare(rank: int) -> None:
+        values = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+        train_lib.validate = lambda trainer: next(values)
+
+    words = [
+        *JOB, "--max_steps", 5, "--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--keep_best", 2,
+        "--validation_freq", 1, "--output_dir", tmp_path / "run",
+    ]  # fmt: skip
+    run_job(*words, world_size=2, prepare=prepare).succeeded()
+    assert steps(tmp_path / "run" / "checkpoints") == [2, 3, 5]
+    assert os.readlink(tmp_path / "run" / "checkpoints" / "best") == "llama_v2-2steps"
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "best").run["val_loss"] == 1.0
+
+
+def test_the_interval_follows_from_what_saving_costs(tmp_path):
+    def prepare(rank: int) -> None:
+        import smp.checkpoint.saver as saver
+
+        saver.MEASURED_STEPS = 2
+        save = saver.save_checkpoint
+
+        def slowly(*args, **settings):
+            time.sleep(0.4)
+            return save(*args, **settings)
+
+        saver.save_checkpoint = slowly
+        forward = train_lib.forward
+        train_lib.forward = lambda *args: time.sleep(0.05) or forward(*args)
+
+    words = [*JOB, "--max_steps", 12, "--checkpoint_freq", "auto", "--num_kept_checkpoints", 12]
+    rare, often = tmp_path / "rare", tmp_path / "often"
+    outcome = run_job(*words, "--output_dir", rare, world_size=2, prepare=prepare).succeeded()
+    assert steps(rare / "checkpoints") == [2, 12] and "(--checkpoint_overhead 0.03)" in outcome.output
+    run_job(*words, "--checkpoint_overhead", 0.99, "--output_dir", often, world_size=2, prepare=prepare).succeeded()
+    assert steps(often / "checkpoints") == list(range(2, 13))

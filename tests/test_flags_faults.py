@@ -1,0 +1,52 @@
+"""What shows the flags of faults; the register is read by ``test_flags.py``."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+import train_lib
+from smp.faults.guard import Guard
+from smp.runtime import Launch
+from tests.flags import SYNTHETIC, check, differs, parse
+from tests.job import LLAMA, run_job
+
+
+@check("nonfinite", "nonfinite_budget")
+def test_nonfinite(tmp_path):
+    def diverges(rank):
+        inner = train_lib.forward
+        train_lib.forward = lambda *arguments: inner(*arguments) + math.inf
+
+    def end(words):
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 3, "--output_dir", run, *words]
+        outcome = run_job(*job, prepare=diverges)
+        return outcome.statuses[0], outcome.output.count("The update was left out")
+
+    assert end([]) == (1, 0)
+    skip = ["--nonfinite", "skip"]
+    assert end(skip) == (0, 3)
+    differs(end, ["--nonfinite_budget", 2], (1, 2), skip)
+
+
+@check("watchdog_timeout", "straggler_ratio")
+def test_watched(tmp_path):
+    def guard(words, world_size=2):
+        config = parse([*LLAMA, *SYNTHETIC, *words]).faults
+        launch = Launch(0, world_size, 0, world_size)
+        return Guard(config, launch, torch.device("cpu"), backend="smddp", run_dir=tmp_path, timeout=1.0)
+
+    differs(lambda words: guard(words).stragglers.enabled, ["--straggler_ratio", 0], False)
+    differs(lambda words: bool(guard(words).stragglers.slow([1.0, 2.0], 20)), ["--straggler_ratio", 3], False)
+
+    def ends(rank):
+        inner = train_lib.forward
+        train_lib.forward = lambda *arguments: time.sleep(3) or inner(*arguments)
+
+    job = [*LLAMA, *SYNTHETIC, "--max_steps", 1]
+    run_job(*job, "--output_dir", tmp_path / "a", prepare=ends).succeeded()
+    outcome = run_job(*job, "--watchdog_timeout", 1, "--output_dir", tmp_path / "b", prepare=ends)
+    assert outcome.statuses == [1] and "no progress within --watchdog_timeout 1" in outcome.output
