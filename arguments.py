@@ -35,6 +35,7 @@ DEFAULT_MAX_STEPS = 5000
 # SageMaker's data channels stand in for these where nothing names them, as in SMP v2.
 CHANNELS = {"training_dir": "train", "test_dir": "test"}
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """How long, how much per step, and where to write."""

@@ -20,7 +20,7 @@ from smp.checkpoint.layout import LATEST
 from smp.checkpoint.local import common_start, local_directory, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.dry_run import report
-from smp.errors import ConfigError, DamagedCheckpoint, UserError
+from smp.errors import ConfigError, DamagedCheckpointError, UserError
 from smp.log import get_logger
 from smp.memory_plan import (
     ModelShape,
@@ -96,15 +96,7 @@ def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = 
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     attempt(_check_offload, config, device)
-    if config.run.profile_nsys and device.type != "cuda":
-        problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
-    if config.logging.memory_snapshot and device.type != "cuda":
-        problems.append("--memory_snapshot 1 needs a GPU and none is visible: leave it out")
-    if config.checkpoint.keep_best and config.data.validation_freq is None:
-        problems.append(
-            f"--keep_best {config.checkpoint.keep_best} needs the validation loss: give --validation_freq, of which "
-            f"--checkpoint_freq is a multiple"
-        )
+    problems += _needs_of_settings(config, device)
     degrees = attempt(
         resolve_degrees,
         config.parallel,
@@ -119,18 +111,8 @@ def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = 
             model.family.tensor_plan, model.hf_config, degree=degrees.tp, shard=degrees.dp_shard
         )
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
-    checkpoint_dirs = [Path(d).absolute() for d in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
     attempt(check_output, config, run_dir)
-    attempt(refuse_other_kinds, checkpoint_dirs, launch.world_size, local=config.checkpoint.is_local)
-    if config.checkpoint.is_local:
-        checkpoint_dirs = [local_directory(folder, launch.rank, launch.world_size) for folder in checkpoint_dirs]
-    resume = saved = None
-    if not config.run.dry_run:
-        resume = attempt(choose_start, config, launch, run_dir, checkpoint_dirs, model.name, list(damaged))
-    if resume is not None:
-        saved = attempt(read_saved, resume, config.checkpoint.is_local)
-    if saved is not None:
-        attempt(check_architecture, resume, saved.model["config"], model.hf_config)
+    checkpoint_dirs, resume, saved = _start(config, launch, run_dir, model, damaged, attempt)
     state = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
     if degrees is None:
         raise ConfigError(problems)
@@ -144,6 +126,26 @@ def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = 
             validation_data = attempt(
                 create_data_pipeline, config.data, split="validation", batch=_validation_shape(config, shape)
             )
+    if problems or train_data is None or batch_size is None:
+        raise ConfigError(problems)
+    return Plan(
+        config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
+        _max_steps(config, train_data, batch_size), train_data, validation_data,
+    )  # fmt: skip
+
+
+def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
+    """Problems of settings that need a device, or one another across sections."""
+    problems = []
+    if config.run.profile_nsys and device.type != "cuda":
+        problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
+    if config.logging.memory_snapshot and device.type != "cuda":
+        problems.append("--memory_snapshot 1 needs a GPU and none is visible: leave it out")
+    if config.checkpoint.keep_best and config.data.validation_freq is None:
+        problems.append(
+            f"--keep_best {config.checkpoint.keep_best} needs the validation loss: give --validation_freq, of which "
+            f"--checkpoint_freq is a multiple"
+        )
     flash = config.model.attn_implementation == "flash_attention_2"
     if config.data.document_mask and flash and max(config.run.train_batch_size, config.data.val_batch_size) > 1:
         # transformers reads documents from restarting positions here only in batches of one row.
@@ -151,12 +153,30 @@ def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = 
             "--document_mask 1 with --attn_implementation flash_attention_2 needs --train_batch_size 1 and "
             "--val_batch_size 1: use those, or --attn_implementation sdpa"
         )
-    if problems or train_data is None or batch_size is None:
-        raise ConfigError(problems)
-    return Plan(
-        config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
-        _max_steps(config, train_data, batch_size), train_data, validation_data,
-    )  # fmt: skip
+    return problems
+
+
+def _start(
+    config: TrainConfig,
+    launch: Launch,
+    run_dir: Path,
+    model: ResolvedModel,
+    damaged: Iterable[Path],
+    attempt: Callable[..., Any],
+) -> tuple[list[Path], Path | None, Manifest | None]:
+    """The directories of checkpoints, and the one to resume from with its manifest, if there is one."""
+    settings = config.checkpoint
+    directories = [Path(folder).absolute() for folder in settings.checkpoint_dir] or [run_dir / "checkpoints"]
+    attempt(refuse_other_kinds, directories, launch.world_size, local=settings.is_local)
+    if settings.is_local:
+        directories = [local_directory(folder, launch.rank, launch.world_size) for folder in directories]
+    if config.run.dry_run:
+        return directories, None, None
+    resume = attempt(choose_start, config, launch, run_dir, directories, model.name, list(damaged))
+    saved = None if resume is None else attempt(read_saved, resume, settings.is_local)
+    if saved is not None:
+        attempt(check_architecture, resume, saved.model["config"], model.hf_config)
+    return directories, resume, saved
 
 
 def _check_offload(config: TrainConfig, device: torch.device) -> None:
@@ -174,8 +194,6 @@ def _check_offload(config: TrainConfig, device: torch.device) -> None:
             "--offload_activations 1 on a CPU needs --offload_dir, as activations are in host memory already: give a "
             "directory on a fast local disk, or use --activation_checkpointing 1 alone"
         )
-
-
 
 
 def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: Manifest | None) -> int:
@@ -251,8 +269,8 @@ def settle_start(plan: Plan) -> Plan:
         if not problems:
             break
         if settings.resume_from_checkpoint != LATEST:
-            raise DamagedCheckpoint(plan.resume, problems)
-        logger.warning("Passed over: %s", DamagedCheckpoint(plan.resume, problems))
+            raise DamagedCheckpointError(plan.resume, problems)
+        logger.warning("Passed over: %s", DamagedCheckpointError(plan.resume, problems))
         damaged.add(plan.resume)
         plan = _replanned(plan, damaged)
     return plan

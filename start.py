@@ -12,7 +12,7 @@ from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import LATEST, TEMPORARY, choose_checkpoint, refuse_foreign, refuse_older_branch
 from smp.checkpoint.local import own_checkpoint
 from smp.checkpoint.manifest import Manifest, read_manifest
-from smp.errors import ConfigError, DamagedCheckpoint, UserError
+from smp.errors import ConfigError, DamagedCheckpointError, UserError
 from smp.metrics import last_logged_step
 from smp.runtime import Launch
 from smp.train_state import TrainState
@@ -109,7 +109,7 @@ def read_saved(path: Path, local: bool) -> Manifest:
     known = {field.name for field in dataclasses.fields(TrainState)}
     whole = isinstance(progress, dict) and progress.keys() <= known and all(type(n) is int and n >= 0 for n in numbers)
     if not whole or type(manifest.run.get("global_batch_size")) is not int or not _has_objects(manifest):
-        raise DamagedCheckpoint(path, ["its manifest does not say how far the run was"])
+        raise DamagedCheckpointError(path, ["its manifest does not say how far the run was"])
     if (manifest.kind == "local") != local:
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one: resume with --checkpoint_type {manifest.kind} or "

@@ -32,7 +32,7 @@ from pages import Bystanders, origin, publish
 from step_variants import OPTIM, SIZES, resolved_model
 from torch import nn
 
-from smp.checkpoint import files, writer
+from smp.checkpoint import files
 from smp.checkpoint.background import BackgroundWrite, HostCopies
 from smp.checkpoint.checkpointer import (
     agree,
@@ -260,8 +260,8 @@ def page(found: dict[str, Any], model: str, rounds: int, bystanders: Bystanders)
     seconds, memory, size = found["seconds"], found["memory"], found["bytes"]
     lines = ["# Saving and loading checkpoints", "", *origin(f"{PROCESSES} processes of one thread, {rounds} rounds")]
     lines += [
-        f"State of {model} with AdamW: {size / MIB:.0f} MiB, fully sharded, fp32. {bystanders.describe()} Seconds of the "
-        f"slowest rank; ratios are medians of the ratios of each round.",
+        f"State of {model} with AdamW: {size / MIB:.0f} MiB, fully sharded, fp32. {bystanders.describe()} "
+        f"Seconds of the slowest rank; ratios are medians of the ratios of each round.",
         "",
         "| | median, s | p99, s | MiB/s | host memory of rank 0, MiB | of torch's |",
         "|---|---:|---:|---:|---:|---:|",

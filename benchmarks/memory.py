@@ -102,8 +102,8 @@ def steps_table(arguments: argparse.Namespace) -> list[str]:
         lines.append(f"| {name} | {peak:.0f} | {wanted:.0f} | {wanted / peak - 1:+.0%} | {slower:.2f} |")
     lines += [
         "",
-        "The prediction counts tensors and a fresh process. Resident memory is more: the C library keeps freed blocks of up to "
-        "32 MiB, which fit the next tensor badly; see docs/memory.md.",
+        "The prediction counts tensors and a fresh process. Resident memory is more: the C library keeps freed blocks "
+        "of up to 32 MiB, which fit the next tensor badly; see docs/memory.md.",
     ]
     return lines
 

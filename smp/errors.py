@@ -38,7 +38,7 @@ class ConfigError(UserError):
         self.problems = list(problems)
 
 
-class DamagedCheckpoint(UserError):
+class DamagedCheckpointError(UserError):
     """A checkpoint that is not as it was written.
 
     Args:

@@ -64,7 +64,7 @@ class Workload:
     selective: bool = False  # with activation checkpointing: every other product and attention are kept
     offload_horizon: int = 0  # with activation offloading: blocks whose activations stay; 0: no offloading
     cpu_offload: bool = False  # parameters, gradients and optimizer state are in host memory, the device being another
-    checkpoint_copy: bool = False  # parameters and optimizer state are copied, on the same device, to be written meanwhile
+    checkpoint_copy: bool = False  # whether parameters and optimizer state are copied, on the device, to be saved
     attention_matrix: bool = False  # whether scores of the whole sequence exist (eager attention)
 
 

@@ -178,7 +178,8 @@ def _open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, 
             ) from None
         raise RankError(
             f"rank {launch.rank} does not reach the job's store at {where} within {limit.total_seconds():g} s "
-            f"({reason}): see that rank 0 was started, and that MASTER_ADDR and MASTER_PORT are the same for all processes"
+            f"({reason}): see that rank 0 was started, and that MASTER_ADDR and MASTER_PORT are the same for all "
+            f"processes"
         ) from None
     if launch.local_world_size == launch.world_size:
         # The launcher's store outlives a restart, and with it where the processes before listened. On several hosts

@@ -69,7 +69,7 @@ def _process(
     finally:
         with contextlib.suppress(ValueError):
             sys.stdout.flush()
-        if status == 1:
+        if sys.exc_info()[0] is not None:
             import traceback
 
             traceback.print_exc()

@@ -194,6 +194,21 @@ def test_one_damaged_of_several(call, run_dir, tmp_path):
     ]
 
 
+def test_checkpoints_of_single_ranks(call, refused, tmp_path):
+    words = ["--use_synthetic_data", 1, "--max_steps", 1, "--output_dir", tmp_path, "--checkpoint_type", "local"]
+    run_job(*LLAMA, *words, world_size=2).succeeded()
+    status, out, _ = call("verify", tmp_path)
+    names = [f"checkpoints/rank0000{rank}-of-00002/llama_v2-1steps" for rank in (0, 1)]
+    assert status == 0 and [line.split(": whole")[0] for line in out] == names
+    assert [line.split()[:3] for line in call("inspect", tmp_path)[1][1:]] == [[name, "1", "local"] for name in names]
+    assert "is a local checkpoint, which holds what one rank had" in refused(
+        "export", tmp_path / names[1], tmp_path / "o"
+    )
+    spoil(manifests.tensor_file(tmp_path / names[1]), "flip")
+    status, out, _ = call("verify", tmp_path)
+    assert status == 1 and out[0].startswith(f"{names[0]}: whole") and out[1] == f"{names[1]}: damaged"
+
+
 def test_what_is_no_checkpoint(refused, run_dir, tmp_path):
     assert "is not a checkpoint and holds none" in refused("verify", run_dir / "final")
     (tmp_path / "m-3steps").mkdir()

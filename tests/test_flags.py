@@ -25,6 +25,7 @@ import tests.test_flags_model  # noqa: F401
 import train_lib
 from arguments import FLAGS, parse_args
 from job import planned_launch
+from smp.checkpoint import checkpointer, saver
 from smp.checkpoint.hf_export import export_hf
 from smp.errors import UserError
 from smp.mesh import build_mesh, resolve_degrees
@@ -242,6 +243,51 @@ def test_checkpoints(tmp_path):
     train(resumed, a, steps=4)
     assert [line["step"] for line in read_metrics(a)] == [1, 2, 3, 4]
     assert (tmp_path / "m" / "model.safetensors").exists() and not (a / "final").exists()
+
+
+@check("checkpoint_type", "checkpoint_overhead", "keep_best", "verify_checkpoint", "read_back", "on_save_error")
+def test_ways_of_saving(tmp_path, capsys, monkeypatch):
+    names = lambda folder: sorted(p.name for p in folder.rglob("*steps"))  # noqa: E731
+    train(["--checkpoint_type", "async_sharded"], tmp_path / "a", steps=1)
+    assert "Saved" in capsys.readouterr().out
+    train(["--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / "b", steps=2)
+    assert "llama_v2-1steps in the background" in capsys.readouterr().out
+    local = train(["--checkpoint_type", "local"], tmp_path / "c", steps=1)
+    assert (local / "checkpoints" / "rank00000-of-00001" / "llama_v2-1steps").is_dir()
+    monkeypatch.setattr(saver, "MEASURED_STEPS", 1)
+    auto = ["--checkpoint_freq", "auto", "--num_kept_checkpoints", 9]
+    rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "d", steps=3)
+    often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "e", steps=3)
+    assert len(names(rare)) == 2 and len(names(often)) == 3
+    monkeypatch.setattr(train_lib, "validate", lambda trainer: -1.0 / trainer.state.step)
+    every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
+    assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
+    reads: list[int] = []
+    inner = checkpointer.read_back
+    monkeypatch.setattr(checkpointer, "read_back", lambda folder, rank: reads.append(rank) or inner(folder, rank))
+    train(["--read_back", 0], tmp_path / "g", steps=1)
+    train([], tmp_path / "h", steps=1)
+    assert reads == [0]
+    file = next((tmp_path / "h").rglob("rank*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    resume = ["--resume_from_checkpoint", file.parent]
+    train([*resume, "--verify_checkpoint", "size"], tmp_path / "h", steps=2)
+    with pytest.raises(AssertionError):
+        train(["--resume_from_checkpoint", file.parent], tmp_path / "i", steps=2)
+    assert "is not as it was written" in capsys.readouterr().err
+
+    def full(*args, **settings):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpointer, "write_part", full)
+    go_on = ["--on_save_error", "continue", "--checkpoint_freq", 1]
+    for words, said in ((go_on, "Training goes on without it"), (["--checkpoint_freq", 1], "No space left")):
+        with pytest.raises(AssertionError):  # the last checkpoint must be written in any case
+            train(words, tmp_path / f"j{len(words)}", steps=2)
+        captured = capsys.readouterr()
+        assert said in captured.out + captured.err and ("Batch 2" in captured.out) is (words is go_on)
 
 
 @check("logging_freq", "logging_freq_for_avg", "enable_memory_profiling", "tensorboard_dir", "nccl_test_log")

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from smp import delayed_init
 from smp.checkpoint import hf_export
 from smp.checkpoint.checkpointer import load_checkpoint, model_entry, save_checkpoint
-from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.hf_export import export_hf
+from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
@@ -254,9 +254,7 @@ def _load_matrix(folder, name, layouts):
                 for parameter in model.parameters():
                     parameter.fill_(7)  # so that what is not loaded shows
             path = folder / key / "m-2steps"
-            load_checkpoint(
-                path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=mesh_of(layout)
-            )
+            load_checkpoint(path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=mesh_of(layout))
             assert_values(whole(model, optimizer), expected, (key, layout))
             assert step(model, optimizer, layout, 2) == pytest.approx(loss, rel=1e-5), (key, layout)
 

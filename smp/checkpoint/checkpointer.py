@@ -218,13 +218,12 @@ def save_checkpoint(
     temporary = begin(directory, name, own=local)
     said = f"checkpoint {directory / name} could not be written"
     snapshot = take_snapshot(model, optimizer, everything=local, copy=to_host)
+
+    def write() -> None:
+        write_snapshot(temporary, snapshot, rank=dist.get_rank(), check=check)
+
     try:
-        agree(
-            attempt(
-                lambda: write_snapshot(temporary, snapshot, rank=dist.get_rank(), check=check), directory, snapshot.nbytes
-            ),
-            said,
-        )
+        agree(attempt(write, directory, snapshot.nbytes), said)
         agree(attempt(lambda: publish_snapshot(temporary, manifest), directory, 0), said)
     except RunError:
         remove_temporary(temporary, local)
@@ -278,7 +277,7 @@ def load_checkpoint(
     they are seeded by (seed, step, data rank): alike on ranks that hold the same data.
 
     Raises:
-        DamagedCheckpoint: a file is not what the manifest says.
+        DamagedCheckpointError: a file is not what the manifest says.
         UserError: it does not fit the model.
     """
     rank = dist.get_rank()

@@ -31,8 +31,8 @@ class CheckpointConfig(Section):
     )
     checkpoint_type: Literal["sharded", "local", "async_sharded", "async_local"] = setting(
         "sharded",
-        "sharded: one checkpoint on a file system that all hosts see, for any layout. local: each rank's own, on its own "
-        "disk, for the same layout. async_: training goes on while it is written.",
+        "sharded: one checkpoint on a file system that all hosts see, for any layout. local: each rank's own, on its "
+        "own disk, for the same layout. async_: training goes on while it is written.",
     )
     verify_checkpoint: Literal["full", "size"] = setting(
         "full", "What resuming checks: the content of every file, or names and sizes only."
@@ -45,8 +45,8 @@ class CheckpointConfig(Section):
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "Checkpoint directory to resume from; 'latest': the newest of this run that is whole, or a fresh start if it has "
-        "none.",
+        "Checkpoint directory to resume from; 'latest': the newest of this run that is whole, or a fresh start if it "
+        "has none.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
     model_dir: str | None = setting(None, "Where the final model goes. Default: <output_dir>/final.")
@@ -73,8 +73,8 @@ class CheckpointConfig(Section):
             )
         if self.is_local and min(self.num_kept_checkpoints, default=2) < 2:
             found.append(
-                f"--num_kept_checkpoints must be at least 2 with --checkpoint_type {self.checkpoint_type}: a crash in the "
-                f"middle of a save leaves ranks with different newest checkpoints"
+                f"--num_kept_checkpoints must be at least 2 with --checkpoint_type {self.checkpoint_type}: a crash in "
+                f"the middle of a save leaves ranks with different newest checkpoints"
             )
         for directory in (*self.checkpoint_dir, self.model_dir):
             if directory is not None and "://" in directory:

@@ -1,6 +1,6 @@
-"""Files that are on the disk when a call returns: JSON, and tensors in the safetensors format, hashed as they are written.
+"""Files that are on the disk when a call returns: JSON, and tensors in the safetensors format, hashed as they go.
 
-Written with plain system calls: a disk error shows where it happens, and memory-mapped reads would turn one into a signal.
+Plain system calls are used: a disk error shows where it happens, and memory-mapped reads would turn one into a signal.
 Format: https://github.com/huggingface/safetensors#format. The headers carry the offsets of sharded tensors as torch's
 ``HuggingFaceStorageReader`` expects them, so that plain torch can load these files, too.
 """
@@ -70,7 +70,8 @@ def shown(digest: Any) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:

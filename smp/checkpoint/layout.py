@@ -1,7 +1,7 @@
 """Where checkpoints lie on disk, how one is published, and which to resume from.
 
-A checkpoint is a directory ``<model>-<step>steps`` with the files that its ``manifest.json`` lists, and no others. It is
-written under a temporary name, which ends in ``.tmp``, and renamed when complete; one to be deleted is renamed back
+A checkpoint is a directory ``<model>-<step>steps`` with the files that its ``manifest.json`` lists, and no others. It
+is written under a temporary name, which ends in ``.tmp``, and renamed when complete; one to be deleted is renamed back
 first. So a directory of that name is whole, or has been damaged from outside.
 """
 

@@ -36,8 +36,8 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
         found = sorted(directory.glob("rank?????-of-?????"))
         if found and not local:
             raise UserError(
-                f"{directory} holds local checkpoints ({found[0].name}): continue that run with --checkpoint_type local, "
-                f"or choose another --output_dir"
+                f"{directory} holds local checkpoints ({found[0].name}): continue that run with --checkpoint_type "
+                f"local, or choose another --output_dir"
             )
         other = [path for path in found if path.name.partition("-of-")[2] != f"{world_size:05d}"]
         if other:
@@ -48,8 +48,8 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
             )
         if local and (shared := sorted(directory.glob("*-*steps"))):
             raise UserError(
-                f"{directory} holds checkpoints of a run that this one does not continue ({shared[0].name}): resume with "
-                f"--checkpoint_type sharded, or choose another --output_dir"
+                f"{directory} holds checkpoints of a run that this one does not continue ({shared[0].name}): resume "
+                f"with --checkpoint_type sharded, or choose another --output_dir"
             )
 
 

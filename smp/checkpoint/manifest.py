@@ -30,7 +30,7 @@ from smp.checkpoint.files import (
     shown,
     strict_json,
 )
-from smp.errors import DamagedCheckpoint, UserError
+from smp.errors import DamagedCheckpointError, UserError
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
@@ -144,7 +144,7 @@ def _content(path: Path) -> dict[str, Any]:
 
     Raises:
         UserError: there is none.
-        DamagedCheckpoint: it is not as it was written.
+        DamagedCheckpointError: it is not as it was written.
     """
     file = path / MANIFEST_FILE
     try:
@@ -153,29 +153,29 @@ def _content(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path} is not a complete checkpoint: it has no {MANIFEST_FILE}") from None
     except OSError as error:
-        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} cannot be opened ({reason(error)})"]) from None
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} cannot be opened ({reason(error)})"]) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST:
-            raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} is no file of at most {MAX_MANIFEST} bytes"])
+            raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} is no file of at most {MAX_MANIFEST} bytes"])
         data = bytearray(status.st_size)
         read_all(descriptor, memoryview(data), 0)
         head, _, body = bytes(data).partition(b'",')
         digest = new_digest()
         digest.update(body)
         if head != _START + shown(digest).encode():
-            raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} does not match its own checksum"])
+            raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} does not match its own checksum"])
         if body.count(b",") > MAX_VALUES:
-            raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} lists more than {MAX_VALUES} things"])
+            raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} lists more than {MAX_VALUES} things"])
         content = strict_json(b"{" + body)
     except (OSError, ValueError) as error:
-        if isinstance(error, DamagedCheckpoint):
+        if isinstance(error, DamagedCheckpointError):
             raise
-        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} cannot be read ({reason(error)})"]) from None
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} cannot be read ({reason(error)})"]) from None
     finally:
         os.close(descriptor)
     if not isinstance(content, dict) or type(content.get("schema")) is not int:
-        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} names no schema"])
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} names no schema"])
     return content
 
 
@@ -184,7 +184,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         UserError: it has none, or one of a newer schema.
-        DamagedCheckpoint: malformed; names that leave the directory; tensors with holes or overlaps.
+        DamagedCheckpointError: malformed; names that leave the directory; tensors with holes or overlaps.
     """
     content = _content(path)
     if content["schema"] > SCHEMA:
@@ -197,7 +197,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return _decode(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DamagedCheckpoint(path, [f"{MANIFEST_FILE} is malformed ({reason(error)})"]) from None
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} is malformed ({reason(error)})"]) from None
 
 
 def _natural(values: Iterable[Any]) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ def _decode(content: dict[str, Any]) -> Manifest:
         entry = TensorEntry(
             DTYPES[dtype],
             _natural(shape),
-            tuple(Chunk(names[_natural([file])[0]], _natural(offsets), _natural(sizes)) for file, offsets, sizes in chunks),
+            tuple(Chunk(names[_natural([f])[0]], _natural(offsets), _natural(sizes)) for f, offsets, sizes in chunks),
         )  # fmt: skip
         tensors[name] = entry
         if problem := coverage_problem(entry) if content["kind"] == "sharded" else _bounds_problem(entry):

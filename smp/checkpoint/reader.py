@@ -10,7 +10,7 @@ import torch
 
 from smp.checkpoint.files import Stored, bytes_of, read_all, read_header, reason
 from smp.checkpoint.manifest import Chunk, Manifest
-from smp.errors import DamagedCheckpoint
+from smp.errors import DamagedCheckpointError
 
 # Files that are open at a time: a process may often have 1024, and a large run's checkpoint has more.
 MOST_OPEN = 256
@@ -34,7 +34,7 @@ class CheckpointReader:
 
         Raises:
             KeyError: no such tensor.
-            DamagedCheckpoint: a file is not what the manifest says, or lacks a part of the box.
+            DamagedCheckpointError: a file is not what the manifest says, or lacks a part of the box.
         """
         entry = self._manifest.tensors[name]
         offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
@@ -54,7 +54,7 @@ class CheckpointReader:
             self._read_box(name, chunk, [b - o for b, o in zip(begin, chunk.offsets, strict=True)], target)
             filled += target.numel()
         if filled != out.numel():
-            raise DamagedCheckpoint(self._path, [f"{name} is not whole"])
+            raise DamagedCheckpointError(self._path, [f"{name} is not whole"])
         return out
 
     def _read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class CheckpointReader:
             inner = tuple(slice(b, b + n) for b, n in zip(begin[1:], target.shape[1:], strict=True))
             target.copy_(rows[(slice(None), *inner)])
         except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(self._path, [f"{chunk.file} cannot be read ({reason(error)})"]) from None
+            raise DamagedCheckpointError(self._path, [f"{chunk.file} cannot be read ({reason(error)})"]) from None
 
     def _file(self, name: str) -> tuple[int, dict[str, Stored]]:
         if name not in self._open:

@@ -29,10 +29,9 @@ def prune(directory: Path, model_name: str, *, keep: int, keep_best: int = 0) ->
     for checkpoint in found:
         if checkpoint in kept or checkpoint in best:
             continue
-        if problems[checkpoint.path] is not None:
-            if not kept or checkpoint.step > kept[0].step:
-                logger.warning("Keeping %s aside: %s", checkpoint.path.name, problems[checkpoint.path])
-                continue
+        if problems[checkpoint.path] is not None and (not kept or checkpoint.step > kept[0].step):
+            logger.warning("Keeping %s aside: %s", checkpoint.path.name, problems[checkpoint.path])
+            continue
         discard(checkpoint.path)
 
 

@@ -23,8 +23,8 @@ from smp.checkpoint.checkpointer import (
     save_checkpoint,
     take_snapshot,
 )
-from smp.checkpoint.files import reason
 from smp.checkpoint.config import CheckpointConfig
+from smp.checkpoint.files import reason
 from smp.checkpoint.layout import TEMPORARY, checkpoint_name, clean
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.retention import prune
@@ -40,7 +40,7 @@ MEASURED_STEPS = 12
 
 @dataclasses.dataclass
 class _Target:
-    """A directory and its rule. ``every`` is None where it follows from measured times; ``due`` is then the next step."""
+    """A directory and its rule: ``every`` so many steps; None where that is measured, and ``due`` is the next."""
 
     directory: Path
     every: int | None

@@ -30,9 +30,7 @@ class Forecast:
     free: int
 
     def __str__(self) -> str:
-        return (
-            f"{readable(self.nbytes)}, to be written in about {self.seconds:.1f} s; {readable(self.free)} are free"
-        )
+        return f"{readable(self.nbytes)}, to be written in about {self.seconds:.1f} s; {readable(self.free)} are free"
 
 
 def state_bytes(model: nn.Module, *, own: bool) -> int:
@@ -56,8 +54,8 @@ def forecast(directory: Path, nbytes: int) -> Forecast:
     free = disk_free(directory)
     if free < nbytes:
         raise UserError(
-            f"{directory} has {readable(free)} free and a checkpoint needs about {readable(nbytes)}: free some space, or "
-            f"choose another --checkpoint_dir"
+            f"{directory} has {readable(free)} free and a checkpoint needs about {readable(nbytes)}: free some space, "
+            f"or choose another --checkpoint_dir"
         )
     probe, data = directory / f".probe-{os.getpid()}-{time.time_ns()}", os.urandom(min(_PROBE_BYTES, max(nbytes, 1)))
     try:

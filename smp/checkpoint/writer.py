@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.files import DTYPE_NAMES, DTYPES, Piece, Written, strict_json, sync_directory, write_bytes, write_tensors
+from smp.checkpoint.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    Piece,
+    Written,
+    strict_json,
+    sync_directory,
+    write_bytes,
+    write_tensors,
+)
 from smp.checkpoint.layout import publish
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,

@@ -15,7 +15,7 @@ from smp.checkpoint.manifest import Manifest, TensorEntry, problems_of_files, re
 from smp.cli.find import checkpoints_at, existing_directory, is_checkpoint, is_model
 from smp.cli.output import bytes_text, dtype_name, shown, table
 from smp.cli.sources import ModelTensors
-from smp.errors import DamagedCheckpoint, UserError
+from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_object
 
 MODEL = "model."
@@ -178,7 +178,7 @@ def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -
         try:
             manifest = read_manifest(path)
         except UserError as error:
-            state = "; ".join(error.problems) if isinstance(error, DamagedCheckpoint) else str(error)
+            state = "; ".join(error.problems) if isinstance(error, DamagedCheckpointError) else str(error)
             summaries.append({"path": str(path), "state": state})
             rows.append([name, str(step_of(path)), "", "", "", "", shown(state)])
             continue

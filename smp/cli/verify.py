@@ -16,7 +16,7 @@ from smp.checkpoint.layout import step_of
 from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
 from smp.cli.find import checkpoints_at, existing_directory, interrupted_at
 from smp.cli.output import Progress, bytes_text, shown
-from smp.errors import DamagedCheckpoint, UserError
+from smp.errors import DamagedCheckpointError, UserError
 
 _MOST_THREADS = 16
 
@@ -68,11 +68,11 @@ def verified(path: Path, *, content: bool) -> Manifest:
 
     Raises:
         UserError: it has no manifest, or one of a newer schema.
-        DamagedCheckpoint: it is not whole.
+        DamagedCheckpointError: it is not whole.
     """
     manifest = read_manifest(path)
     if problems := problems_of(path, manifest, content=content):
-        raise DamagedCheckpoint(path, problems)
+        raise DamagedCheckpointError(path, problems)
     return manifest
 
 
@@ -82,7 +82,7 @@ def _report(path: Path, name: str, *, content: bool) -> bool:
     try:
         manifest = read_manifest(path)
         problems = problems_of(path, manifest, content=content)
-    except DamagedCheckpoint as error:
+    except DamagedCheckpointError as error:
         problems = error.problems
     if problems:
         print(f"{shown(name)}: damaged")

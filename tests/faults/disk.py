@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -49,14 +50,23 @@ def _path(target: Any, dir_fd: int | None) -> str | None:
     return os.path.abspath(path)
 
 
-def watch(folder: pathlib.Path, event: Callable[[str, str, Callable[[], Any]], Any]) -> None:
-    """Call ``event(label, path, operation)`` in place of each operation below ``folder``; it is to call ``operation()``."""
+def of_a_save(path: str) -> bool:
+    """Whether a path belongs to a checkpoint or an exported model, and not to the directories that hold them."""
+    return re.search(r"steps|final|/latest|/best", path) is not None
+
+
+def watch(
+    folder: pathlib.Path,
+    event: Callable[[str, str, Callable[[], Any]], Any],
+    only: Callable[[str], bool] = lambda path: True,
+) -> None:
+    """Call ``event(label, path, operation)``, which calls ``operation()``, in place of each one below ``folder``."""
     below = str(folder) + "/"
 
     def patched(name: str, inner: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             path = _path(args[OPERATIONS[name]], kwargs.get("dir_fd"))
-            if path is None or not (path + "/").startswith(below):
+            if path is None or not (path + "/").startswith(below) or not only(path):
                 return inner(*args, **kwargs)
             return event(f"{name} {kind(path)}", path, lambda: inner(*args, **kwargs))
 
@@ -69,7 +79,7 @@ def watch(folder: pathlib.Path, event: Callable[[str, str, Callable[[], Any]], A
 
 
 def record(folder: pathlib.Path, log: pathlib.Path) -> None:
-    """Write the label of every operation to ``log``, a line each."""
+    """Write the label of every operation of a save to ``log``, a line each."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     write = os.write
 
@@ -77,11 +87,11 @@ def record(folder: pathlib.Path, log: pathlib.Path) -> None:
         write(descriptor, f"{label}\n".encode())
         return operation()
 
-    watch(folder, event)
+    watch(folder, event, of_a_save)
 
 
 def kill_at(folder: pathlib.Path, label: str, number: int, *, after: bool) -> None:
-    """End this process by SIGKILL before or after the ``number``-th operation (from 0) with this label."""
+    """End this process by SIGKILL before or after the ``number``-th operation (from 0) of saves with this label."""
     seen = [0]
 
     def event(found: str, path: str, operation: Callable[[], Any]) -> Any:
@@ -94,7 +104,7 @@ def kill_at(folder: pathlib.Path, label: str, number: int, *, after: bool) -> No
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    watch(folder, event)
+    watch(folder, event, of_a_save)
 
 
 def fill_after(folder: pathlib.Path, nbytes: int, *, until: pathlib.Path | None = None) -> None:

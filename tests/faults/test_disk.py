@@ -163,5 +163,8 @@ def test_no_room_at_all_is_said_before_the_first_step(tmp_path):
         smp.checkpoint.space.disk_free = lambda path: 100_000
 
     outcome = run_job(*JOB, "--max_steps", 2, "--output_dir", run, world_size=2, prepare=prepare)
-    assert outcome.statuses == [2, 2] and "has 97.7 KiB free and a checkpoint needs about 229.9 KiB: free some" in outcome.output
+    assert (
+        outcome.statuses == [2, 2]
+        and "has 97.7 KiB free and a checkpoint needs about 229.9 KiB: free some" in outcome.output
+    )
     assert "Batch 1 Loss" not in outcome.output

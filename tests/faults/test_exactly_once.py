@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -47,7 +48,7 @@ def read(folder: pathlib.Path, world_size: int) -> list[list[int]]:
         else []
         for rank in range(world_size)
     ]
-    return [sorted(sum(step, [])) for step in zip(*ranks, strict=False)]
+    return [sorted(itertools.chain(*step)) for step in zip(*ranks, strict=False)]
 
 
 @pytest.mark.slow
@@ -83,6 +84,6 @@ def test_killed_five_times_at_four_two_three_one_and_four_processes(tmp_path):
         )
         begun = saved[-1]
     assert sorted(seen) == list(range(STEPS))
-    assert sorted(sum(seen.values(), [])) == list(range(ROWS))
+    assert sorted(itertools.chain(*seen.values())) == list(range(ROWS))
     got, expected = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert len(got) == STEPS and all(abs(a - b) < 1e-4 for a, b in zip(got, expected, strict=True))

@@ -12,6 +12,7 @@ import torch
 from smp.faults import stop
 from smp.faults.stop import StopRequest
 from tests.faults.jobs import JOB, LONG, checkpoints, last_step, slowly, wrapped
+from tests.faults.test_lost_ranks import data_workers
 from tests.job import losses, run_job, running_job
 from tests.test_train import tensors
 
@@ -110,6 +111,21 @@ def test_a_request_at_the_last_step_changes_nothing(tmp_path):
     words = [*JOB, "--max_steps", 1, "--save_final_model", 1, "--output_dir", tmp_path / "run"]
     run_job(*words, world_size=2, prepare=prepare).succeeded()
     assert (tmp_path / "run" / "final" / "config.json").exists() and checkpoints(tmp_path / "run") == [1]
+
+
+@SLOW
+def test_ctrl_c_leaves_data_workers_at_work_until_the_checkpoint(tmp_path):
+    """A terminal sends it to every process of the job."""
+    run = tmp_path / "run"
+    with running_job(*LONG, "--data_num_workers", 1, "--output_dir", run, world_size=2, prepare=slowly) as job:
+        job.wait_until(lambda: last_step(run) >= 3)
+        workers = [worker for pid in job.pids for worker in data_workers(pid)]
+        assert len(workers) >= 2
+        for pid in [*workers, *job.pids]:
+            os.kill(pid, signal.SIGINT)
+        outcome = job.wait(30)
+    assert outcome.statuses == [130, 130] and "Traceback" not in outcome.output, outcome.output
+    assert checkpoints(run) == [last_step(run)]
 
 
 def test_handlers_are_given_back(monkeypatch):

@@ -30,7 +30,7 @@ from data.pipelines.text import TextTokenizer, read_text
 from data.storage import list_files
 from data.token_cache import TokenFile, cached, recorded
 from smp.checkpoint.manifest import problems_of_files, read_manifest
-from smp.errors import DamagedCheckpoint, UserError
+from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_json
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.weight_files import find_weights, weight_map
@@ -180,7 +180,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_manifest_that_lies_is_refused(checkpoint, name, all_commands_refuse):
     manifests.change(checkpoint, MUTATIONS[name])
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json") as caught:
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json") as caught:
         read_manifest(checkpoint)
     assert len(str(caught.value)) < 2000
     all_commands_refuse(checkpoint, r"manifest\.json")
@@ -209,19 +209,40 @@ def test_a_manifest_that_is_no_manifest_is_refused(checkpoint, body, what, all_c
     all_commands_refuse(checkpoint, what)
 
 
+ODD: list[Any] = [None, -1, 1.5, True, "x\x1b[2J\n" * 1000, [], [{}], {}, {"a": {"b": [1]}}, {"": None}, 10**400]
+PLACES = [
+    ("saved_at",), ("versions",), ("versions", "smp"), ("degrees",), ("degrees", "tp"), ("model",), ("model", "name"),
+    ("model", "config"), ("model", "config", "model_type"), ("run",), ("run", "progress"), ("run", "progress", "step"),
+    ("run", "config"), ("run", "config", "lr"), ("run", "val_loss"), ("run", "data"), ("run", "more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_whatever_a_manifest_says_is_shown_or_refused(good, checkpoint, place, capsys):
+    for value in ODD:
+        content = manifests.read(good)
+        put(*place, value=value)(content)
+        manifests.write(checkpoint, content)
+        for words in (["inspect"], ["inspect", "--json"], ["inspect", str(checkpoint.parent)], ["diff", str(good)]):
+            status = smp.cli.main([*words, *([] if str(checkpoint.parent) in words else [str(checkpoint)])])
+            out, err = capsys.readouterr()
+            assert status in (0, 1, 2) and "\x1b" not in out + err, (place, value)
+            assert max(map(len, out.splitlines()), default=0) < 2000 or "--json" in words
+
+
 def test_a_tensor_twice_is_refused(checkpoint):
     body = json.dumps(manifests.read(checkpoint))
     entry = json.dumps(manifests.read(checkpoint)["tensors"][NORM])
     body = body.replace('"tensors": {', f'"tensors": {{"{NORM}": {entry}, ', 1)
     (checkpoint / "manifest.json").write_bytes(manifests.seal(body.encode()))
-    with pytest.raises(DamagedCheckpoint, match="a key appears twice"):
+    with pytest.raises(DamagedCheckpointError, match="a key appears twice"):
         read_manifest(checkpoint)
 
 
 def test_without_its_checksum_it_is_refused(checkpoint):
     file = checkpoint / "manifest.json"
     file.write_bytes(file.read_bytes().replace(b'"step":1,', b'"step":2,'))
-    with pytest.raises(DamagedCheckpoint, match="does not match its own checksum"):
+    with pytest.raises(DamagedCheckpointError, match="does not match its own checksum"):
         read_manifest(checkpoint)
 
 
@@ -229,7 +250,7 @@ def test_a_manifest_of_any_size_is_refused_in_bounded_memory(checkpoint):
     sparse(checkpoint / "manifest.json", 10 << 30, b'{"checksum":"')
 
     def refuse() -> None:
-        with pytest.raises(DamagedCheckpoint, match="no file of at most"):
+        with pytest.raises(DamagedCheckpointError, match="no file of at most"):
             read_manifest(checkpoint)
 
     in_child(refuse, headroom=200 << 20)
@@ -244,7 +265,7 @@ def test_ten_million_files_are_refused_in_bounded_memory(checkpoint):
     del body, many
 
     def refuse() -> None:
-        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
+        with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
             read_manifest(checkpoint)
 
     in_child(refuse, headroom=1 << 30)
@@ -265,7 +286,7 @@ def test_links_and_pipes_are_refused(checkpoint, tmp_path, all_commands_refuse):
     manifest = checkpoint / "manifest.json"
     manifest.rename(tmp_path / "manifest.json")
     manifest.symlink_to(tmp_path / "manifest.json")
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json cannot be opened"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json cannot be opened"):
         read_manifest(checkpoint)
     manifest.unlink()
     os.mkfifo(manifest)
