@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import smp.memory_tracker
-import tests.test_flags_faults  # noqa: F401  registers its checks
+import tests.test_flags_faults
 import tests.test_flags_model  # noqa: F401
 import train_lib
 from arguments import FLAGS, parse_args
