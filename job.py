@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from arguments import DEFAULT_MAX_STEPS, TrainConfig
 from data.pipelines.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.activation_offload import require_directory
-from smp.checkpoint.checkpointer import check_architecture, verify_together
-from smp.checkpoint.layout import LATEST
-from smp.checkpoint.local import common_start, local_directory, refuse_other_kinds
+from smp.checkpoint.checkpointer import check_architecture
+from smp.checkpoint.local import local_directory, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.dry_run import report
-from smp.errors import ConfigError, DamagedCheckpointError, UserError
-from smp.log import get_logger
+from smp.errors import ConfigError, UserError
 from smp.memory_plan import (
     ModelShape,
     Workload,
@@ -42,8 +37,6 @@ from start import check_output, choose_start, read_saved
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
-
-logger = get_logger("train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +66,12 @@ class Plan:
             self.validation_data.close()
 
 
-def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = ()) -> Plan:
+def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = (), only: Path | None = None) -> Plan:
     """Check everything that can be checked without allocating a model or starting a process group.
 
     Args:
         damaged: checkpoints that are not to be resumed from.
+        only: the checkpoint to resume from, whatever the settings choose.
 
     Raises:
         ConfigError: with every problem found.
@@ -112,7 +106,7 @@ def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = 
         )
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     attempt(check_output, config, run_dir)
-    checkpoint_dirs, resume, saved = _start(config, launch, run_dir, model, damaged, attempt)
+    checkpoint_dirs, resume, saved = _start(config, launch, run_dir, model, damaged, only, attempt)
     state = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
     if degrees is None:
         raise ConfigError(problems)
@@ -162,6 +156,7 @@ def _start(
     run_dir: Path,
     model: ResolvedModel,
     damaged: Iterable[Path],
+    only: Path | None,
     attempt: Callable[..., Any],
 ) -> tuple[list[Path], Path | None, Manifest | None]:
     """The directories of checkpoints, and the one to resume from with its manifest, if there is one."""
@@ -172,7 +167,7 @@ def _start(
         directories = [local_directory(folder, launch.rank, launch.world_size) for folder in directories]
     if config.run.dry_run:
         return directories, None, None
-    resume = attempt(choose_start, config, launch, run_dir, directories, model.name, list(damaged))
+    resume = only or attempt(choose_start, config, launch, run_dir, directories, model.name, list(damaged))
     saved = None if resume is None else attempt(read_saved, resume, settings.is_local)
     if saved is not None:
         attempt(check_architecture, resume, saved.model["config"], model.hf_config)
@@ -249,70 +244,6 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
     """The processes to plan for: those started, or as many as ``--dry_run_world_size`` says, eight to a host."""
     world = config.run.dry_run_world_size
     return Launch(0, world, 0, min(world, 8)) if world else launch
-
-
-def settle_start(plan: Plan) -> Plan:
-    """The plan with a checkpoint that all ranks have found whole, or none; collective.
-
-    With ``latest``, a damaged checkpoint is passed over for the newest one before it.
-
-    Raises:
-        UserError: on every rank; the checkpoint that was named is damaged, or there is none that can be resumed from.
-    """
-    settings, damaged = plan.config.checkpoint, set[Path]()
-    if settings.is_local and settings.resume_from_checkpoint == LATEST:
-        damaged = common_start(plan.checkpoint_dirs, plan.model.name, plan.resume)
-        return _replanned(plan, damaged) if plan.resume in damaged else plan
-    require_agreement(plan, "the start (checkpoint, step, sample)")
-    while plan.saved is not None and plan.resume is not None:
-        problems = verify_together(plan.resume, plan.saved, content=settings.verify_checkpoint == "full")
-        if not problems:
-            break
-        if settings.resume_from_checkpoint != LATEST:
-            raise DamagedCheckpointError(plan.resume, problems)
-        logger.warning("Passed over: %s", DamagedCheckpointError(plan.resume, problems))
-        damaged.add(plan.resume)
-        plan = _replanned(plan, damaged)
-    return plan
-
-
-def _replanned(plan: Plan, damaged: set[Path]) -> Plan:
-    plan.close()
-    return make_plan(plan.config, plan.launch, damaged=damaged)
-
-
-def require_agreement(plan: Plan, *only: str) -> None:
-    """Check that all ranks are about to do the same job; collective.
-
-    They decide alone where to start and what the data is, and a host with another or a stale file system would decide
-    otherwise: mismatched collectives, or wrong numbers.
-
-    Args:
-        only: what to compare; everything if none is given.
-
-    Raises:
-        UserError: on every rank, naming the first difference.
-    """
-    start = (plan.resume.name if plan.resume else None, plan.state.step, plan.state.samples)
-    settings = json.dumps(plan.config.flat(), sort_keys=True)
-    mine = {
-        "the start (checkpoint, step, sample)": start,
-        "the global batch": plan.global_batch_size,
-        "the last step": plan.max_steps,
-        "the training data": plan.train_data.fingerprint,
-        "the validation data": plan.validation_data.fingerprint if plan.validation_data else None,
-        "the settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
-    }
-    mine = {what: value for what, value in mine.items() if not only or what in only}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        for what, value in theirs.items():
-            if value != everyone[0][what]:
-                raise UserError(
-                    f"rank {rank} disagrees with rank 0 on {what}: {value} there, {everyone[0][what]} here; "
-                    f"give all hosts the same flags and the same view of --output_dir and the data"
-                )
 
 
 def sizes(plan: Plan) -> tuple[ModelShape, Workload]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import LATEST, TEMPORARY, choose_checkpoint, refuse_foreign, refuse_older_branch
 from smp.checkpoint.local import own_checkpoint
 from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.checkpoint.saver import MEASURED_STEPS
 from smp.errors import ConfigError, DamagedCheckpointError, UserError
 from smp.metrics import last_logged_step
 from smp.runtime import Launch
@@ -79,18 +79,33 @@ def choose_start(
             refuse_older_branch(chosen, checkpoint_dirs)
         return chosen
     refuse_foreign(checkpoint_dirs)
+    if config.checkpoint.is_local and wanted == LATEST:
+        return chosen  # another rank may have some: see settle_start
+    refuse_logged(config, run_dir, checkpoint_dirs, fresh=chosen is None)
+    return chosen
+
+
+def refuse_logged(config: TrainConfig, run_dir: Path, checkpoint_dirs: list[Path], *, fresh: bool) -> None:
+    """Refuse to write over the metrics of a run that is not continued.
+
+    Args:
+        fresh: whether the run starts at step 0.
+
+    Raises:
+        UserError: the run directory holds metrics.
+    """
     metrics = run_dir / "metrics.jsonl"
     logged = last_logged_step(metrics)
     # "latest" may start over what a run left that died before its first checkpoint.
-    first_due = min([every for every in config.checkpoint.checkpoint_freq if every != "auto"], default=math.inf)
+    first_due = min(MEASURED_STEPS if every == "auto" else every for every in config.checkpoint.checkpoint_freq)
     interrupted = any(path for directory in checkpoint_dirs for path in directory.glob(f"*-*steps*{TEMPORARY}"))
-    died_early = wanted == LATEST and chosen is None and (logged <= first_due or interrupted)
+    latest = config.checkpoint.resume_from_checkpoint == LATEST
+    died_early = latest and fresh and (logged <= first_due or interrupted)
     if logged and not died_early:
         raise UserError(
             f"{metrics} already holds the metrics of a run, up to step {logged}: resume that run from its own "
             f"checkpoints with --resume_from_checkpoint, or choose another --output_dir"
         )
-    return chosen
 
 
 def _has_objects(manifest: Manifest) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
 from ending import exit_status, print_problems, run_to_end
-from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large, require_agreement, settle_start
+from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
 from reporting import (
     announce,
     arguments_table,
@@ -31,6 +31,7 @@ from reporting import (
     say_what_next,
     write_config,
 )
+from settling import require_agreement, settle_start, together
 from smp.checkpoint.checkpointer import load_checkpoint
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
@@ -116,15 +117,15 @@ def run(plan: Plan, guard: Guard) -> int:
         seed_everything(config.run.seed, mesh.data_rank)
         state = dataclasses.replace(plan.state)  # the plan keeps where the run began
         if plan.resume is not None and plan.saved is not None:
-            state = load_checkpoint(
-                plan.resume, plan.saved, model=model, optimizer=optimizer, seed=config.run.seed, mesh=mesh
-            )
+            source, seed = (plan.resume, plan.saved), config.run.seed
+            state = together(lambda: load_checkpoint(*source, model=model, optimizer=optimizer, seed=seed, mesh=mesh))
         schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
         saver = Saver(
             config.checkpoint,
             plan.checkpoint_dirs,
             model=model,
             optimizer=optimizer,
+            model_name=plan.model.name,
             first_step=state.step,
             max_steps=plan.max_steps,
             record=functools.partial(_record_checkpoint, memory, state),
@@ -133,7 +134,8 @@ def run(plan: Plan, guard: Guard) -> int:
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))
-        status = train(trainer)
+        with saver.finishing():
+            status = train(trainer)
         finish(trainer, status)
     return status
 
@@ -354,7 +356,7 @@ def finish(trainer: Trainer, status: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 done, 1 failed, 2 bad input, 75 asked to stop, 130 Ctrl-C."""
-    launch = Launch()
+    launch, config = Launch(), None
     try:
         launch = read_launch()
         config = parse_args(argv)
@@ -364,8 +366,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         refuse_too_large(plan)
     except UserError as error:
-        # Every rank finds the same problems; one of each host says so.
-        if launch.local_rank == 0:
+        # Every rank finds the same problems, but with checkpoints of its own; one of each host says so.
+        if launch.local_rank == 0 or (config is not None and config.checkpoint.is_local):
             print_problems(error)
         return 2
     guard = Guard(

@@ -26,7 +26,7 @@ LAYERS = {
     "smp.memory_tracker": 5, "smp.memory_advice": 5,
     "smp": 7, "arguments": 7,
     "smp.cli": 8, "smp.__main__": 9,
-    "start": 8, "job": 9, "reporting": 10,
+    "start": 8, "job": 9, "settling": 10, "reporting": 10,
     "ending": 11, "train_lib": 12,
 }  # fmt: skip
 

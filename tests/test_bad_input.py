@@ -91,6 +91,10 @@ SETTINGS = [
     (["--distributed_backend", "smdp"], "--distributed_backend takes .*smddp.*got 'smdp'"),
     (["--checkpoint_type", "async"], "--checkpoint_type takes sharded, local, .*, got 'async'; did you mean"),
     (["--checkpoint_type", "local", "--num_kept_checkpoints", 1], "--num_kept_checkpoints must be at least 2 with"),
+    (
+        ["--checkpoint_dir", "d", "./d", "--checkpoint_freq", 1, 2, "--num_kept_checkpoints", 1, 2],
+        "names a directory twice",
+    ),
     (["--checkpoint_freq", "often"], "--checkpoint_freq takes one or more of a whole number or auto, got 'often'"),
     (["--checkpoint_dir", "s3://bucket/x"], "s3://bucket/x: .*not in this version; give a directory"),
     (["--model_type", "gpt2"], "--model_type gpt2 is not available: .*use gpt_neox"),

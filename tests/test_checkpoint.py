@@ -25,6 +25,7 @@ from smp.checkpoint.layout import (
     quick_problem,
     refuse_foreign,
     refuse_older_branch,
+    set_aside,
 )
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -267,6 +268,32 @@ def test_prune_does_not_count_a_damaged_one_as_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-2steps", "m-3steps", "m-4steps"]
 
 
+def test_later_checkpoints_that_a_run_goes_on_without_are_set_aside(tmp_path, caplog):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    make(tmp_path, 9, name="m-2")
+    for _ in range(2):
+        set_aside(tmp_path, "m", after=1)
+        make(tmp_path, 2)
+    assert "m-2steps.aside2" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "m-1steps", "m-2-9steps", "m-2steps", "m-2steps.aside1", "m-2steps.aside2", "m-3steps.aside1"
+    ]  # fmt: skip
+    assert [c.step for c in find_checkpoints(tmp_path, "m")] == [1, 2]
+    prune(tmp_path, "m", keep=1)
+    assert [c.step for c in find_checkpoints(tmp_path, "m")] == [2]
+
+
+def test_publishing_the_same_step_again_replaces_it_and_a_link_that_fails_does_no_harm(tmp_path, caplog):
+    make(tmp_path, 4, val_loss=1.0)
+    make(tmp_path / "elsewhere", 4, val_loss=2.0).rename(tmp_path / "m-4steps.tmp")
+    (tmp_path / "latest" / "full").mkdir(parents=True)
+    publish(tmp_path / "m-4steps.tmp", tmp_path / "m-4steps")
+    assert read_manifest(tmp_path / "m-4steps").run["val_loss"] == 2.0 and quick_problem(tmp_path / "m-4steps") is None
+    assert "latest could not be pointed at m-4steps" in caplog.text
+    assert not list(tmp_path.glob("m-4steps.*"))
+
+
 def test_another_model_is_refused_with_every_difference(tmp_path):
     saved = model_entry("m", tiny_config("llama_gqa"))["config"]
     check_architecture(tmp_path, saved, tiny_config("llama_gqa"))
@@ -359,6 +386,20 @@ def test_no_pickle_in_a_checkpoint_and_plain_torch_reads_it(tmp_path):
     }
     dcp.load(target, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     assert len(target) > 10 and all(torch.equal(target[n], expected[f"{n.removeprefix('model.')} "]) for n in target)
+
+
+def _save_untrained(folder):
+    layout = Layout("full_shard")
+    model, optimizer = build(layout, "llama_gqa")
+    save_checkpoint(folder, model=model, optimizer=optimizer, manifest=describe(model, 2, 1))
+    again, other = build(layout, "llama_gqa")
+    path = folder / "m-2steps"
+    load_checkpoint(path, read_manifest(path), model=again, optimizer=other, seed=0, mesh=layout.mesh())
+    assert all(float(state["step"]) == 0 for state in other.state.values()) and len(other.state) > 10
+
+
+def test_a_run_whose_updates_were_all_skipped_can_be_resumed(tmp_path):
+    run_distributed(_save_untrained, tmp_path, world_size=1)
 
 
 def _load_wrong(folder, name, sentence):

@@ -15,6 +15,7 @@ import train_lib
 from smp.checkpoint import background, files
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
+from tests.faults.disk import fail
 from tests.job import LLAMA, losses, run_job
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 8, "--sharding_strategy", "full_shard"]
@@ -154,6 +155,76 @@ def test_the_best_by_validation_loss_is_kept(tmp_path):
     assert steps(tmp_path / "run" / "checkpoints") == [2, 3, 5]
     assert os.readlink(tmp_path / "run" / "checkpoints" / "best") == "llama_v2-2steps"
     assert read_manifest(tmp_path / "run" / "checkpoints" / "best").run["val_loss"] == 1.0
+
+
+def test_a_damaged_newer_one_is_set_aside_and_does_not_push_out_good_ones(tmp_path):
+    run = tmp_path / "run"
+    words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 1, "--output_dir", run]
+    run_job(*words[:-4], "--num_kept_checkpoints", 2, "--output_dir", run, "--max_steps", 4, world_size=2).succeeded()
+    file = run / "checkpoints" / "llama_v2-4steps" / "rank00001-000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    resume = [*words, "--checkpoint_freq", 9, "--max_steps", 3, "--resume_from_checkpoint", "latest"]
+    outcome = run_job(*resume, world_size=2).succeeded()
+    assert "Set aside: " in outcome.output and "at step 2" in outcome.output
+    assert steps(run / "checkpoints") == [3]
+    assert (run / "checkpoints" / "llama_v2-4steps.aside1").is_dir()
+    assert os.readlink(run / "checkpoints" / "latest") == "llama_v2-3steps"
+
+
+def test_one_directory_that_fails_does_not_keep_the_last_checkpoint_from_the_other(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            fail(a, "rename directory", set(range(9)))
+
+    words = [*JOB, "--checkpoint_dir", a, b, "--checkpoint_freq", 9, 9, "--num_kept_checkpoints", 2, 2]
+    outcome = run_job(*words, "--max_steps", 2, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
+    assert outcome.statuses == [1, 1] and "a/llama_v2-2steps could not be written" in outcome.output, outcome.output
+    assert steps(a) == [] and steps(b) == [2]
+
+
+def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
+    def prepare(rank: int) -> None:
+        slow_disk(0.5)(rank)
+        forward, seen = train_lib.forward, [0]
+
+        def call(*args):
+            seen[0] += 1
+            return forward(*args) * (float("nan") if seen[0] == 4 else 1.0)
+
+        train_lib.forward = call
+
+    words = [*JOB, "--max_steps", 9, "--checkpoint_freq", 3, "--checkpoint_type", "async_sharded"]
+    outcome = run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
+    assert outcome.statuses == [1, 1] and "loss is not finite" in outcome.output, outcome.output
+    assert steps(tmp_path / "run" / "checkpoints") == [3]
+
+
+def test_metrics_without_their_checkpoints_are_not_written_over(tmp_path):
+    run = tmp_path / "run"
+    words = [*JOB, "--checkpoint_freq", "auto", "--output_dir", run]
+    run_job(*words, "--max_steps", 14, world_size=1).succeeded()
+    shutil.rmtree(run / "checkpoints")  # a disk that is not there
+    refused = run_job(*words, "--max_steps", 20, "--resume_from_checkpoint", "latest", world_size=1)
+    assert refused.statuses == [2] and "holds the metrics of a run, up to step 14" in refused.output
+    assert len(losses(run)) == 14
+
+
+def test_the_interval_leaves_an_asynchronous_write_its_time(tmp_path):
+    def prepare(rank: int) -> None:
+        import smp.checkpoint.saver as saver
+
+        saver.MEASURED_STEPS = 2
+        slow_disk(0.6)(rank)
+
+    words = [*JOB, "--max_steps", 20, "--checkpoint_freq", "auto", "--checkpoint_overhead", 0.9]
+    words += ["--checkpoint_type", "async_sharded", "--num_kept_checkpoints", 20, "--output_dir", tmp_path / "run"]
+    run_job(*words, world_size=2, prepare=prepare).succeeded()
+    found = steps(tmp_path / "run" / "checkpoints")
+    assert found[0] == 2 and found[-1] == 20 and len(found) <= 8, found  # 19 if it were not seen
 
 
 def test_the_interval_follows_from_what_saving_costs(tmp_path):

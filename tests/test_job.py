@@ -8,7 +8,7 @@ import types
 import pytest
 import torch.distributed as dist
 
-from job import require_agreement
+from settling import require_agreement
 from smp.errors import UserError
 from smp.train_state import TrainState
 from tests.distributed import run_distributed

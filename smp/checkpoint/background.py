@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -43,16 +44,23 @@ class BackgroundWrite:
         manifest: all but files and tensors.
         snapshot: must not change until the write has ended.
         check: read the files back.
+
+    Attributes:
+        seconds: that it took, when it has ended.
     """
 
     def __init__(self, temporary: Path, manifest: Manifest, snapshot: Snapshot, *, rank: int, check: bool):
         self.temporary, self.manifest = temporary, manifest
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
 
+        self.seconds = 0.0
+
         def work() -> None:
+            begun = time.perf_counter()
             self._outcome = attempt(
                 lambda: write_snapshot(temporary, snapshot, rank=rank, check=check), temporary.parent, snapshot.nbytes
             )
+            self.seconds = time.perf_counter() - begun
 
         # A daemon: a process that must leave at once does not wait for its disk.
         self._thread = threading.Thread(target=work, name="smp-checkpoint", daemon=True)

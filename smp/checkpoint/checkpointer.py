@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -91,6 +92,7 @@ def take_snapshot(
         copy: brings the pieces to the CPU; if training goes on meanwhile, into memory of their own.
     """
     reshard(model)
+    allocate_state(optimizer)  # there is none yet if every update so far was skipped
     rank, world = dist.get_rank(), dist.get_world_size()
     tensors = run_tensors(model, optimizer)
     pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything)
@@ -124,8 +126,8 @@ def agree(failure: BaseException | None, what: str) -> None:
 
 
 def no_room(error: BaseException, directory: Path, nbytes: int) -> BaseException:
-    """The error, with what is needed and what is free if it is a disk's."""
-    if not isinstance(error, OSError):
+    """The error, with what is needed and what is free if the disk is full."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
         return error
     return RunError(
         f"{reason(error)}; its part needs {readable(nbytes)} and {directory} has {readable(disk_free(directory))} free"
@@ -203,6 +205,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     manifest: Manifest,
     check: bool = True,
+    copy: Callable[[list[Piece]], list[Piece]] = to_host,
 ) -> Path:
     """Write a checkpoint, and return when it is published; collective.
 
@@ -210,6 +213,7 @@ def save_checkpoint(
         directory: the checkpoint is a new directory inside; shared by all ranks unless the manifest's kind is local.
         manifest: all but files and tensors.
         check: read every file back before publishing.
+        copy: brings what is written to the CPU.
 
     Raises:
         RunError: a rank could not write; nothing is published, and nothing is left behind.
@@ -217,7 +221,7 @@ def save_checkpoint(
     name, local = checkpoint_name(manifest.model["name"], manifest.step), manifest.kind == "local"
     temporary = begin(directory, name, own=local)
     said = f"checkpoint {directory / name} could not be written"
-    snapshot = take_snapshot(model, optimizer, everything=local, copy=to_host)
+    snapshot = take_snapshot(model, optimizer, everything=local, copy=copy)
 
     def write() -> None:
         write_snapshot(temporary, snapshot, rank=dist.get_rank(), check=check)

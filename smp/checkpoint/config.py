@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from smp.config import Section, setting
@@ -70,6 +71,11 @@ class CheckpointConfig(Section):
             found.append(
                 f"--checkpoint_dir, --checkpoint_freq and --num_kept_checkpoints must have one value per directory: "
                 f"got {directories}, {lengths[0]} and {lengths[1]} values"
+            )
+        places = [Path(directory).resolve() for directory in self.checkpoint_dir]
+        if len(set(places)) != len(places):
+            found.append(
+                f"--checkpoint_dir names a directory twice: {' '.join(self.checkpoint_dir)}; use different ones"
             )
         if self.is_local and min(self.num_kept_checkpoints, default=2) < 2:
             found.append(

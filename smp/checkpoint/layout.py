@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp.checkpoint.files import sync_directory
+from smp.checkpoint.files import reason, sync_directory
 from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
 from smp.errors import UserError
 from smp.log import get_logger
@@ -65,7 +65,8 @@ def quick_problem(path: Path) -> str | None:
     except UserError as error:
         return str(error)
     if manifest.step != step_of(path):
-        return f"checkpoint {path} is damaged: its manifest is of step {manifest.step}; resume from another one"
+        found = f"its manifest is of step {manifest.step}"
+        return f"checkpoint {path} is damaged or was renamed: {found}; resume from another one"
     if problems := problems_of_files(path, manifest, content=False):
         return f"checkpoint {path} is damaged: {'; '.join(problems[:3])}; resume from another one"
     return None
@@ -166,37 +167,72 @@ def refuse_foreign(directories: list[Path]) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Give a complete checkpoint its name, and point ``latest`` at it; both are atomic."""
     sync_directory(temporary)
-    if final.exists():
-        # Only a checkpoint of the same step of the same run can be here: a resumed run that passes this step again.
-        discard(final)
+    # Only a checkpoint of the same step of the same run can be here: a resumed run that passes this step again.
+    doomed = _doomed(final) if final.exists() else None
+    if doomed is not None:
+        final.rename(doomed)
     temporary.rename(final)
     sync_directory(final.parent)
     point(final.parent / LATEST, final.name)
+    if doomed is not None:
+        _delete(doomed)
 
 
 def point(link: Path, name: str) -> None:
-    """Make a symbolic link to ``name`` beside it, in place of an earlier one."""
+    """Make a symbolic link to ``name`` beside it, in place of an earlier one. It helps people; nothing reads it."""
     fresh = link.with_name(link.name + TEMPORARY)
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(name)
-    fresh.replace(link)
-    sync_directory(link.parent)
+    try:
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(name)
+        fresh.replace(link)
+        sync_directory(link.parent)
+    except OSError as error:  # no symbolic links here, or a directory of that name
+        logger.warning("%s could not be pointed at %s: %s", link, name, reason(error))
+
+
+def _doomed(path: Path) -> Path:
+    """The name under which a checkpoint is deleted, free."""
+    doomed = path.with_name(f"{path.name}.old{TEMPORARY}")
+    _delete(doomed)
+    return doomed
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def discard(path: Path) -> None:
     """Delete a checkpoint. Renamed first: a deletion that is cut short must not leave something that looks complete."""
-    doomed = path.with_name(f"{path.name}.old{TEMPORARY}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = _doomed(path)
     path.rename(doomed)
     sync_directory(path.parent)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def set_aside(directory: Path, model_name: str, *, after: int) -> None:
+    """Rename checkpoints of steps after ``after``: the run goes on without them, as they are damaged or not everywhere.
+
+    Nothing finds them under the new name, so they cannot be taken for checkpoints of the new branch.
+    """
+    for checkpoint in find_checkpoints(directory, model_name):
+        if checkpoint.step > after:
+            number = 1
+            while (aside := checkpoint.path.with_name(f"{checkpoint.path.name}.aside{number}")).exists():
+                number += 1
+            checkpoint.path.rename(aside)
+            logger.warning("Set aside: %s is now %s.", checkpoint.path, aside.name)
 
 
 def clean(directory: Path) -> None:
     """Delete what interrupted saves and deletions have left behind."""
     if directory.is_dir():
         for leftover in directory.glob(f"*-*steps*{TEMPORARY}"):
-            if leftover.is_dir() and not leftover.is_symlink():
+            if leftover.is_symlink():
+                leftover.unlink()
+            elif leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
         (directory / (LATEST + TEMPORARY)).unlink(missing_ok=True)
         (directory / (BEST + TEMPORARY)).unlink(missing_ok=True)

@@ -53,45 +53,46 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
             )
 
 
-def _whole_steps(directories: list[Path], model_name: str) -> dict[int, Path]:
-    found = sorted(
-        (c for directory in directories for c in find_checkpoints(directory, model_name)), key=lambda c: c.step
-    )
-    return {c.step: c.path for c in found if quick_problem(c.path) is None}
+def _whole_steps(directories: list[Path], model_name: str) -> dict[int, list[Path]]:
+    """Steps of which this rank has whole checkpoints, as far as names and sizes tell, and where."""
+    found: dict[int, list[Path]] = {}
+    for directory in directories:
+        for checkpoint in find_checkpoints(directory, model_name):
+            if quick_problem(checkpoint.path) is None:
+                found.setdefault(checkpoint.step, []).append(checkpoint.path)
+    return found
 
 
-def common_start(directories: list[Path], model_name: str, chosen: Path | None) -> set[Path]:
-    """The checkpoints of this rank that are not to be resumed from, so that all ranks take the same step; collective.
-
-    Args:
-        chosen: what this rank would resume from.
+def common_start(directories: list[Path], model_name: str) -> Path | None:
+    """This rank's checkpoint of the newest step of which all have a whole one; None if no rank has any; collective.
 
     Raises:
         UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.
     """
-    mine, passed_over = _whole_steps(directories, model_name), set[Path]()
+    mine = _whole_steps(directories, model_name)
     everyone: list[Any] = [None] * dist.get_world_size()
     while True:
         dist.all_gather_object(everyone, sorted(mine))
         common = set(everyone[0]).intersection(*everyone[1:])
         if not common:
             if not any(everyone):
-                return set()
+                return None
             steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
             raise UserError(
                 f"no step of which every rank has a whole local checkpoint (steps: {steps}): bring back the missing "
                 f"disks, or start anew in another --output_dir"
             )
         step = max(common)
-        path = mine[step]
+        path = mine[step][0]
         dist.all_gather_object(everyone, problems_of_files(path, read_manifest(path), content=True))
         if not any(everyone):
-            newer = {path for other, path in mine.items() if other > step}
-            for other in newer:
-                logger.warning("Not resuming from %s: not every rank has a whole checkpoint of that step.", other.name)
-            return passed_over | newer | ({chosen} if chosen is not None and chosen != path else set())
+            for other in sorted(other for other in mine if other > step):
+                logger.warning("Not resuming from step %d: not every rank has a whole checkpoint of it.", other)
+            return path
         for rank, problems in enumerate(everyone):
             if problems:
                 logger.warning("Not resuming from step %d: rank %d: %s", step, rank, "; ".join(problems[:3]))
-        del mine[step]
-        passed_over.add(path)
+        if everyone[dist.get_rank()]:
+            mine[step].pop(0)  # another directory may have it, too
+        if not mine[step]:
+            del mine[step]

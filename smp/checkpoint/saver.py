@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from smp.checkpoint.checkpointer import (
     remove_temporary,
     save_checkpoint,
     take_snapshot,
+    to_host,
 )
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.files import reason
-from smp.checkpoint.layout import TEMPORARY, checkpoint_name, clean
+from smp.checkpoint.layout import TEMPORARY, checkpoint_name, clean, set_aside
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.retention import prune
 from smp.checkpoint.space import forecast, state_bytes
@@ -47,6 +49,7 @@ class _Target:
     keep: int
     due: int | None = None
     saved: int | None = None  # the last step
+    seconds: float = 0.0  # to write the last one
 
 
 class Saver:
@@ -56,6 +59,7 @@ class Saver:
         settings: the user's.
         directories: one for each of ``settings.checkpoint_freq``; of this rank alone for local checkpoints.
         model, optimizer: what is saved.
+        model_name: in the names of checkpoints.
         first_step: updates done when the run starts.
         max_steps: the step at which it ends.
         record: called with the memory tracker's name of a phase.
@@ -68,12 +72,13 @@ class Saver:
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        model_name: str,
         first_step: int,
         max_steps: int,
         record: Callable[[str], None] = lambda tag: None,
     ):
         self._settings, self._model, self._optimizer, self._record = settings, model, optimizer, record
-        self._max_steps = max_steps
+        self._max_steps, self._model_name = max_steps, model_name
         self._targets = [
             _Target(directory, None if every == "auto" else every, keep, first_step + MEASURED_STEPS)
             for directory, every, keep in zip(
@@ -85,7 +90,9 @@ class Saver:
         self._started, self._paused, self._first_step = time.perf_counter(), 0.0, first_step
 
     def prepare(self) -> None:
-        """Delete what interrupted saves have left, and see that a checkpoint will have room; collective.
+        """Make the directories ready, and see that a checkpoint will have room; collective.
+
+        What interrupted saves have left is deleted; checkpoints that the run goes on without are set aside.
 
         Raises:
             UserError: on every rank, if one finds no room or cannot write.
@@ -97,6 +104,7 @@ class Saver:
             try:
                 for target in self._targets:
                     clean(target.directory)
+                    set_aside(target.directory, self._model_name, after=self._first_step)
                     logger.info("A checkpoint in %s: %s.", target.directory, forecast(target.directory, nbytes))
             except UserError as error:
                 problem = str(error)
@@ -126,21 +134,40 @@ class Saver:
         """
         last = stop or step == self._max_steps
         due = [t for t in self._targets if last or (step >= (t.due or 0) if t.every is None else step % t.every == 0)]
+        started, failure = time.perf_counter(), None
         if self._writing is not None:
             if counts["save_failed"]:
                 self._retry(manifest, step)
             elif counts["save_ended"] == dist.get_world_size() or due:
                 self._finish_write(manifest, step)
         for target in due:
-            if target.saved == step:  # in place of one that failed, just now
-                continue
-            started = time.perf_counter()
-            self._record("Before ckpt (StateDictType.SHARDED_STATE_DICT)")
-            self._save(target, manifest(), background=self._settings.is_async and not last, must=last)
-            self._record("After ckpt (StateDictType.SHARDED_STATE_DICT)")
-            self._paused += time.perf_counter() - started
-            if target.every is None:
-                self._plan_next(target, step, time.perf_counter() - started)
+            begun = time.perf_counter()
+            try:
+                if target.saved != step:  # else in place of one that failed, just now
+                    self._record("Before ckpt (StateDictType.SHARDED_STATE_DICT)")
+                    self._save(target, manifest(), background=self._settings.is_async and not last, must=last)
+                    self._record("After ckpt (StateDictType.SHARDED_STATE_DICT)")
+            except RunError as error:  # the other directories may be on another disk
+                failure = failure or error
+            if target.every is None and not last:
+                self._plan_next(target, step, time.perf_counter() - begun)
+        self._paused += time.perf_counter() - started
+        if failure is not None:
+            raise failure
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Publish the checkpoint that is being written, if all ranks end together in what is done inside."""
+        try:
+            yield
+        except RunError:
+            if self._writing is not None:
+                write, target = self._writing
+                self._writing = None
+                write.wait()
+                with contextlib.suppress(RunError):  # the first one is the cause of the end
+                    self._publish(write, target)
+            raise
 
     def _save(self, target: _Target, manifest: Manifest, *, background: bool, must: bool) -> None:
         started = time.perf_counter()
@@ -151,15 +178,15 @@ class Saver:
                 return
             path = save_checkpoint(
                 target.directory, model=self._model, optimizer=self._optimizer, manifest=manifest,
-                check=self._settings.read_back,
+                check=self._settings.read_back, copy=self._copies if self._settings.is_async else to_host,
             )  # fmt: skip
         except RunError as error:
             if must or self._settings.on_save_error == "stop":
                 raise
             logger.warning("Training goes on without it: %s", error)
             return
-        target.saved = manifest.step
-        logger.info("Saved %s (%.1f s).", path, time.perf_counter() - started)
+        target.saved, target.seconds = manifest.step, time.perf_counter() - started
+        logger.info("Saved %s (%.1f s).", path, target.seconds)
         self._prune(target, manifest)
 
     def _start_write(self, target: _Target, manifest: Manifest) -> None:
@@ -180,15 +207,25 @@ class Saver:
             return
         write, target = self._writing
         write.wait()
-        said = f"checkpoint {write.temporary.name.removesuffix(TEMPORARY)} could not be written"
         try:
-            agree(write.failure, said)
-            agree(attempt(lambda: publish_snapshot(write.temporary, write.manifest), target.directory, 0), said)
+            self._publish(write, target)
         except RunError as error:
             self._retry(manifest, step, error)
             return
         self._writing = None
-        logger.info("Saved %s.", write.temporary.with_name(write.temporary.name.removesuffix(TEMPORARY)))
+
+    def _publish(self, write: BackgroundWrite, target: _Target) -> None:
+        """Publish what the threads of all ranks have written.
+
+        Raises:
+            RunError: one has failed.
+        """
+        name = write.temporary.name.removesuffix(TEMPORARY)
+        said = f"checkpoint {name} could not be written"
+        agree(write.failure, said)
+        agree(attempt(lambda: publish_snapshot(write.temporary, write.manifest), target.directory, 0), said)
+        target.seconds = write.seconds
+        logger.info("Saved %s.", write.temporary.with_name(name))
         self._prune(target, write.manifest)
 
     def _retry(self, manifest: Callable[[], Manifest], step: int, error: RunError | None = None) -> None:
@@ -213,13 +250,20 @@ class Saver:
                 prune(target.directory, name, keep=target.keep, keep_best=self._settings.keep_best)
             except OSError as error:  # the next one tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", target.directory, reason(error))
+        agree(None, "")  # deleting may take long, and the others are to wait for it here
 
     def _plan_next(self, target: _Target, step: int, seconds: float) -> None:
-        """Choose the next step to save at, so that saving takes its share of the time; rank 0's times count."""
-        trained = time.perf_counter() - self._started - self._paused
-        per_step = trained / max(step - self._first_step, 1)
+        """Choose the next step to save at, so that saving takes its share of the time; rank 0's times count.
+
+        Args:
+            seconds: that training stood still for the checkpoint of this step.
+        """
+        trained = time.perf_counter() - self._started - self._paused - seconds
+        per_step = max(trained / max(step - self._first_step, 1), 1e-9)
         share = self._settings.checkpoint_overhead
-        interval = [max(1, math.ceil(seconds * (1 - share) / (share * max(per_step, 1e-9))))]
+        # Not before an asynchronous write, if it takes as long as the last one, is done: that would be waited for.
+        wanted = max(seconds * (1 - share) / share, target.seconds if self._settings.is_async else 0.0)
+        interval = [max(1, math.ceil(wanted / per_step))]
         dist.broadcast_object_list(interval, src=0)
         target.due = step + interval[0]
         logger.info(

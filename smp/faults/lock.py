@@ -57,8 +57,9 @@ def _locked(directory: Path) -> Iterator[None]:
         )
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     content = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "argv0": sys.argv[0]}
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps(content).encode())
+    with contextlib.suppress(OSError):  # held without a name where the disk is full
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(content).encode())
     try:
         yield
     finally:
@@ -71,17 +72,13 @@ def _locked(directory: Path) -> Iterator[None]:
 def lock_directories(directories: Iterable[Path]) -> Iterator[None]:
     """Hold directories for this run; for rank 0 of a job alone.
 
-    The file ``.lock`` in each says who holds it. One that a killed process has left is taken over. A directory inside
-    another of them is held with it.
+    The file ``.lock`` in each says who holds it. One that a killed process has left is taken over.
 
     Raises:
         RankError: another process holds one of them; with its host, pid and start.
     """
     wanted = sorted({Path(directory).absolute() for directory in directories})
     with contextlib.ExitStack() as stack:
-        held: list[Path] = []
         for directory in wanted:
-            if not any(directory.is_relative_to(other) for other in held):
-                stack.enter_context(_locked(directory))
-                held.append(directory)
+            stack.enter_context(_locked(directory))
         yield

@@ -1,0 +1,95 @@
+"""Checkpoints from a GPU: pinned copies, the state of their step, generators, and cheap standstill."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp.checkpoint.background import BackgroundWrite, HostCopies
+from smp.checkpoint.checkpointer import begin, load_checkpoint, publish_snapshot, save_checkpoint, take_snapshot
+from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
+from smp.config import ParallelConfig
+from smp.mesh import build_mesh, resolve_degrees
+from smp.optimizer import OptimConfig, build_optimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_mesh(resolve_degrees(ParallelConfig(), world_size=1, local_world_size=1), "cuda")
+    dist.destroy_process_group()
+
+
+def trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1), nn.Linear(512, 512)).cuda()
+    optimizer = build_optimizer(model, OptimConfig(), lr=1e-2)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(8, 512, device="cuda")).square().sum().backward()
+    optimizer.step()
+
+
+def describe() -> Manifest:
+    return Manifest(
+        kind="sharded", step=1, world_size=1, degrees={"tp": 1}, model={"name": "m", "config": {}},
+        run={"progress": {"step": 1, "samples": 8, "tokens": 8}},
+    )  # fmt: skip
+
+
+def state(model, optimizer) -> list[torch.Tensor]:
+    moments = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    return [t.detach().clone() for t in [*model.parameters(), *moments]]
+
+
+def check(path, expected, mesh):
+    manifest = read_manifest(path)
+    assert problems_of_files(path, manifest, content=True) == []
+    assert "rng.cuda.00000" in manifest.tensors
+    model = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1), nn.Linear(512, 512)).cuda()
+    optimizer = build_optimizer(model, OptimConfig(), lr=1e-2)
+    load_checkpoint(path, manifest, model=model, optimizer=optimizer, seed=0, mesh=mesh)
+    assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), expected, strict=True))
+    return model, optimizer
+
+
+def test_saved_and_loaded_with_its_generator(mesh, tmp_path):
+    model, optimizer = trained()
+    path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, manifest=describe())
+    again = check(path, state(model, optimizer), mesh)
+    step(*again)
+    restored = state(*again)
+    check(path, state(model, optimizer), mesh)  # the generator as it was
+    step(model, optimizer)  # draws the same masks
+    assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), restored, strict=True))
+
+
+def test_an_asynchronous_copy_is_of_its_moment(mesh, tmp_path):
+    model, optimizer = trained()
+    copies, expected = HostCopies(), state(model, optimizer)
+    temporary = begin(tmp_path, "m-1steps", own=False)
+    snapshot = take_snapshot(model, optimizer, everything=False, copy=copies)
+    for _ in range(5):
+        step(model, optimizer)  # while it is written
+    write = BackgroundWrite(temporary, describe(), snapshot, rank=0, check=True)
+    for _ in range(5):
+        step(model, optimizer)
+    write.wait()
+    assert write.failure is None
+    publish_snapshot(temporary, describe())
+    check(tmp_path / "m-1steps", expected, mesh)
+    on_gpu = [piece for piece in snapshot.pieces if not piece.name.startswith("rng.")]
+    assert on_gpu and all(piece.tensor.is_pinned() for piece in on_gpu)
+    again = take_snapshot(model, optimizer, everything=False, copy=copies)
+    assert [p.tensor.data_ptr() for p in again.pieces] == [p.tensor.data_ptr() for p in snapshot.pieces]
