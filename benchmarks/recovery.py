@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pages import Bystanders, origin, publish
+from pages import origin, publish
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = [
@@ -111,7 +111,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, help="write the page here; it is printed in any case")
     arguments = parser.parse_args(argv)
-    bystanders = Bystanders()
     lines = ["# From a kill to the next step", "", *origin(f"{arguments.rounds} kills with each launcher")]
     rows = []
     for name, words in LAUNCHERS.items():
@@ -122,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         print(rows[-1], file=sys.stderr)
     lines += [
-        f"llama_tiny, 2 processes, a checkpoint every 5 steps. {bystanders.describe()}", "",
+        "llama_tiny, 2 processes, a checkpoint every 5 steps.", "",
         "| launcher, with --max_restarts 3 | median, s | longest, s | steps done again, at most |",
         "|---|---:|---:|---:|",
         *rows, "",

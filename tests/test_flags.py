@@ -265,9 +265,11 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     reads: list[int] = []
     inner = checkpointer.read_back
     monkeypatch.setattr(checkpointer, "read_back", lambda folder, rank: reads.append(rank) or inner(folder, rank))
-    train(["--read_back", 0], tmp_path / "g", steps=1)
-    train([], tmp_path / "h", steps=1)
-    assert reads == [0]
+    for words in (["--read_back", "never"], []):
+        train([*words, "--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / f"g{len(words)}")
+    assert reads == [0]  # the first of two steps; the last one is saved in the foreground
+    train(["--read_back", "always"], tmp_path / "h", steps=1)
+    assert reads == [0, 0]
     file = next((tmp_path / "h").rglob("rank*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

@@ -57,7 +57,10 @@ def _check_losses(references, layouts):
                 assert abs(loss - expected.losses[step]) <= 1e-5 * expected.losses[step], (layout, step, loss)
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (2, "smddp"), (4, "gloo"), (4, "smddp")])
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [(1, "gloo"), (2, "smddp"), pytest.param(4, "gloo", marks=pytest.mark.slow), (4, "smddp")],
+)
 def test_fp32_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]

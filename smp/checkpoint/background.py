@@ -1,7 +1,13 @@
-"""Write a checkpoint while training goes on: copy what the rank holds, and let a thread write the copy."""
+"""Write a checkpoint while training goes on: a thread copies what the rank holds, then writes the copy.
+
+Parameters and optimizer state change in the optimizer's update alone. So the copy is made beside the next forward and
+backward pass, and only that update waits for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -42,29 +48,49 @@ class BackgroundWrite:
     Args:
         temporary: the checkpoint's temporary directory.
         manifest: all but files and tensors.
-        snapshot: must not change until the write has ended.
+        snapshot: of the tensors themselves, which must not change before :meth:`wait_for_copy` returns.
+        copies: where to copy them; of use for one write at a time.
         check: read the files back.
 
     Attributes:
         seconds: that it took, when it has ended.
     """
 
-    def __init__(self, temporary: Path, manifest: Manifest, snapshot: Snapshot, *, rank: int, check: bool):
-        self.temporary, self.manifest = temporary, manifest
+    def __init__(
+        self, temporary: Path, manifest: Manifest, snapshot: Snapshot, *, copies: HostCopies, rank: int, check: bool
+    ):
+        self.temporary, self.manifest, self.seconds = temporary, manifest, 0.0
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
+        self._copied = threading.Event()
+        device = next((p.tensor.device for p in snapshot.pieces if p.tensor.device.type == "cuda"), None)
+        ready = None if device is None else torch.cuda.current_stream(device).record_event()
 
-        self.seconds = 0.0
+        def write() -> None:
+            with contextlib.ExitStack() as stack:
+                if ready is not None:
+                    stack.enter_context(torch.cuda.device(device))
+                    stream = torch.cuda.Stream()
+                    stack.enter_context(torch.cuda.stream(stream))
+                    stream.wait_event(ready)
+                copied = dataclasses.replace(snapshot, pieces=copies(snapshot.pieces))
+            self._copied.set()
+            write_snapshot(temporary, copied, rank=rank, check=check)
 
         def work() -> None:
             begun = time.perf_counter()
-            self._outcome = attempt(
-                lambda: write_snapshot(temporary, snapshot, rank=rank, check=check), temporary.parent, snapshot.nbytes
-            )
+            try:
+                self._outcome = attempt(write, temporary.parent, snapshot.nbytes)
+            finally:
+                self._copied.set()
             self.seconds = time.perf_counter() - begun
 
         # A daemon: a process that must leave at once does not wait for its disk.
         self._thread = threading.Thread(target=work, name="smp-checkpoint", daemon=True)
         self._thread.start()
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors may change."""
+        self._copied.wait()
 
     @property
     def ended(self) -> bool:

@@ -38,8 +38,10 @@ class CheckpointConfig(Section):
     verify_checkpoint: Literal["full", "size"] = setting(
         "full", "What resuming checks: the content of every file, or names and sizes only."
     )
-    read_back: bool = setting(
-        True, "Read every checkpoint file once more after writing it, before older checkpoints are deleted."
+    read_back: Literal["async", "always", "never"] = setting(
+        "async",
+        "Read every file once more before a checkpoint is published: of asynchronous ones, whose write nobody waits "
+        "for; always; never.",
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop", "When a checkpoint cannot be written: end the run, or train on and try at the next one."

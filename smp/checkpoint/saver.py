@@ -120,6 +120,16 @@ class Saver:
         write = self._writing[0]
         return {"save_ended": write.ended, "save_failed": write.failure is not None}
 
+    def before_updates(self, enter: Callable[[str], None]) -> Callable[[str], None]:
+        """What a step is to call with the name of each phase: ``enter``, and before an update, waiting for a copy."""
+
+        def entering(phase: str) -> None:
+            enter(phase)
+            if phase == "optimizer" and self._writing is not None:
+                self._writing[0].wait_for_copy()
+
+        return entering
+
     def after_step(self, counts: dict[str, int], manifest: Callable[[], Manifest], *, step: int, stop: bool) -> None:
         """Finish what has been written, and save what is due.
 
@@ -178,7 +188,7 @@ class Saver:
                 return
             path = save_checkpoint(
                 target.directory, model=self._model, optimizer=self._optimizer, manifest=manifest,
-                check=self._settings.read_back, copy=self._copies if self._settings.is_async else to_host,
+                check=self._settings.read_back == "always", copy=self._copies if self._settings.is_async else to_host,
             )  # fmt: skip
         except RunError as error:
             if must or self._settings.on_save_error == "stop":
@@ -193,11 +203,12 @@ class Saver:
         started = time.perf_counter()
         local, rank = manifest.kind == "local", dist.get_rank()
         temporary = begin(target.directory, checkpoint_name(manifest.model["name"], manifest.step), own=local)
-        snapshot = take_snapshot(self._model, self._optimizer, everything=local, copy=self._copies)
-        write = BackgroundWrite(temporary, manifest, snapshot, rank=rank, check=self._settings.read_back)
+        snapshot = take_snapshot(self._model, self._optimizer, everything=local, copy=list)
+        check = self._settings.read_back != "never"
+        write = BackgroundWrite(temporary, manifest, snapshot, copies=self._copies, rank=rank, check=check)
         self._writing = write, target
         logger.info(
-            "Saving %s in the background (%.2f s to copy).",
+            "Saving %s in the background (begun in %.2f s).",
             temporary.name.removesuffix(TEMPORARY), time.perf_counter() - started,
         )  # fmt: skip
 

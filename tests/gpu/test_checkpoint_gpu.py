@@ -79,17 +79,16 @@ def test_an_asynchronous_copy_is_of_its_moment(mesh, tmp_path):
     model, optimizer = trained()
     copies, expected = HostCopies(), state(model, optimizer)
     temporary = begin(tmp_path, "m-1steps", own=False)
-    snapshot = take_snapshot(model, optimizer, everything=False, copy=copies)
-    for _ in range(5):
-        step(model, optimizer)  # while it is written
-    write = BackgroundWrite(temporary, describe(), snapshot, rank=0, check=True)
+    snapshot = take_snapshot(model, optimizer, everything=False, copy=list)
+    write = BackgroundWrite(temporary, describe(), snapshot, copies=copies, rank=0, check=True)
+    write.wait_for_copy()
     for _ in range(5):
         step(model, optimizer)
     write.wait()
     assert write.failure is None
     publish_snapshot(temporary, describe())
     check(tmp_path / "m-1steps", expected, mesh)
-    on_gpu = [piece for piece in snapshot.pieces if not piece.name.startswith("rng.")]
+    one, two = copies(snapshot.pieces), copies(snapshot.pieces)
+    assert [p.tensor.data_ptr() for p in one] == [p.tensor.data_ptr() for p in two]
+    on_gpu = [piece for piece in one if not piece.name.startswith("rng.")]
     assert on_gpu and all(piece.tensor.is_pinned() for piece in on_gpu)
-    again = take_snapshot(model, optimizer, everything=False, copy=copies)
-    assert [p.tensor.data_ptr() for p in again.pieces] == [p.tensor.data_ptr() for p in snapshot.pieces]
