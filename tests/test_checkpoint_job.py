@@ -132,6 +132,22 @@ def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     assert "Not resuming from step 8: rank 0:" in outcome.output and "at step 6" in outcome.output
 
 
+def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_without_its_disk_does_not(tmp_path):
+    run = tmp_path / "run"
+    words = [*JOB, "--checkpoint_freq", 2, "--checkpoint_type", "local", "--output_dir", run]
+    words += ["--resume_from_checkpoint", "latest"]
+    run_job(*words, "--max_steps", 2, world_size=2).succeeded()
+    lost = run / "checkpoints" / "rank00000-of-00002"
+    (lost / "llama_v2-2steps").rename(lost / "llama_v2-2steps.tmp")  # as it is before it is published
+    run_job(*words, "--max_steps", 4, world_size=2).succeeded()
+    assert len(losses(run)) == 4
+    ranks = [run / "checkpoints" / f"rank0000{rank}-of-00002" for rank in (0, 1)]
+    assert [steps(folder) for folder in ranks] == [[2, 4]] * 2
+    shutil.rmtree(ranks[0])
+    refused = run_job(*words, "--max_steps", 6, world_size=2)
+    assert refused.statuses == [2, 2] and "bring back the missing disks" in refused.output, refused.output
+
+
 def test_a_local_checkpoint_can_be_named(tmp_path):
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--checkpoint_type", "local", "--output_dir", run]

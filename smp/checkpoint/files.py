@@ -8,10 +8,11 @@ Format: https://github.com/huggingface/safetensors#format. The headers carry the
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,18 +75,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
-    """Write everything at ``offset``, however little the system takes at once, and try an I/O error again."""
-    view, failures = memoryview(data), 0
-    while view:
+def _persistently(operation: Callable[[], int]) -> int:
+    """Call ``operation``, and again after an I/O error, which may pass."""
+    for failures in range(1, _ATTEMPTS + 1):
         try:
-            count = os.pwrite(descriptor, view[:PIECE], offset)
+            return operation()
         except OSError as error:
-            failures += 1
             if error.errno != errno.EIO or failures == _ATTEMPTS:
                 raise
             time.sleep(0.1 * failures)
-            continue
+    raise AssertionError
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write everything at ``offset``, however little the system takes at once."""
+    view = memoryview(data)
+    while view:
+        count = _persistently(functools.partial(os.pwrite, descriptor, view[:PIECE], offset))
         view, offset = view[count:], offset + count
 
 
@@ -95,16 +101,8 @@ def read_all(descriptor: int, into: memoryview, offset: int) -> None:
     Raises:
         OSError: the file ends before, or cannot be read.
     """
-    failures = 0
     while into:
-        try:
-            count = os.preadv(descriptor, [into[:PIECE]], offset)
-        except OSError as error:
-            failures += 1
-            if error.errno != errno.EIO or failures == _ATTEMPTS:
-                raise
-            time.sleep(0.1 * failures)
-            continue
+        count = _persistently(functools.partial(os.preadv, descriptor, [into[:PIECE]], offset))
         if not count:
             raise OSError(errno.ENODATA, "the file ends too early")
         into, offset = into[count:], offset + count

@@ -63,8 +63,18 @@ def _whole_steps(directories: list[Path], model_name: str) -> dict[int, list[Pat
     return found
 
 
+def _first_was_interrupted(directories: list[Path], everyone: list[list[int]]) -> bool:
+    """Whether the run was ended in its first save: nothing is lost with what some ranks have of it; collective.
+
+    A rank that has lost its disk has no directory either.
+    """
+    taken_part: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(taken_part, any(directory.is_dir() for directory in directories))
+    return all(taken_part) and len({step for found in everyone for step in found}) == 1
+
+
 def common_start(directories: list[Path], model_name: str) -> Path | None:
-    """This rank's checkpoint of the newest step of which all have a whole one; None if no rank has any; collective.
+    """This rank's checkpoint of the newest step of which all have a whole one; None for a fresh start; collective.
 
     Raises:
         UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.
@@ -75,7 +85,7 @@ def common_start(directories: list[Path], model_name: str) -> Path | None:
         dist.all_gather_object(everyone, sorted(mine))
         common = set(everyone[0]).intersection(*everyone[1:])
         if not common:
-            if not any(everyone):
+            if not any(everyone) or _first_was_interrupted(directories, everyone):
                 return None
             steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
             raise UserError(
