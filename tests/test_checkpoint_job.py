@@ -243,6 +243,7 @@ def test_the_interval_leaves_an_asynchronous_write_its_time(tmp_path):
     assert found[0] == 2 and found[-1] == 20 and len(found) <= 8, found  # 19 if it were not seen
 
 
+@pytest.mark.slow
 def test_the_interval_follows_from_what_saving_costs(tmp_path):
     def prepare(rank: int) -> None:
         import smp.checkpoint.saver as saver

@@ -43,7 +43,10 @@ def _check(references, tolerance, layouts):
             assert_parity(reference, expected, layout, tolerance)
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "smddp"), (2, "smddp"), (4, "smddp"), (2, "gloo")])
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [(1, "smddp"), (2, "smddp"), (4, "smddp"), pytest.param(2, "gloo", marks=pytest.mark.slow)],
+)
 def test_fp64_gradients_and_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float64) for name in MODELS]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]

@@ -77,7 +77,9 @@ def _check_losses(references, layouts, tolerance):
                 assert abs(loss - expected.losses[step]) <= tolerance * expected.losses[step], (layout, step, loss)
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, MODELS), (4, ["llama_gqa", "gpt_neox"])])
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(2, MODELS), pytest.param(4, ["llama_gqa", "gpt_neox"], marks=pytest.mark.slow)]
+)
 def test_fp32_losses_equal_hugging_face(world_size, names):
     layouts = LAYOUTS[world_size][::4]
     pairs = trajectories(names, torch.float32)
@@ -95,7 +97,7 @@ def _check_bf16(references, layouts):
                         assert error <= BF16_GRADIENTS, (layout, name, error)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16(world_size):
     pairs = trajectories(MODELS, torch.float32)
     bf16 = torch.bfloat16
@@ -134,7 +136,7 @@ def _check_compiled(pairs, layouts):
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], (layout, counters)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_are_one_graph(checkpointing):
     # Llama's norms compute in fp32 at any dtype: they differ by its rounding once compiled.
     layout = Layout("full_shard", tp=2, checkpointing=checkpointing, compile=True)

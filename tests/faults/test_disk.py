@@ -49,7 +49,9 @@ def checkpoint_bytes(tmp_path_factory) -> int:
     return sum(map(int, log.read_text().split()))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 0.999])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.0, marks=pytest.mark.slow), 0.4, pytest.param(0.999, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["sharded", "async_sharded"])
 def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(share, kind, checkpoint_bytes, tmp_path):
     run = tmp_path / "run"
