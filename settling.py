@@ -55,9 +55,9 @@ def settle_start(plan: Plan) -> Plan:
     if settings.is_local and settings.resume_from_checkpoint == LATEST:
         chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name))
         if chosen is None:
+            together(lambda: refuse_logged(plan.config, plan.run_dir, plan.checkpoint_dirs, fresh=True))
             for directory in plan.checkpoint_dirs:  # of a run that was ended in its first save
                 set_aside(directory, plan.model.name, after=0)
-            together(lambda: refuse_logged(plan.config, plan.run_dir, plan.checkpoint_dirs, fresh=True))
         return together(lambda: plan if chosen == plan.resume else _replanned(plan, only=chosen))
     # An earlier process of the run may have saved once more before it gave the lock back.
     plan = together(lambda: plan if _still_newest(plan) else _replanned(plan))

@@ -130,7 +130,7 @@ def run(plan: Plan, guard: Guard) -> int:
             max_steps=plan.max_steps,
             record=functools.partial(_record_checkpoint, memory, state),
         )
-        saver.prepare()
+        together(saver.prepare)
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))

@@ -98,8 +98,9 @@ def take_snapshot(
     pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything)
     generators = rng_tensors(rank)
     pieces = copy(pieces + [Piece(name, state, (0,)) for name, state in generators.items()])
-    named = {**(tensors if rank == 0 or everything else {p.name: tensors[p.name] for p in pieces if p.name in tensors}),
-             **generators}  # fmt: skip
+    # Rank 0 also tells of tensors without elements, which nobody writes.
+    listed_here = tensors.keys() if rank == 0 or everything else [p.name for p in pieces if p.name in tensors]
+    named = {name: tensors[name] for name in listed_here} | generators
     return Snapshot(pieces, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()})
 
 

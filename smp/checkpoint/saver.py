@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from smp.checkpoint.layout import TEMPORARY, checkpoint_name, clean, set_aside
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.retention import prune
 from smp.checkpoint.space import forecast, state_bytes
-from smp.errors import RunError, UserError
+from smp.errors import RunError
 from smp.log import get_logger
 
 logger = get_logger("train")
@@ -90,28 +89,20 @@ class Saver:
         self._started, self._paused, self._first_step = time.perf_counter(), 0.0, first_step
 
     def prepare(self) -> None:
-        """Make the directories ready, and see that a checkpoint will have room; collective.
+        """Make the directories ready, and see that a checkpoint will have room.
 
         What interrupted saves have left is deleted; checkpoints that the run goes on without are set aside.
 
         Raises:
-            UserError: on every rank, if one finds no room or cannot write.
+            UserError: there is no room, or a directory cannot be written; on ranks that write there.
         """
         local = self._settings.is_local
-        problem = None
         if local or dist.get_rank() == 0:
             nbytes = state_bytes(self._model, own=local)
-            try:
-                for target in self._targets:
-                    clean(target.directory)
-                    set_aside(target.directory, self._model_name, after=self._first_step)
-                    logger.info("A checkpoint in %s: %s.", target.directory, forecast(target.directory, nbytes))
-            except UserError as error:
-                problem = str(error)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, problem)
-        if problems := [text for text in everyone if text is not None]:
-            raise UserError(problems[0])
+            for target in self._targets:
+                clean(target.directory)
+                set_aside(target.directory, self._model_name, after=self._first_step)
+                logger.info("A checkpoint in %s: %s.", target.directory, forecast(target.directory, nbytes))
 
     def flags(self) -> dict[str, bool]:
         """What this rank has to say of a checkpoint that is being written, to be counted over all ranks."""
@@ -145,11 +136,13 @@ class Saver:
         last = stop or step == self._max_steps
         due = [t for t in self._targets if last or (step >= (t.due or 0) if t.every is None else step % t.every == 0)]
         started, failure = time.perf_counter(), None
-        if self._writing is not None:
+        try:
             if counts["save_failed"]:
                 self._retry(manifest, step)
             elif counts["save_ended"] == dist.get_world_size() or due:
                 self._finish_write(manifest, step)
+        except RunError as error:
+            failure = error
         for target in due:
             begun = time.perf_counter()
             try:
