@@ -14,6 +14,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plots,tensorboard]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[integrations]' || \
+		echo 'DeepSpeed, Open MPI or a checker could not be installed: the tests that need them are skipped'
 	@touch $@
 
 train: setup
@@ -31,7 +33,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/python arguments.py
+	$(BIN)/python docs/make_tables.py
 
 clean:
 	rm -rf runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

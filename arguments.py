@@ -28,7 +28,7 @@ from smp.metrics import LoggingConfig
 from smp.models.model_config import ModelConfig
 from smp.optimizer import OptimConfig
 from smp.retired import RETIRED
-from smp.runtime import data_channel
+from smp.runtime import data_channel, own_words
 
 DEFAULT_MAX_STEPS = 5000
 
@@ -294,7 +294,7 @@ def _default_text(flag: Flag) -> str:
 
 def _read_words(argv: Sequence[str] | None, problems: list[str]) -> dict[str, list[Any]]:
     """Settings given by the file and the flags, unconverted; what is unknown goes to ``problems``."""
-    namespace, extra = _build_parser().parse_known_args(argv)
+    namespace, extra = _build_parser().parse_known_args(own_words(argv))
     flags = vars(namespace)
     words: dict[str, list[Any]] = {}
     path = flags.pop("config")

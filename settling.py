@@ -5,42 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-import torch.distributed as dist
 
 from job import Plan, make_plan
 from smp.checkpoint.checkpointer import verify_together
 from smp.checkpoint.layout import LATEST, set_aside
 from smp.checkpoint.local import common_start
-from smp.errors import DamagedCheckpointError, UserError
+from smp.errors import DamagedCheckpointError
+from smp.faults.agreement import require_same, together
 from smp.log import get_logger
 from start import choose_start, refuse_logged
 
-T = TypeVar("T")
-
 logger = get_logger("train")
-
-
-def together(action: Callable[[], T]) -> T:
-    """Call ``action`` on every rank; what the user can mend on one of them is raised on all; collective.
-
-    Raises:
-        UserError: the first rank's.
-    """
-    result, problem = None, None
-    try:
-        result = action()
-    except UserError as error:
-        problem = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    found = [text for text in everyone if text is not None]
-    if found:
-        raise UserError(found[0])
-    return cast(T, result)
 
 
 def settle_start(plan: Plan) -> Plan:
@@ -110,12 +87,4 @@ def require_agreement(plan: Plan, *only: str) -> None:
         "the settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
     }
     mine = {what: value for what, value in mine.items() if not only or what in only}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        for what, value in theirs.items():
-            if value != everyone[0][what]:
-                raise UserError(
-                    f"rank {rank} disagrees with rank 0 on {what}: {value} there, {everyone[0][what]} here; "
-                    f"give all hosts the same flags and the same view of --output_dir and the data"
-                )
+    require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

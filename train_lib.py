@@ -31,13 +31,14 @@ from reporting import (
     say_what_next,
     write_config,
 )
-from settling import require_agreement, settle_start, together
+from settling import require_agreement, settle_start
 from smp.checkpoint.checkpointer import load_checkpoint
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
 from smp.chunked_loss import model_loss_sum
 from smp.errors import UserError
+from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
 from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite

@@ -19,7 +19,7 @@ from smp.activation_checkpoint import checkpointed_blocks
 from smp.activation_offload import apply_activation_offload, build_store
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.errors import UserError
-from smp.mesh import Mesh, build_mesh, resolve_degrees
+from smp.mesh import Mesh, build_mesh, resolve_degrees, served_device_type
 from smp.models.registry import family_of
 from smp.prepare import parallelize as _parallelize
 from smp.prepare import tensor_region
@@ -105,13 +105,6 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
     return own | {known[key]: value for key, value in values.items()}
 
 
-def _device_type() -> str:
-    """What the process group serves besides the CPU: a group started without a backend names none itself."""
-    backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
-    serves_gpus = "cuda:nccl" in backends or "cuda:smddp" in backends
-    return "cuda" if serves_gpus and torch.cuda.is_available() else "cpu"
-
-
 def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
 
@@ -136,11 +129,16 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
     degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
-    mesh = build_mesh(degrees, _device_type())
+    mesh = build_mesh(degrees, served_device_type())
     region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if degrees.tp > 1 else None
     offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
     _current = _Initialized(mesh, parallel, region, offloading, horizon)
     return mesh
+
+
+def current() -> tuple[Mesh, ParallelConfig] | None:
+    """The mesh and the settings of :func:`init`, or None before it."""
+    return None if _current is None else (_current.mesh, _current.parallel)
 
 
 def is_initialized() -> bool:

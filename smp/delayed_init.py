@@ -132,10 +132,26 @@ def initialize_(model: nn.Module, rule: Initializer, *, seed: int) -> None:
             name = f"{module_name}.{parameter_name}" if module_name else parameter_name
             if parameter.is_meta:
                 raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
-            kind, std = rule(module, parameter_name)
-            _fill(parameter, kind, std, seed=seed, name=name)
-            if kind == "normal" and getattr(module, "padding_idx", None) is not None:
-                _zero_row(parameter, module.padding_idx)  # type: ignore[arg-type]
+            initialize_parameter_(module, parameter, rule(module, parameter_name), seed=seed, name=name)
+
+
+@torch.no_grad()
+def initialize_parameter_(
+    module: nn.Module, parameter: torch.Tensor, rule: tuple[str, float], *, seed: int, name: str
+) -> None:
+    """Give one parameter its initial value, as :func:`initialize_` does.
+
+    Args:
+        module: its owner; the row of an embedding's padding becomes zero.
+        parameter: allocated, plain or DTensor.
+        rule: ``(kind, std)``.
+        seed: the run's seed.
+        name: its whole name in the model, on which its values depend.
+    """
+    kind, std = rule
+    _fill(parameter, kind, std, seed=seed, name=name)
+    if kind == "normal" and getattr(module, "padding_idx", None) is not None:
+        _zero_row(parameter, module.padding_idx)  # type: ignore[arg-type]
 
 
 def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -25,16 +25,38 @@ def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-@torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter] | nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their global 2-norm is at most ``max_norm``; collective.
+def _computing_device(gradient: torch.Tensor) -> torch.device:
+    """Where a norm is reduced: on the GPU, if the gradient is kept on the CPU for it."""
+    if isinstance(gradient, DTensor) and gradient.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return gradient.device
 
-    Parameters may lie on different meshes (torch's own function refuses that): squares are summed locally per
+
+def _norm_power(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The ``norm_type``-th power of the norm of some local gradients (for infinity: the norm), 0-d, fp32 or finer."""
+    if math.isinf(norm_type):  # of nothing, which a rank may hold of a parameter, it is undefined
+        gradients = [g for g in gradients if g.numel()] or [gradients[0].new_zeros(1)]
+    if norm_type in (1.0, 2.0, math.inf):
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
+    else:
+        norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients])
+    norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter] | nn.Module, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``; collective.
+
+    Parameters may lie on different meshes (torch's own function refuses that): powers are summed locally per
     set of sharding groups, all-reduced over those groups, then added.
 
     Args:
         parameters: a module or its parameters; those without a gradient are skipped.
         max_norm: the bound; 0 or infinity only measures.
+        norm_type: of the p-norm; may be infinity.
 
     Returns:
         The norm before clipping, a 0-d tensor, the same on every rank. If it is not finite, nothing is scaled.
@@ -42,24 +64,28 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter] | nn.Module, max_norm: fl
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     local: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    device = None
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
+            found = _computing_device(gradient)
+            device = found if device is None or found.type == "cuda" else device
             local[_sharded_groups(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     if not local:
         return torch.tensor(0.0)
-    squares = []
+    largest = math.isinf(norm_type)
+    powers = []
     for groups, gradients in local.items():
-        norms = torch.stack(torch._foreach_norm(gradients))
-        square = norms.to(torch.promote_types(norms.dtype, torch.float32)).square().sum()
+        power = _norm_power(gradients, norm_type).to(device)
         for group in groups:
-            dist.all_reduce(square, group=group)
-        squares.append(square)
-    norm = torch.stack(squares).sum().sqrt()
+            dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        powers.append(power)
+    total = torch.stack(powers)
+    norm = total.max() if largest else total.sum().sqrt() if norm_type == 2 else total.sum().pow(1.0 / norm_type)
     if max_norm > 0 and not math.isinf(max_norm):
         # The same formula as torch.nn.utils.clip_grad_norm_, so that runs compare with other trainers.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         # Left as they are, they still tell where it came from.
         scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
         for gradients in local.values():
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            torch._foreach_mul_(gradients, scale.to(gradients[0]))
     return norm

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -77,6 +78,13 @@ def resolve_degrees(parallel: ParallelConfig, *, world_size: int, local_world_si
     return Degrees(data_size // shard, shard, tp, reshard_after_forward=not keeps_gathered)
 
 
+def served_device_type() -> str:
+    """What the process group serves besides the CPU: a group started without a backend names none itself."""
+    backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
+    serves_gpus = "cuda:nccl" in backends or "cuda:smddp" in backends
+    return "cuda" if serves_gpus and torch.cuda.is_available() else "cpu"
+
+
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """The job's device mesh and this rank's place in it."""
@@ -128,4 +136,15 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     # Made here, where all ranks are: making a group is collective.
     data = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if degrees.tp > 1 else None
+    keep_timeout([*device_mesh.get_all_groups(), *([] if data is None else [data])], device_type)
     return Mesh(device_mesh, degrees, data)
+
+
+def keep_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:
+    """Give groups the timeout of the default group: torch makes a mesh's with half an hour, whatever was asked for."""
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device(device_type))
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    if limit is not None:  # the fake backend has none
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -1,61 +1,29 @@
-"""The process's place in the job: ranks from the launcher, the process group, the device, seeds.
+"""The process in the job: the process group, the device, seeds, and the environment.
 
-The only reader of the environment.
+With ``smp.environment``, which reads the launcher's part of it, the only reader of the environment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import gc
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from smp.config import CommConfig
+from smp.environment import Launch, read_launch, rendezvous
+from smp.environment.place import NAMES
 from smp.errors import RankError, UserError
+from smp.log import get_logger
 
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Where this process stands among the processes of the job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    restart: int = 0
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes shared files and prints."""
-        return self.rank == 0
-
-
-def read_launch() -> Launch:
-    """Read the ranks that torchrun sets; without them the job is one process.
-
-    Raises:
-        UserError: some of the variables are set and others are not, or one is no number.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    values = {name: os.environ.get(name) for name in names}
-    if values["RANK"] is None and values["WORLD_SIZE"] is None:
-        return Launch()
-    missing = [name for name, value in values.items() if not (value or "").isdigit()]
-    if missing:
-        raise UserError(
-            f"the environment sets only part of what torchrun sets: {', '.join(missing)} missing or not a number; "
-            f"start with `torchrun --nproc_per_node N train_lib.py ...`, or unset RANK and WORLD_SIZE for one process"
-        )
-    rank, world_size, local_rank, local_world_size = (int(values[name] or 0) for name in names)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Launch(rank, world_size, local_rank, local_world_size, int(restart) if restart.isdigit() else 0)
+logger = get_logger("train")
 
 
 def launcher_serves_store() -> bool:
@@ -71,6 +39,20 @@ def launcher_pid() -> int | None:
 def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with changes, for one to be started."""
     return {**os.environ, **changes}
+
+
+def own_words(words: Sequence[str] | None) -> list[str]:
+    """The words of a command line without the local rank that ``deepspeed`` and torch's old launcher put in front.
+
+    The environment says it too.
+
+    Args:
+        words: after the program's name; None reads ``sys.argv``.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    while words and re.fullmatch(r"--local[_-]rank=\d+", words[0]):
+        del words[0]
+    return words
 
 
 def data_channel(name: str) -> str | None:
@@ -108,7 +90,7 @@ def environment_bytes(name: str, default: int, *, multiple: int, minimum: int) -
     text = os.environ.get(name)
     if not text:
         return default
-    if not text.isdigit() or int(text) < minimum or int(text) % multiple:
+    if not (text.isascii() and text.isdigit()) or int(text) < minimum or int(text) % multiple:
         what = f"a multiple of {multiple} bytes" if multiple > 1 else "a number of bytes"
         raise UserError(f"{name}={text} is not allowed: give {what}, at least {minimum}, or leave it out ({default})")
     return int(text)
@@ -123,12 +105,30 @@ def choose_device(launch: Launch) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 1 and _sees_only_its_own_gpu(launch):
+        return torch.device("cuda", 0)
     if launch.local_world_size > count:
         raise UserError(
             f"{launch.local_world_size} processes on a host with {count} GPU(s): use --nproc_per_node {count} at most, "
             f"or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     return torch.device("cuda", launch.local_rank)
+
+
+def _sees_only_its_own_gpu(launch: Launch) -> bool:
+    """Whether the one GPU that this process sees is its own: srun, or a wrapper under mpirun, hides the others.
+
+    Where two processes were given the same one after all, NCCL refuses it.
+    """
+    if launch.launcher not in ("srun", "Open MPI", "MPICH", "MVAPICH"):
+        return False
+    if re.fullmatch(r"[^,\s]+", os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()):
+        return True
+    # `srun --gpus-per-task=1` and `--gpu-bind=per_task:1` may hide the others without that variable.
+    gpus, everything = os.environ.get("SLURM_GPUS_PER_TASK", ""), os.environ.get("SLURM_TRES_PER_TASK", "")
+    bound = re.search(r"\b(per_task|single):1\b", os.environ.get("SLURM_GPU_BIND", "")) is not None
+    one = re.fullmatch(r"(\w+:)?1", gpus) is not None or re.search(r"gpu(:\w+)?[:=]1\b", everything) is not None
+    return launch.launcher == "srun" and (bound or one)
 
 
 def choose_backend(comm: CommConfig, device: torch.device) -> str:
@@ -147,6 +147,8 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
 
 
+_MOST_SECONDS = 1e8  # --distributed_timeout's: torch counts nanoseconds in 64 bits
+_BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")  # torch's own backends, where it was built with them
 START_SECONDS = 300.0  # how long a job waits for all its processes; less if --distributed_timeout is
 
 
@@ -157,18 +159,11 @@ def _open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, 
         UserError: the environment does not say where it is.
         RankError: it cannot be reached, or not be served.
     """
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not host or not (port or "").isdigit() or not 0 < int(port or 0) < 2**16:
-        raise UserError(
-            f"MASTER_ADDR={host or ''} and MASTER_PORT={port or ''} do not say where rank 0 is: start with torchrun, "
-            f"or set both, the same for all processes"
-        )
+    host, port = rendezvous(launch)
     where = f"{host}:{port}"
     serves = launch.rank == 0 and not launcher_serves_store()
     try:
-        store = dist.TCPStore(
-            host, int(port or 0), is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True
-        )
+        store = dist.TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
         reason = re.sub(r"\s*Exception raised from.*", "", (str(error).splitlines() or [""])[0])
         if serves:
@@ -225,28 +220,120 @@ def process_group(
     backend = choose_backend(comm, device)
     if cpu_offload and backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"  # gradients in host memory have a norm, too
-    timeout = datetime.timedelta(seconds=comm.distributed_timeout)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if launch.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        limit = min(timeout, datetime.timedelta(seconds=START_SECONDS))
-        store, where = _open_store(launch, limit)
-        _await_everyone(store, launch, limit, where)
-        store.set_timeout(timeout)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
+    added = _start_group(launch, device, backend, comm.distributed_timeout)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _start_group(launch: Launch, device: torch.device, backend: str, seconds: float) -> list[str]:
+    """Start the default process group; returns the names of the variables that it added to the environment.
+
+    Raises:
+        UserError: nothing says where rank 0 is.
+        RankError: the processes do not find each other.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if launch.launcher == "SageMaker" and (idle := torch.cuda.device_count() - 1):
+            logger.warning("SageMaker starts one process a host, so %d GPU(s) are idle: start torchrun there.", idle)
+    if launch.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return _export(launch)
+    limit = min(timeout, datetime.timedelta(seconds=START_SECONDS))
+    store, where = _open_store(launch, limit)
+    _await_everyone(store, launch, limit, where)
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return _export(launch)
+
+
+def _export(launch: Launch) -> list[str]:
+    """Say in torchrun's words what the launcher has said in its own, for other libraries; returns the names added."""
+    values = dict(zip(NAMES, launch.numbers, strict=True))
+    where = {}
+    if launch.world_size > 1:
+        where = dict(zip(("MASTER_ADDR", "MASTER_PORT"), rendezvous(launch), strict=True))
+    added = {name: str(value) for name, value in (values | where).items() if not os.environ.get(name)}
+    os.environ.update(added)
+    return list(added)
+
+
+def init_process_group(backend: str | None = None, *, timeout: float = 1800.0) -> torch.device:
+    """Start ``torch.distributed`` from whatever started this process; collective.
+
+    Works under torchrun, ``accelerate launch``, ``deepspeed``, ``srun``, ``mpirun`` (Open MPI, MPICH, Intel MPI,
+    MVAPICH) and SageMaker, and without a launcher as a job of one process. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set where they are not, so that other libraries find
+    them. End with ``torch.distributed.destroy_process_group()``.
+
+    Args:
+        backend: one that torch knows, such as ``"smddp"``, ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; None:
+            NCCL on GPUs, smddp on CPUs.
+        timeout: seconds to wait for other ranks, in a collective; for all of them to start, 300 at most.
+
+    Returns:
+        This process's device: the GPU of its local rank, which is made the current one, or the CPU.
+
+    Raises:
+        UserError: a group runs already, the environment contradicts itself, the backend is none or does not fit, or
+            there are more processes on this host than GPUs.
+        RankError: the processes do not find each other; names those that are missing.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "smp.init_process_group: a process group runs already: call it instead of torch's, or leave it out"
+        )
+    if not 0 < timeout <= _MOST_SECONDS:
+        raise UserError(
+            f"smp.init_process_group: timeout {timeout} is not allowed: give seconds above 0, at most {_MOST_SECONDS:g}"
+        )
+    launch = read_launch()
+    device = choose_device(launch)
+    backend = backend or ("nccl" if device.type == "cuda" else "smddp")
+    _refuse_backend(backend, device)
+    _start_group(launch, device, backend, timeout)
+    return device
+
+
+def _refuse_backend(backend: str, device: torch.device) -> None:
+    """Refuse what torch would stumble over.
+
+    Raises:
+        UserError: it is not known or not built into this torch, is not written as torch reads it, or needs GPUs.
+    """
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    usable = [name for name in known if name not in _BUILT_IN or dist.is_backend_available(name)]
+    parts = [part.lower().rpartition(":") for part in backend.split(",")]
+    names, devices = [name for _, _, name in parts], [kind for kind, _, _ in parts]
+    if names == ["nccl"] and device.type == "cpu":
+        raise UserError(
+            "smp.init_process_group: backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out"
+        )
+    choices = f"choose from {', '.join(usable)}, or leave it out"
+    for name in names:
+        if name not in known:
+            raise UserError(f"smp.init_process_group: backend {backend} is not known: {choices}")
+        if name not in usable:
+            raise UserError(f"smp.init_process_group: backend {backend} is not built into this torch: {choices}")
+    if (len(parts) > 1 or devices != [""]) and (
+        not set(devices) <= set(dist.Backend.default_device_backend_map) or len(set(devices)) < len(devices)
+    ):
+        raise UserError(
+            f"smp.init_process_group: backend {backend} is not allowed: write one name, or one for each kind of "
+            f"device, such as cpu:gloo,cuda:nccl"
+        )
 
 
 def seed_everything(seed: int, data_rank: int) -> None:

@@ -100,7 +100,7 @@ def shard_model(
     # Pinned memory is a GPU's.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     shard = functools.partial(
-        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=_placement, offload_policy=offload
+        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
     )
     for unit in units:
         shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=unit.reshard)
@@ -110,12 +110,13 @@ def shard_model(
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        _install_collectives(module, mesh, shared_buffers=parallel.shared_buffers)
+        group = mesh.device_mesh.get_group("dp_shard")
+        install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
 
 
-def _placement(parameter: nn.Parameter) -> Shard | None:
+def placement(parameter: nn.Parameter) -> Shard | None:
     """Along which axis to shard: the first, unless tensor parallelism has split that one unevenly.
 
     A DTensor that is split twice along one axis says where its parts lie only if the first split is even.
@@ -131,14 +132,22 @@ def _placement(parameter: nn.Parameter) -> Shard | None:
     return None
 
 
-def _install_collectives(module: FSDPModule, mesh: Mesh, *, shared_buffers: bool) -> None:
-    """Replace torch's collectives where the sharding group's backend has something better for ``fully_shard``."""
-    group = mesh.device_mesh.get_group("dp_shard")
+def install_collectives(
+    module: FSDPModule, group: dist.ProcessGroup, device_type: str, *, shared_buffers: bool = True
+) -> None:
+    """Replace torch's collectives where the backend of ``group`` has something better for ``fully_shard``.
+
+    Args:
+        module: ``fully_shard`` was applied to it.
+        group: what its parameters are sharded over.
+        device_type: ``cpu`` or ``cuda``.
+        shared_buffers: with backend smddp, exchange through memory that the host's ranks share.
+    """
     backend = dist.get_backend(group)
-    if backend == "gloo" and mesh.device_type == "cpu":  # gloo sends no GPU memory by itself
+    if backend == "gloo" and device_type == "cpu":  # gloo sends no GPU memory by itself
         gloo.install(module)
     elif backend == "smddp" and shared_buffers:
-        fsdp.install(module, group) if mesh.device_type == "cpu" else cuda.install(module, group)
+        fsdp.install(module, group) if device_type == "cpu" else cuda.install(module, group)
 
 
 def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:

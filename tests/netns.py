@@ -80,6 +80,11 @@ def enter(name: str) -> None:
     os.environ.update(SMP_HOST_ID=name, GLOO_SOCKET_IFNAME=INTERFACE)
 
 
+def cut(name: str, *, mend: bool = False) -> None:
+    """Take a host's network away, as when its cable is pulled, or give it back."""
+    _ip("-n", name, "link", "set", INTERFACE, "up" if mend else "down")
+
+
 def sent_bytes() -> int:
     """What this process's host has sent to the others so far, with the headers of Ethernet, IP and TCP."""
     for line in pathlib.Path("/proc/self/net/dev").read_text().splitlines():

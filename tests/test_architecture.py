@@ -14,17 +14,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = {
     "smp.errors": 0,
     "smp.config": 1, "smp.log": 1, "smp.json_input": 1, "smp.stopwatch": 1, "smp.retired": 1,
+    "smp.environment": 1,
     "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2, "smp.loss": 2,
     "smp.comm": 3, "smp.instruction_set": 3, "smp.chunked_loss": 3, "smp.activation_checkpoint": 3,
     "smp.activation_offload": 4, "smp.sharding": 4,
     "smp.delayed_init": 4, "smp.pretrained": 4,
-    "smp.grad_norm": 4, "smp.tensor_parallel": 4, "smp.memory_plan": 4, "smp.memory_warnings": 4, "smp.launch": 4,
+    "smp.grad_norm": 4, "smp.tensor_parallel": 4, "smp.memory_plan": 4, "smp.memory_warnings": 4,
     "smp.flops": 4,
     "smp.prepare": 5, "smp.optimizer": 5, "smp.lr_schedule": 5, "smp.metrics": 5, "smp.plots": 5,
     "smp.train_state": 5, "smp.faults": 4, "data": 5, "smp.state": 5,
-    "smp.checkpoint": 6, "smp.api": 6, "smp.dry_run": 6, "smp.memory_profile": 6,
+    "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.dry_run": 6, "smp.memory_profile": 6,
     "smp.memory_tracker": 5, "smp.memory_advice": 5,
-    "smp": 7, "arguments": 7,
+    "smp.doctor": 7,
+    "smp": 7, "arguments": 7, "smp.launch": 7, "smp.smp_v2_names": 1, "smp.sagemaker": 8,
     "smp.cli": 8, "smp.__main__": 9,
     "start": 8, "job": 9, "settling": 10, "reporting": 10,
     "ending": 11, "train_lib": 12,
@@ -110,13 +112,14 @@ def test_no_import_cycle():
 
 
 def test_only_runtime_reads_the_environment():
-    readers = [module_name(p) for p in sources() if re.search(r"\bos\.(environ|getenv)\b", p.read_text())]
-    assert readers == ["smp.runtime"]
+    readers = {module_name(p) for p in sources() if re.search(r"\bos\.(environ|getenv)\b", p.read_text())}
+    # The doctor compares variables of others (NCCL, gloo, Slurm) with the machine; it decides nothing by them.
+    assert readers == {"smp.environment", "smp.runtime", "smp.doctor.environment"}
 
 
 def test_only_known_places_parse_a_command_line():
     allowed = {"arguments", "data.prepare", "data.sample.build", "smp.launch.local", "smp.plots"}
-    allowed |= {"smp.cli", *(f"smp.cli.{name}" for name in ("verify", "inspect", "export", "diff"))}
+    allowed |= {"smp.cli", *(f"smp.cli.{name}" for name in ("verify", "inspect", "export", "diff", "doctor", "launch"))}
     assert {module_name(p) for p in sources() if "argparse" in imports(p)} <= allowed
     assert {module_name(p) for p in sources() if "yaml" in imports(p)} <= {
         "arguments",

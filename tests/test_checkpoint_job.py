@@ -103,7 +103,7 @@ def test_a_writing_thread_that_has_died_is_noticed(tmp_path):
     assert steps(tmp_path / "run" / "checkpoints") == [4, 5] or steps(tmp_path / "run" / "checkpoints")[-1] == 5
 
 
-@pytest.mark.parametrize("kind", ["local", "async_local"])
+@pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.slow), "async_local"])
 def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 3, "--checkpoint_type", kind]

@@ -1,7 +1,9 @@
 """The local launcher: torchrun's engine, the job's own exit status and nothing else on the screen."""
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -28,6 +30,55 @@ def test_the_jobs_status_is_the_launchers(status, tmp_path):
     assert sorted(line.split(" threads")[0] for line in done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
     assert f"['--x', '{status}']" in done.stdout
     assert "Traceback" not in done.stderr and "FAILED" not in done.stderr
+
+
+WAITS = """
+import os, pathlib, signal, sys, time
+def put(name, text):  # whole, as it is waited for
+    path = pathlib.Path(__file__).with_name(name)
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+def end(number, frame):
+    put("asked", signal.Signals(number).name)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+put("up", os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["HUP", "KILL"])
+def test_processes_do_not_outlive_their_launcher(name, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(WAITS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["--nproc_per_node", "1", *(["--no_gpus"] if name == "HUP" else []), str(tmp_path / "script.py")]
+    launcher = subprocess.Popen([sys.executable, "-m", "smp.launch.local", *words])
+    wait_for(tmp_path / "up")
+    launcher.send_signal(getattr(signal, f"SIG{name}"))
+    assert launcher.wait(timeout=60) == (75 if name == "HUP" else -signal.SIGKILL)
+    wait_for(tmp_path / "asked")
+    assert (tmp_path / "asked").read_text() == "SIGTERM"
+    assert (tmp_path / "up").read_text() == ("" if name == "HUP" else "0")
+
+
+@pytest.mark.slow
+def test_a_launcher_under_nohup_does_not_hear_of_hangups(tmp_path):
+    (tmp_path / "script.py").write_text(WAITS)
+    command = ["nohup", sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "1", str(tmp_path / "script.py")]
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "up")
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert launcher.poll() is None and not (tmp_path / "asked").exists()
+    launcher.terminate()
+    assert launcher.wait(timeout=60) == 75
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_no_processes_is_refused():

@@ -170,7 +170,9 @@ def _check_bits(layout, directory):
         assert of["none", 1] < of["selective", 1] < of["full", 1] > of["full", 2] > of["none", 1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if name == "tp" else ()) for name in LAYOUTS]
+)
 def test_the_same_bits(layout, tmp_path):
     run_distributed(_check_bits, LAYOUTS[layout], str(tmp_path), world_size=2, backend="smddp")
     assert list(tmp_path.iterdir()) == []

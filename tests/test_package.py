@@ -14,6 +14,8 @@ print(pathlib.Path(smp.__file__).parent.parent, resolve_model(ModelConfig(model=
 (distribution,) = importlib.metadata.distributions(name="smp", path=[str(pathlib.Path(smp.__file__).parent.parent)])
 (script,) = (entry for entry in distribution.entry_points if entry.group == "console_scripts")
 print(script.name, script.load()(["verify", "absent"]))
+job = ["--gpus_per_node", "0", "--processes_per_node", "2", "--output", "job.sh"]
+print(script.load()(["launch", "slurm", *job]))  # its templates are there
 """
 
 
@@ -28,4 +30,4 @@ def test_install_and_import_from_elsewhere(tmp_path):
     # Isolated from the source tree and from the editable install.
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CODE}"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(target), "llama_tiny", "smp", "2"]
+    assert done.stdout.split() == [str(target), "llama_tiny", "smp", "2", "0"]

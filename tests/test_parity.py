@@ -45,7 +45,11 @@ def _check(references, tolerance, layouts):
 
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    [(1, "smddp"), (2, "smddp"), (4, "smddp"), pytest.param(2, "gloo", marks=pytest.mark.slow)],
+    [
+        (1, "smddp"),
+        (2, "smddp"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, "smddp"), (2, "gloo"))),
+    ],
 )
 def test_fp64_gradients_and_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float64) for name in MODELS]

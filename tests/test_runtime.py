@@ -1,8 +1,16 @@
 """Ranks, backend and device from the launcher."""
 
+import json
+import multiprocessing
+import os
+import pathlib
+import tempfile
+
 import pytest
 import torch
+import torch.distributed as dist
 
+import smp
 from smp.config import CommConfig
 from smp.errors import UserError
 from smp.runtime import (
@@ -10,6 +18,7 @@ from smp.runtime import (
     choose_backend,
     choose_device,
     data_channel,
+    process_group,
     read_launch,
     release_cache,
     set_default_threads,
@@ -85,3 +94,149 @@ def test_release_cache_gives_memory_back():
     del blocks
     release_cache(torch.device("cpu"))
     assert rss_bytes() < held - 100 * 2**20
+
+
+# --- smp.init_process_group
+
+TORCHRUNS = (*NAMES, "MASTER_ADDR", "MASTER_PORT")
+
+
+def _in_environment(environment, folder, rank, fn, args):
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "SM_", "TORCHELASTIC"))]:
+        del os.environ[name]
+    for name in TORCHRUNS:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    pathlib.Path(folder, str(rank)).write_text(json.dumps(fn(*args)))
+
+
+def in_environments(environments, fn, *args):
+    """What ``fn`` returns in a process for each environment."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_in_environment, args=(environment, folder, rank, fn, args))
+            for rank, environment in enumerate(environments)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            process.kill()
+        assert [process.exitcode for process in ranks] == [0] * len(ranks)
+        return [json.loads(pathlib.Path(folder, str(rank)).read_text()) for rank in range(len(ranks))]
+
+
+def started(backend=None):
+    device = smp.init_process_group(backend, timeout=30)
+    total = torch.full((3,), float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    # Other libraries find what torchrun would have set, and torch itself the store that is there already.
+    again = [] if dist.get_world_size() == 1 else next(dist.rendezvous("env://"))[1:]
+    found = [str(device), dist.get_backend(), total.tolist(), [os.environ.get(name) for name in TORCHRUNS], again]
+    dist.destroy_process_group()
+    return found
+
+
+def openmpi(rank, **more):
+    values = zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), (rank, 2, rank, 2), strict=True)
+    return {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in values} | {"PMIX_NAMESPACE": f"test-{os.getpid()}@1", **more}
+
+
+@pytest.mark.parametrize(("backend", "used"), [(None, "smddp"), ("gloo", "gloo"), ("cpu:gloo", "cpu:gloo")])
+def test_a_group_from_what_mpirun_sets(backend, used):
+    found = in_environments([openmpi(0), openmpi(1)], started, backend)
+    port = found[0][3][5]
+    for rank, (device, name, total, variables, again) in enumerate(found):
+        assert (device, total) == ("cpu", [3.0, 3.0, 3.0]) and name in (used, used.partition(":")[2])
+        assert variables == [str(rank), "2", str(rank), "2", "127.0.0.1", port] and again == [rank, 2]
+
+
+def test_a_group_of_one_process():
+    [[device, name, total, variables, _]] = in_environments([{}], started)
+    assert (device, name, total) == ("cpu", "smddp", [1.0, 1.0, 1.0])
+    assert variables == ["0", "1", "0", "1", None, None]
+
+
+def problems_of_starting():
+    found = []
+    smp.init_process_group("gloo")
+    for words in ({}, {"backend": "gloo"}):
+        with pytest.raises(UserError) as caught:
+            smp.init_process_group(**words)
+        found.append(str(caught.value))
+    dist.destroy_process_group()
+    for words in (
+        {"timeout": 0}, {"timeout": float("nan")}, {"timeout": 1e15}, {"backend": "glo"}, {"backend": "nccl"},
+        {"backend": "mpi"}, {"backend": "ucc"}, {"backend": "gloo,gloo"}, {"backend": "cpu:gloo,cpu:smddp"},
+        {"backend": "x:gloo"}, {"backend": "cpu:"},
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            smp.init_process_group(**words)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_init_process_group_refuses():
+    [found] = in_environments([{}], problems_of_starting)
+    for text, expected in zip(
+        found,
+        ["runs already"] * 2
+        + ["timeout 0 is", "timeout nan is", "timeout 1000000000000000.0 is", "backend glo is not known", "needs GPUs"]
+        + ["mpi is not built into this torch: choose from gloo, smddp, or", "ucc is not built into this torch"]
+        + [
+            "gloo,gloo is not allowed: write one name",
+            "cpu:gloo,cpu:smddp is not",
+            "x:gloo is not",
+            "cpu: is not known",
+        ],
+        strict=True,
+    ):
+        assert expected in text
+
+
+def exported_inside_and_after():
+    def names():
+        return sorted(name for name in TORCHRUNS if name in os.environ)
+
+    with process_group(CommConfig(), Launch(), torch.device("cpu")):
+        inside = names()
+    return inside, names()
+
+
+def test_the_environment_of_a_job_is_as_before_afterwards():
+    assert in_environments([{}], exported_inside_and_after) == [[sorted(NAMES), []]]
+
+
+def test_one_gpu_for_each_task_of_srun(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"4 processes on a host with 1 GPU"):
+        choose_device(Launch(3, 4, 3, 4))
+    for name, value in (("SLURM_GPUS_PER_TASK", "1"), ("SLURM_TRES_PER_TASK", "cpu=8,gres/gpu:1")):
+        monkeypatch.setenv(name, value)
+        assert choose_device(Launch(3, 4, 3, 4, launcher="srun")) == torch.device("cuda", 0)
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "Open MPI", "MPICH", "MVAPICH"])
+def test_one_gpu_that_a_process_was_given_by_its_name(launcher, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    launch = Launch(3, 4, 3, 4, launcher=launcher)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"4 processes on a host with 1 GPU"):  # the host has no more
+        choose_device(launch)
+    for text in ("3", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        assert choose_device(launch) == torch.device("cuda", 0)
+    with pytest.raises(UserError, match=r"4 processes on a host with 1 GPU"):
+        choose_device(Launch(3, 4, 3, 4, launcher="torchrun"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,9")  # of which one is there
+    with pytest.raises(UserError, match=r"4 processes on a host with 1 GPU"):
+        choose_device(launch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("SLURM_GPU_BIND", "verbose,per_task:1")
+    if launcher == "srun":
+        assert choose_device(launch) == torch.device("cuda", 0)

@@ -60,7 +60,10 @@ def _check(references, tolerance, layouts):
             assert_parity(reference, expected, layout, tolerance)
 
 
-@pytest.mark.parametrize(("world_size", "backend", "every"), [(2, "smddp", 2), (4, "smddp", 3), (2, "gloo", 4)])
+@pytest.mark.parametrize(
+    ("world_size", "backend", "every"),
+    [(2, "smddp", 2), pytest.param(4, "smddp", 3, marks=pytest.mark.slow), (2, "gloo", 4)],
+)
 def test_fp64_gradients_and_losses_equal_hugging_face(world_size, backend, every):
     pairs = trajectories(MODELS, torch.float64)
     run_distributed(_check_some, pairs, 1e-9, LAYOUTS[world_size], every, world_size=world_size, backend=backend)
@@ -136,7 +139,8 @@ def _check_compiled(pairs, layouts):
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], (layout, counters)
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
 def test_compiled_blocks_are_one_graph(checkpointing):
     # Llama's norms compute in fp32 at any dtype: they differ by its rounding once compiled.
     layout = Layout("full_shard", tp=2, checkpointing=checkpointing, compile=True)

@@ -23,7 +23,8 @@ from smp.checkpoint.manifest import Manifest, problems_of_files
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.writer import finish, listed, start, write_part
 from smp.comm.report import readable
-from smp.errors import RankError, RunError, UserError
+from smp.errors import RunError, UserError
+from smp.faults.agreement import together
 from smp.mesh import Mesh
 from smp.optimizer import allocate_state
 from smp.sharding import reshard
@@ -93,8 +94,14 @@ def take_snapshot(
     """
     reshard(model)
     allocate_state(optimizer)  # there is none yet if every update so far was skipped
+    return snapshot_of(run_tensors(model, optimizer), everything=everything, copy=copy)
+
+
+def snapshot_of(
+    tensors: dict[str, torch.Tensor], *, everything: bool, copy: Callable[[list[Piece]], list[Piece]]
+) -> Snapshot:
+    """What this rank is to write of ``tensors``, and its generators; see :func:`take_snapshot`."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    tensors = run_tensors(model, optimizer)
     pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything)
     generators = rng_tensors(rank)
     pieces = copy(pieces + [Piece(name, state, (0,)) for name, state in generators.items()])
@@ -176,16 +183,20 @@ def begin(directory: Path, name: str, *, own: bool) -> Path:
 
     Raises:
         RunError: it cannot be made.
-        RankError: a rank does not see the directory that rank 0 made.
+        UserError: a rank does not see the directory that rank 0 made.
     """
     temporary = directory / (name + TEMPORARY)
     failure = attempt(lambda: start(temporary), directory, 0) if own or dist.get_rank() == 0 else None
     agree(failure, f"checkpoint {directory / name} could not be begun")
-    if not temporary.is_dir():
-        raise RankError(
-            f"rank {dist.get_rank()} does not see {temporary}, which rank 0 made: --checkpoint_dir must be on a file "
-            f"system that all hosts share"
-        )
+
+    def see() -> None:
+        if not temporary.is_dir():
+            raise UserError(
+                f"rank {dist.get_rank()} does not see {temporary}, which rank 0 made: checkpoints must be on a file "
+                f"system that all hosts share"
+            )
+
+    together(see)
     return temporary
 
 
@@ -251,8 +262,12 @@ def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[st
     return sorted({problem for problems in everyone for problem in problems})
 
 
-def _check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
-    """Refuse missing, extra and misshapen tensors, and other dtypes: nothing is converted silently."""
+def check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
+    """Refuse missing, extra and misshapen tensors, and other dtypes: nothing is converted silently.
+
+    Raises:
+        UserError: naming the first few.
+    """
     theirs = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("rng.")}
     problems = [f"{name} is missing" for name in wanted.keys() - theirs.keys()]
     problems += [f"{name} is unknown here" for name in theirs.keys() - wanted.keys()]
@@ -285,22 +300,38 @@ def load_checkpoint(
         DamagedCheckpointError: a file is not what the manifest says.
         UserError: it does not fit the model.
     """
-    rank = dist.get_rank()
     progress = TrainState.from_state_dict(manifest.run["progress"])
     allocate_state(optimizer)
     tensors = run_tensors(model, optimizer)
-    _check_tensors(path, manifest, tensors)
-    with CheckpointReader(path, manifest) as reader, torch.no_grad():
+    check_tensors(path, manifest, tensors)
+    fill(path, manifest, tensors)
+    same_layout = manifest.degrees.get("tp", 1) == mesh.degrees.tp and manifest.world_size == dist.get_world_size()
+    restore_generators(path, manifest, same_layout=same_layout, otherwise=f"{seed}:{progress.step}:{mesh.data_rank}")
+    return progress
+
+
+@torch.no_grad()
+def fill(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    """Read what this rank holds of each tensor into it.
+
+    Raises:
+        DamagedCheckpointError: a file is not what the manifest says.
+    """
+    with CheckpointReader(path, manifest) as reader:
         for name, tensor in tensors.items():
             local, offsets = local_part(tensor)
             if local.numel():
                 local.copy_(reader.read(name, offsets, local.shape))
-        same_layout = manifest.degrees.get("tp", 1) == mesh.degrees.tp and manifest.world_size == dist.get_world_size()
-        if same_layout and f"rng.cpu.{rank:05d}" in manifest.tensors:
+
+
+def restore_generators(path: Path, manifest: Manifest, *, same_layout: bool, otherwise: str) -> None:
+    """Give this rank's generators the saved state where the layout is the saved one, else seed them by a text."""
+    rank = dist.get_rank()
+    if same_layout and f"rng.cpu.{rank:05d}" in manifest.tensors:
+        with CheckpointReader(path, manifest) as reader:
             torch.set_rng_state(reader.read(f"rng.cpu.{rank:05d}"))
             if torch.cuda.is_available() and f"rng.cuda.{rank:05d}" in manifest.tensors:
                 torch.cuda.set_rng_state(reader.read(f"rng.cuda.{rank:05d}"))
-        else:
-            digest = hashlib.blake2b(f"{seed}:{progress.step}:{mesh.data_rank}".encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-    return progress
+    else:
+        digest = hashlib.blake2b(otherwise.encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -19,6 +19,8 @@ COMMANDS = {
     "inspect": "show what a checkpoint or a Hugging Face model holds",
     "export": "write a Hugging Face model from a checkpoint",
     "diff": "compare two checkpoints or models",
+    "launch": "write the script that starts a job: Slurm, Kubernetes, a file of hosts, this machine",
+    "doctor": "look for what would stop or slow a job, before its first step",
 }
 
 

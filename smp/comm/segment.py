@@ -21,6 +21,7 @@ import torch.distributed as dist
 from smp.comm.peers import Peers
 
 NONCE_BYTES = 16
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks for a rank that is late
 
 
 def refusal() -> str | None:
@@ -124,18 +125,16 @@ def _wait(store: dist.Store, keys: list[str], locals_: Sequence[int], peers: Pee
     """Wait for each key, which the local rank at the same place sets, noticing a dead one at once."""
     deadline = time.monotonic() + timeout.total_seconds()
     for key, local in zip(keys, locals_, strict=True):
-        while True:
-            try:
-                store.wait([key], timedelta(milliseconds=500))
-                break
-            except RuntimeError as error:  # torch's DistStoreError, also for a broken connection
-                if store.check([key]):
-                    break
-                who = peers.label(local)
-                if peers.died(local):
-                    raise dist.DistBackendError(f"smddp: {who} died before the group's first exchange") from error
-                if time.monotonic() > deadline:
-                    raise dist.DistBackendError(
-                        f"smddp: {who} has not come to the group's first exchange within the timeout of "
-                        f"{timeout.total_seconds():g} s"
-                    ) from error
+        pause = _FIRST_PAUSE
+        # Looked for, as torch prints four lines of warnings for every wait that ends without the key.
+        while not store.check([key]):
+            who = peers.label(local)
+            if peers.died(local) and not store.check([key]):
+                raise dist.DistBackendError(f"smddp: {who} died before the group's first exchange")
+            if time.monotonic() > deadline:
+                raise dist.DistBackendError(
+                    f"smddp: {who} has not come to the group's first exchange within the timeout of "
+                    f"{timeout.total_seconds():g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)

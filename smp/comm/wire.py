@@ -11,7 +11,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -194,6 +194,19 @@ class Wire:
             # A receive that is late makes gloo close all its connections; otherwise they live as long as any message.
             with contextlib.suppress(RuntimeError):
                 self._link.recv([torch.empty(1)], host, _NEVER).wait(timedelta(milliseconds=1))
+
+
+class Unreachable(NamedTuple):
+    """A rank on another host: its connection is broken, or it was ``silent`` until the time was over."""
+
+    rank: int
+    silent: bool
+
+
+def unreachable(error: BaseException) -> Unreachable | None:
+    """The rank on another host that an error tells of; of several the last, as one that failed says whom it lost."""
+    found = re.findall(r"the exchange with rank (\d+) on another host failed: (\S+ \S+)", str(error))
+    return Unreachable(int(found[-1][0]), found[-1][1] == "Timed out") if found else None
 
 
 def _reason(error: RuntimeError) -> str:

@@ -1,9 +1,16 @@
-"""What the ranks must know of each other at every step boundary, in one small exchange."""
+"""What ranks must know of each other: at every step boundary, and before they go on together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 import torch.distributed as dist
+
+from smp.errors import UserError
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -22,3 +29,44 @@ class Agreement:
         if dist.get_world_size() > 1:
             dist.all_reduce(raised)
         return dict(zip(flags, raised.tolist(), strict=True))
+
+
+def together(action: Callable[[], T]) -> T:
+    """Call ``action`` on every rank; what the user can mend on one of them is raised on all; collective.
+
+    Raises:
+        UserError: the first rank's.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except UserError as error:
+        problem = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    found = [text for text in everyone if text is not None]
+    if found:
+        raise UserError(found[0])
+    return cast(T, result)
+
+
+def require_same(mine: dict[str, Any], advice: str, before: str = "") -> None:
+    """Compare values by name with those of all ranks; collective.
+
+    Args:
+        mine: this rank's.
+        advice: what to do about a difference.
+        before: what the sentence begins with.
+
+    Raises:
+        UserError: on every rank, naming the first difference from rank 0.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for what, value in theirs.items():
+            if value != everyone[0][what]:
+                raise UserError(
+                    f"{before}rank {rank} disagrees with rank 0 on {what}: {value} there, {everyone[0][what]} here; "
+                    f"{advice}"
+                )

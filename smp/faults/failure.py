@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 
+from smp.comm.wire import Unreachable, unreachable
 from smp.errors import PeerError, RankError, RunError, UserError
 from smp.faults.members import ANSWER_SECONDS, Members, within
 from smp.faults.watchdog import Watchdog
@@ -48,7 +49,16 @@ def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | Non
     dead = watchdog.dead(0.0) if failed_exchange else []
     # Its process is looked for first: a store that is gone answers with a page of C++ frames.
     gone = any(member.rank == 0 for member in dead) and not launcher_serves_store()
+    # Said by a rank of this host that has ended since, too.
+    lost = unreachable(error) if failed_exchange else None
+    if lost is not None:
+        # The launcher that serves the store is where rank 0 is.
+        gone = any(member.rank == 0 for member in members.of_host(lost.rank))
     first = None if gone else _failed_before(members)
+    if lost is not None and first is None:
+        first = None if gone else _claim(members, rank, 1)
+        if first is None or first[0] == rank:
+            return PeerError(_of_another_host(watchdog, rank, lost, error), status=1)
     if failed_exchange and first is None:
         dead = dead or watchdog.dead(0.3)
         if dead:
@@ -63,6 +73,23 @@ def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | Non
     what = "" if failed_exchange else f"; here: {type(error).__name__}: {_first_line(error)}"
     return PeerError(
         f"rank {rank}: ended in {place}, as rank {first[0]} has failed and said why{what}", status=first[1]
+    )
+
+
+def _of_another_host(watchdog: Watchdog, rank: int, lost: Unreachable, error: Exception) -> str:
+    """The sentence of a rank that does not reach another host."""
+    assert watchdog.members is not None
+    host = watchdog.members.of_host(lost.rank)
+    ranks = f"on that host: rank{'s' if len(host) > 1 else ''} {', '.join(str(member.rank) for member in host)}"
+    who = watchdog.members.members[lost.rank]
+    if lost.silent:
+        return (
+            f"rank {rank}: no answer from {who} in {watchdog.place}: it hangs, or its host or the network is gone "
+            f"({_first_line(error)}); {ranks}"
+        )
+    return (
+        f"rank {rank}: lost {who} in {watchdog.place}: the connection is broken, as where a process or its host has "
+        f"ended; {ranks}"
     )
 
 

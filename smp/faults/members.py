@@ -134,6 +134,10 @@ class Members:
         """Whether a rank is on this host."""
         return member in self._here
 
+    def of_host(self, rank: int) -> list[Member]:
+        """The ranks of a rank's host, itself among them."""
+        return [member for member in self.members if member.identity == self.members[rank].identity]
+
     def connection(self) -> Any:
         """A connection to the store of the calling thread's own: one that another thread waits in would hold it up."""
         base = self._base

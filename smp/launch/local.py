@@ -2,10 +2,14 @@
 
 Speaks torchrun's environment, so that a script cannot tell the two apart. It prints no table of failures: the exit
 status is the one of the first process that failed, and the job's own message is all there is to read. SIGTERM, SIGUSR1
-and Ctrl-C are handed on to the processes, which are then waited for, however long their last checkpoint takes.
+and Ctrl-C are handed on to the processes, and SIGHUP as SIGTERM; they are then waited for, however long their last
+checkpoint takes. If this process is killed, they get SIGTERM (on Linux).
 
 ``--max_restarts N`` starts all processes again after a crash. Two ends are no crash: bad input (2) would be as bad
 again, and a job that was asked to stop (75, 130) is not to be started by its own launcher.
+
+For a job on several hosts it is started on each, with ``--nnodes``, ``--node_rank``, ``--master_addr`` and
+``--master_port``: by ``srun``, ``ssh`` or Kubernetes, as ``smp launch`` writes it. See ``smp.launch.hosts``.
 """
 
 from __future__ import annotations
@@ -13,40 +17,57 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from types import FrameType
 
-from torch.distributed import TCPStore
-
+from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
+from smp.launch.orphans import end_with_parent
 from smp.runtime import environment_with, set_default_threads
 
 FINAL = (0, 2, 75, 130)
-HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SURVIVORS_SECONDS = 5.0  # for those that outlive a crash to say what they have lost
-ENDING_SECONDS = 60.0  # for those that are ending in good order
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 POLL_SECONDS = 0.02
 
 
 class LocalJob:
-    """A job of this machine.
+    """A job of this machine, or its part on this machine.
 
     Args:
         command: what each process runs.
         processes: their number.
         max_restarts: how often all are started again after a crash.
+        host: which of the job's hosts this is.
+        controlled: whether standard input names signals to hand on, a line each; at its end the job is ended.
+        no_gpus: whether the processes see no GPU.
     """
 
-    def __init__(self, command: list[str], processes: int, max_restarts: int):
+    def __init__(
+        self,
+        command: list[str],
+        processes: int,
+        max_restarts: int,
+        host: Host = ONE_HOST,
+        *,
+        controlled: bool = False,
+        no_gpus: bool = False,
+    ):
         self._command, self._processes, self._max_restarts = command, processes, max_restarts
+        self._host, self._controlled, self._no_gpus = host, controlled, no_gpus
         self._running: list[subprocess.Popen[bytes]] = []
         self._asked_to_stop = False
+        self._abandoned = float("inf")  # when what controls this job is gone for too long
 
     def run(self) -> int:
         """Run it to its end; returns its exit status."""
-        previous = {number: signal.signal(number, self._hand_on) for number in HANDED_ON}
+        # Under nohup, SIGHUP stays ignored; what a shell lets the processes behind its back ignore does not.
+        deaf = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        heard = [number for number in HANDED_ON if number not in deaf]
+        previous = {number: signal.signal(number, self._hand_on) for number in heard}
+        if self._controlled:
+            threading.Thread(target=self._obey, name="smp-control", daemon=True).start()
         try:
             for attempt in range(self._max_restarts + 1):
                 status = self._attempt(attempt)
@@ -66,35 +87,51 @@ class LocalJob:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_stop = True
         for process in self._running:
-            process.send_signal(number)  # nothing happens to one that has ended
+            # Nothing happens to one that has ended.
+            process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _obey(self) -> None:
+        names = {number.name.removeprefix("SIG"): number for number in HANDED_ON}
+        while line := os.read(0, 4096):
+            for word in line.decode(errors="replace").split():
+                if word in names:
+                    os.kill(os.getpid(), names[word])
+        self._abandoned = time.monotonic() + ENDING_SECONDS
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _attempt(self, attempt: int) -> int:
         """Start all processes and wait for them; returns the status of the first that failed, or 0."""
-        # A fresh store for each attempt, on the loopback interface alone.
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        together = Attempt(self._host, lambda: self._asked_to_stop)
+        self._running.clear()
         try:
+            port = together.join()
+            if port is None:  # asked to stop before anything was started
+                return 128 + signal.SIGTERM
             # One by one, so that a signal finds those that are there.
-            self._running.clear()
-            for rank in range(self._processes):
-                environment = environment_with(self._environment(rank, attempt, port))
-                self._running.append(subprocess.Popen(self._command, env=environment))
+            for local_rank in range(self._processes):
+                environment = environment_with(self._environment(local_rank, attempt, port))
+                stdin = subprocess.DEVNULL if self._controlled else None
+                self._running.append(
+                    subprocess.Popen(self._command, env=environment, stdin=stdin, preexec_fn=end_with_parent())
+                )
                 if self._asked_to_stop:
                     self._running[-1].terminate()
-            return self._wait()
+            status = self._wait()
+            together.leave(status, in_order=status in FINAL)
+            return status
         finally:
-            del store
+            together.close()
 
-    def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
-        size = self._processes
+    def _environment(self, local_rank: int, attempt: int, port: int) -> dict[str, str]:
+        size, host = self._processes, self._host
+        rank, world = host.number * size + local_rank, host.hosts * size
         values = {
-            "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0,
-            "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+            "RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank, "GROUP_RANK": host.number,
+            "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": host.hosts,
+            "MASTER_ADDR": host.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RUN_ID": os.getpid(), "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
-        }  # fmt: skip
+        } | ({"CUDA_VISIBLE_DEVICES": ""} if self._no_gpus else {})  # fmt: skip
         return {name: str(value) for name, value in values.items()}
 
     def _wait(self) -> int:
@@ -109,7 +146,7 @@ class LocalJob:
                 status = first if first > 0 else 128 - first
                 patience = ENDING_SECONDS if status in FINAL else SURVIVORS_SECONDS
                 deadline = time.monotonic() + patience
-            if time.monotonic() > deadline:
+            if time.monotonic() > min(deadline, self._abandoned):
                 for process in left:
                     process.kill()
             if left:
@@ -117,23 +154,52 @@ class LocalJob:
         return status
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the script in ``--nproc_per_node`` processes; returns the job's exit status."""
-    parser = argparse.ArgumentParser(prog="smp.launch.local", description=(__doc__ or "").partition("\n")[0])
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="smp.launch.local", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--nproc_per_node", type=int, default=2, metavar="N", help="processes to start (default 2)")
     parser.add_argument(
-        "--max_restarts", type=int, default=0, metavar="N", help="starts all again after a crash, N times (default 0)"
-    )
+        "--max_restarts", type=int, default=0, metavar="N",
+        help="starts all again after a crash, N times (default 0); of a job on one host",
+    )  # fmt: skip
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts of the job (default 1)")
+    parser.add_argument("--node_rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--master_addr", metavar="HOST", help="name or address of host 0; needed with --nnodes")
+    parser.add_argument("--master_port", type=int, metavar="PORT", help="a free port of host 0; needed with --nnodes")
+    parser.add_argument(
+        "--controlled", action="store_true",
+        help="reads names of signals to hand on from standard input (TERM, USR1, INT), and ends with it",
+    )  # fmt: skip
+    parser.add_argument("--no_gpus", action="store_true", help="hides this machine's GPUs from the processes")
     parser.add_argument("script", help="Python file to run in each process")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the script in ``--nproc_per_node`` processes; returns the job's exit status."""
+    parser = _parser()
     options = parser.parse_args(argv)
-    if options.nproc_per_node < 1:
-        parser.error(f"--nproc_per_node must be at least 1, got {options.nproc_per_node}")
-    if options.max_restarts < 0:
-        parser.error(f"--max_restarts must be at least 0, got {options.max_restarts}")
+    for name, least in (("nproc_per_node", 1), ("max_restarts", 0), ("nnodes", 1), ("node_rank", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    host = ONE_HOST
+    if options.nnodes > 1:
+        if options.node_rank >= options.nnodes:
+            parser.error(f"--node_rank must be below --nnodes {options.nnodes}, got {options.node_rank}")
+        if not options.master_addr or not 0 < (options.master_port or 0) < 2**16:
+            parser.error(f"--nnodes {options.nnodes} needs --master_addr and --master_port, the same on all hosts")
+        if options.max_restarts:
+            parser.error("--max_restarts is for jobs on one host: what starts this on each host is to start it again")
+        host = Host(options.node_rank, options.nnodes, options.master_addr, options.master_port)
     set_default_threads(options.nproc_per_node)
     command = [sys.executable, "-u", options.script, *options.arguments]
-    return LocalJob(command, options.nproc_per_node, options.max_restarts).run()
+    job = LocalJob(
+        command, options.nproc_per_node, options.max_restarts, host,
+        controlled=options.controlled, no_gpus=options.no_gpus,
+    )  # fmt: skip
+    return job.run()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def test_a_signal_stops_all_ranks_at_a_step_boundary_with_one_checkpoint(number,
     assert outcome.statuses == [status] * 2, outcome.output
     assert checkpoints(run) == [last_step(run)]
     assert outcome.output.count("--resume_from_checkpoint latest") == 1 and "Traceback" not in outcome.output
-    assert f"{len(ranks) or 2} of 2 ranks were asked to stop" in outcome.output
+    # A step may end between two signals, so that all but one of them are seen at its boundary.
+    counts = (len(ranks),) if ranks else (1, 2)
+    assert any(f"{count} of 2 ranks were asked to stop" in outcome.output for count in counts), outcome.output
 
 
 def test_a_stopped_run_continues_bit_for_bit(tmp_path):

@@ -52,13 +52,16 @@ def test_what_is_published_is_read_back():
 
 
 def test_a_stopped_process_is_seen():
+    def becomes(wanted: str) -> bool:
+        end = time.monotonic() + 10
+        while process_state(process.pid) != wanted and time.monotonic() < end:
+            time.sleep(0.01)
+        return process_state(process.pid) == wanted
+
     process = subprocess.Popen(["sleep", "60"])
-    assert process_state(process.pid) == ""
+    assert becomes("")  # it waits for the disk, for a moment, while it is loaded
     process.send_signal(signal.SIGSTOP)
-    end = time.monotonic() + 10
-    while not process_state(process.pid) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert process_state(process.pid) == "its process is stopped"
+    assert becomes("its process is stopped")
     process.kill()
     process.wait()
     assert process_state(process.pid) == "its process has ended"

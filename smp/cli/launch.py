@@ -1,0 +1,375 @@
+"""Write the script that starts a training job: for Slurm, Kubernetes, a file of hosts, or this machine.
+
+The training flags come after `--`; the checkout's own train_lib.py checks them before anything is written. Degrees and
+micro-batch are chosen from the GPUs' memory where they are not given. The script is printed; --output FILE writes it.
+
+    smp launch slurm --model llama70b --nodes 8 --partition gpu -- --training_dir /data/text --max_steps 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from smp.errors import UserError
+from smp.launch.hostfile import hostfile_script, read_hosts
+from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
+from smp.launch.script import RESUME, Job, local_command, local_script
+from smp.launch.slurm import SlurmOptions, slurm_script
+from smp.launch.words import Checked, check_words, require_name, require_plain, require_plain_words, value_of
+
+_IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
+_GPUS = 8
+# As Kubernetes reads them.
+_RESOURCE = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
+_QUANTITY = r"\d+(\.\d+)?([KMGTPE]i|[mkMGTPE])?"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
+    for name, (summary, add, _) in _TARGETS.items():
+        target = targets.add_parser(name, help=summary, description=summary)
+        _add_common(target)
+        add(target)
+        target.add_argument("words", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of train_lib.py")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="as train_lib.py's; it may stand among its flags instead")
+    parser.add_argument(
+        "--gpus_per_node", type=int, metavar="N", help="default 8, or the slots of --hosts; 0 trains on CPUs"
+    )
+    parser.add_argument("--processes_per_node", type=int, metavar="N", help="default: as many as GPUs")
+    parser.add_argument("--gpu_memory_gib", type=float, default=80.0, metavar="GIB", help="of one GPU; default 80")
+    parser.add_argument("--workdir", metavar="DIR", help="where train_lib.py is, on all nodes; default: here")
+    parser.add_argument("--script", default="train_lib.py", metavar="FILE", help="another script to start")
+    parser.add_argument("--output", metavar="FILE", help="write it there; a file that exists is left as it is")
+
+
+def _add_environment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--venv", metavar="DIR", help="virtual environment to activate on each node")
+    parser.add_argument("--conda", metavar="ENV", help="conda environment to activate on each node")
+    parser.add_argument("--image", metavar="IMAGE", help="container image, or file such as smp.sqsh or smp.sif")
+    parser.add_argument("--container", choices=("docker", "enroot", "apptainer"), help="what runs --image")
+    parser.add_argument(
+        "--mount", action="append", default=[], metavar="HOST:DIR", help="also mounted, besides --workdir; repeatable"
+    )
+
+
+def _add_slurm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    _add_environment(parser)
+    for name in ("job_name", "partition", "account", "qos", "constraint", "time"):
+        parser.add_argument(f"--{name}", metavar="X", help=f"sbatch's --{name.replace('_', '-')}")
+    parser.add_argument("--log", default="%x-%j.out", metavar="FILE", help="sbatch's --output; default %%x-%%j.out")
+    parser.add_argument("--cpus_per_task", type=int, metavar="N", help="CPUs of each node for the job; default: all")
+    parser.add_argument("--shared", action="store_true", help="other jobs may use the nodes, too")
+    parser.add_argument("--no_gres", action="store_true", help="the cluster's Slurm does not count GPUs")
+    parser.add_argument(
+        "--signal_seconds", type=int, default=120, metavar="S", help="for the last checkpoint; default 120"
+    )
+    parser.add_argument(
+        "--max_requeues", type=int, default=20, metavar="N", help="times back into the queue; default 20; 0: never"
+    )
+    parser.add_argument("--max_failures", type=int, default=3, metavar="N", help="failures in a row; default 3")
+
+
+def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--kind", choices=("trainjob", "pytorchjob"), default="trainjob", help="Kubeflow Trainer v2 (default), or v1"
+    )
+    parser.add_argument("--image", required=True, metavar="IMAGE", help="with train_lib.py in --workdir")
+    parser.add_argument("--claim", required=True, metavar="NAME", help="volume claim that all nodes can write")
+    parser.add_argument("--mount_path", default="/mnt/smp", metavar="DIR", help="of the claim; default /mnt/smp")
+    parser.add_argument("--job_name", metavar="NAME", help="default: the model's")
+    parser.add_argument("--namespace", default="default", metavar="NAME", help="default: default")
+    parser.add_argument("--shared_memory", default="64Gi", metavar="SIZE", help="of /dev/shm, in memory; default 64Gi")
+    parser.add_argument(
+        "--resource", action="append", default=[], metavar="NAME=N",
+        help="of each node, such as cpu=32 or vpc.amazonaws.com/efa=32; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--max_restarts", type=int, default=20, metavar="N", help="default 20")
+
+
+def _add_hostfile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", required=True, metavar="FILE", help="lines such as `node1 slots=8`")
+    parser.add_argument("--port", type=int, default=29400, metavar="PORT", help="free on the first host; default 29400")
+    _add_environment(parser)
+
+
+def _add_local(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", action="store_true", dest="start", help="run it, instead of printing it")
+
+
+def _require_numbers(options: argparse.Namespace) -> None:
+    least = {
+        "nodes": 1, "gpus_per_node": 0, "processes_per_node": 1, "cpus_per_task": 1, "signal_seconds": 1,
+        "max_requeues": 0, "max_failures": 0, "max_restarts": 0, "port": 1,
+    }  # fmt: skip
+    for name, minimum in least.items():
+        value = getattr(options, name, None)
+        if value is not None and value < minimum:
+            raise UserError(f"--{name} must be at least {minimum}, got {value}")
+    most = {"port": 2**16 - 1, "signal_seconds": 2**16 - 1}  # of TCP, and of sbatch
+    for name, maximum in most.items():
+        if getattr(options, name, 0) > maximum:
+            raise UserError(f"--{name} must be at most {maximum}, got {getattr(options, name)}")
+    if not 0 < options.gpu_memory_gib < float("inf"):
+        raise UserError(f"--gpu_memory_gib must be above 0, got {options.gpu_memory_gib}")
+
+
+def _require_texts(options: argparse.Namespace) -> None:
+    for name in ("workdir", "script", "venv", "conda", "image", "mount_path"):
+        if (value := getattr(options, name, None)) is not None:
+            require_plain(f"--{name}", value)
+    _require_places(options)
+    for mount in getattr(options, "mount", []):
+        require_plain("--mount", mount)
+        if ":" not in mount:
+            raise UserError(f"--mount {mount} is not allowed: write it as HOST_DIRECTORY:CONTAINER_DIRECTORY")
+    for name in ("job_name", "partition", "account", "qos", "time", "log"):
+        if (value := getattr(options, name, None)) is not None:
+            require_name(f"--{name}", value)
+    if (value := getattr(options, "constraint", None)) is not None:
+        require_name("--constraint", value, r"[\w.@:,&|()\[\]*=-]+")
+
+
+def _require_places(options: argparse.Namespace) -> None:
+    """Directories that are the same wherever the script is read, and an image's name without a password."""
+    in_image = options.target == "kubernetes"
+    if options.workdir is None:
+        options.workdir = _IMAGE_WORKDIR if in_image else os.getcwd()
+    elif not in_image:
+        options.workdir = os.path.abspath(options.workdir)
+    for name in ("workdir", "mount_path"):
+        value = getattr(options, name, None)
+        if value is not None and not value.startswith("/"):
+            raise UserError(
+                f"--{name} {value} is not allowed: give the container's directory from the root, such as /x"
+            )
+    if ":" in (getattr(options, "mount_path", None) or ""):
+        raise UserError(
+            f"--mount_path {options.mount_path} is not allowed: Kubernetes takes no colon in it, choose another"
+        )
+    image = getattr(options, "image", None) or ""
+    named = re.sub(r"^\w+://|@[\w+.-]+:[0-9a-fA-F]{32,}$", "", image)  # without its scheme and its digest
+    if not image.startswith(("/", ".")) and re.match(r"[^/]*:[^@]*@", named):
+        raise UserError(
+            "--image looks like a secret, which the script would show to everybody: leave the password out of it, and "
+            "log in to the registry where the image is pulled"
+        )
+
+
+def _words_of(options: argparse.Namespace) -> list[str]:
+    words = list(options.words)
+    if words and words[0] != "--":
+        raise UserError(
+            f"{words[0]!r} is no flag of `smp launch {options.target}`: train_lib.py's flags come after `--`"
+        )
+    words = require_plain_words(words[1:])
+    if options.model is not None:
+        if (other := value_of(words, "--model")) is not None:
+            raise UserError(f"--model {options.model} and --model {other} after `--` are both given: leave one out")
+        words = ["--model", require_plain("--model", options.model), *words]
+    return words
+
+
+def _require_environment(options: argparse.Namespace) -> None:
+    given = [name for name in ("venv", "conda", "image") if getattr(options, name, None) is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} both say where Python is: give one of them")
+    if hasattr(options, "container") and (options.image is None) != (options.container is None):
+        raise UserError("--image and --container belong together: give both, such as --container docker --image smp")
+    if getattr(options, "mount", None) and options.image is None:
+        raise UserError("--mount has a meaning only with --image: add it, or leave it out")
+
+
+def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -> Job:
+    """Check everything and choose what was left open."""
+    _require_numbers(options)
+    _require_texts(options)
+    _require_environment(options)
+    words = _words_of(options)
+    processes, gpus = _processes(options, slots)
+    found = _checked(options, words, options.workdir)
+    given = found.given if found is not None else frozenset(_flags(words))
+    title = f"Made by `smp launch {options.target}`: {nodes} node(s)"
+    chosen: list[str] = []
+    if found is None:
+        comments = [title + ".", _unchecked(options, words)]
+    elif not gpus:
+        comments = [f"{title}, on CPUs. No sizes were chosen."]
+    else:
+        from smp.launch.sizes import choose_sizes  # brings transformers
+
+        choice = choose_sizes(
+            found.settings, found.given, nodes=nodes, gpus=gpus, gpu_memory_gib=options.gpu_memory_gib
+        )  # fmt: skip
+        chosen, comments = choice.words, [f"{title} of {gpus} GPU(s).", *choice.lines]
+    if options.target == "kubernetes" and "output_dir" not in given:
+        words += ["--output_dir", f"{options.mount_path}/runs/{_name(options, words)}"]
+    return Job(
+        nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir, script=options.script,
+        words=[*words, *chosen], resumes=RESUME.removeprefix("--") in given, comments=comments,
+        venv=getattr(options, "venv", None), conda=getattr(options, "conda", None),
+        image=getattr(options, "image", None), container=getattr(options, "container", None),
+        mounts=tuple(getattr(options, "mount", [])),
+    )  # fmt: skip
+
+
+def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int]:
+    """Processes and GPUs of each node."""
+    gpus = options.gpus_per_node
+    if slots is not None and gpus not in (None, 0, slots):
+        raise UserError(
+            f"--gpus_per_node {gpus} contradicts the hosts' slots={slots}: leave it out, or change the slots"
+        )
+    if gpus is None:
+        gpus = slots or _GPUS
+    processes = options.processes_per_node or slots or gpus
+    if not processes:
+        raise UserError(
+            "--gpus_per_node 0 trains on CPUs: say with --processes_per_node how many processes a node runs"
+        )
+    if slots is not None and processes != slots:
+        raise UserError(f"--processes_per_node {processes} contradicts the hosts' slots={slots}: leave it out")
+    if gpus and processes != gpus:
+        raise UserError(
+            f"{processes} processes for {gpus} GPU(s) of each node: each process has one GPU; give --gpus_per_node "
+            f"{processes}, or 0 to train on CPUs"
+        )
+    return processes, gpus
+
+
+def _flags(words: list[str]) -> list[str]:
+    return [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+
+
+def _checked(options: argparse.Namespace, words: list[str], workdir: str) -> Checked | None:
+    """The training flags as train_lib.py reads them; None where it is not the script, or not here."""
+    checkout = _checkout(workdir)
+    return None if options.script != "train_lib.py" or checkout is None else check_words(words, checkout)
+
+
+def _checkout(workdir: str) -> Path | None:
+    return next((folder for folder in (Path(workdir), Path.cwd()) if (folder / "arguments.py").is_file()), None)
+
+
+def _unchecked(options: argparse.Namespace, words: list[str]) -> str:
+    """Says, on standard error too, that the training flags were not looked at."""
+    why = "there is no train_lib.py here" if options.script == "train_lib.py" else "they are of another script"
+    note = f"The training flags were not checked, and no sizes chosen: {why}."
+    if "config" in _flags(words):
+        note += f" What the file of --config says of {RESUME} and --output_dir is not known: name them among the flags."
+    print(f"note: {note}", file=sys.stderr)
+    return note
+
+
+def _name(options: argparse.Namespace, words: list[str]) -> str:
+    """The job's: the model's, where none is given."""
+    if getattr(options, "job_name", None):
+        return str(options.job_name)
+    model = value_of(words, "--model") or "smp"
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(model).name.lower()).strip("-")
+    return plain[:40] or "smp"
+
+
+def _slurm(options: argparse.Namespace) -> str:
+    job = _job(options, nodes=options.nodes)
+    own = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "time")}
+    return slurm_script(
+        job,
+        SlurmOptions(
+            job_name=_name(options, job.words), output=options.log, cpus_per_task=options.cpus_per_task,
+            exclusive=not options.shared, gres=not options.no_gres,
+            signal_seconds=options.signal_seconds, max_requeues=options.max_requeues,
+            max_failures=options.max_failures, **own,
+        ),
+    )  # fmt: skip
+
+
+def _kubernetes(options: argparse.Namespace) -> str:
+    resources: dict[str, str] = {}
+    for text in options.resource:
+        name, separator, count = text.partition("=")
+        if not separator or not re.fullmatch(_RESOURCE, name, re.ASCII) or not re.fullmatch(_QUANTITY, count, re.ASCII):
+            raise UserError(f"--resource {text} is not allowed: write it as NAME=N, such as cpu=32 or memory=512Gi")
+        if name == "nvidia.com/gpu":
+            raise UserError(f"--resource {text} is not allowed: --gpus_per_node says how many GPUs a node has")
+        if resources.setdefault(name, count) != count:
+            raise UserError(f"--resource {name}={resources[name]} and --resource {text} are both given: leave one out")
+    require_name("--shared_memory", options.shared_memory, _QUANTITY)
+    job = _job(options, nodes=options.nodes)
+    name = _name(options, job.words)
+    for flag, value in (("--job_name", name), ("--namespace", options.namespace), ("--claim", options.claim)):
+        limit = 40 if flag == "--job_name" else 63  # the names of pods are longer than the job's
+        require_dns(flag, value, limit)
+    known = KubernetesOptions(
+        name=name, claim=options.claim, namespace=options.namespace, mount=options.mount_path,
+        shared_memory=options.shared_memory, resources=tuple(resources.items()), max_restarts=options.max_restarts,
+    )  # fmt: skip
+    return (train_job if options.kind == "trainjob" else pytorch_job)(job, known)
+
+
+def require_dns(flag: str, value: str, limit: int) -> None:
+    """Refuse a name that Kubernetes would refuse.
+
+    Raises:
+        UserError: saying what names are made of.
+    """
+    if len(value) > limit or re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", value) is None:
+        raise UserError(
+            f"{flag} {value!r} is no name for Kubernetes: give at most {limit} of a-z, 0-9 and -, beginning with a "
+            f"letter and not ending with -"
+        )
+
+
+def _hostfile(options: argparse.Namespace) -> str:
+    if options.container == "enroot":
+        raise UserError("--container enroot works through Slurm's pyxis: use docker or apptainer over ssh")
+    hosts, slots = read_hosts(Path(options.hosts))
+    return hostfile_script(_job(options, nodes=len(hosts), slots=slots), hosts, options.port)
+
+
+def _local(options: argparse.Namespace) -> str:
+    if options.start and options.output is not None:
+        raise UserError(f"--run writes no script, and --output {options.output} asks for one: leave one of them out")
+    job = _job(options, nodes=1)
+    if options.start:
+        os.chdir(job.workdir)
+        sys.stdout.flush()
+        command = local_command(job)
+        os.execv(sys.executable, [sys.executable, *command[1:]])
+    return local_script(job)
+
+
+_Add = Callable[[argparse.ArgumentParser], None]
+_TARGETS: dict[str, tuple[str, _Add, Callable[[argparse.Namespace], str]]] = {
+    "slurm": ("a script for sbatch, which resumes after preemption and the end of its time", _add_slurm, _slurm),
+    "kubernetes": ("a manifest for Kubeflow: TrainJob (Trainer v2) or PyTorchJob (v1)", _add_kubernetes, _kubernetes),
+    "hostfile": ("a script that starts the job over ssh on the hosts of a file", _add_hostfile, _hostfile),
+    "local": ("the command for this machine", _add_local, _local),
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the script, or write it to ``--output``."""
+    text = _TARGETS[options.target][2](options)
+    if options.output is None:
+        print(text, end="")
+        return 0
+    mode = 0o666 if options.target == "kubernetes" else 0o777
+    try:
+        descriptor = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise UserError(f"--output {options.output} exists: remove it, or choose another name") from None
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    print(f"wrote {options.output}", file=sys.stderr)
+    return 0

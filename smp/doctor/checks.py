@@ -1,0 +1,45 @@
+"""All checks, in the order in which they run and are shown."""
+
+from __future__ import annotations
+
+from smp.doctor.data import check_data
+from smp.doctor.devices import check_bf16, check_devices, check_limits, check_memory, check_shared_memory
+from smp.doctor.disk import check_disk
+from smp.doctor.environment import check_environment, check_hostname
+from smp.doctor.exchange import (
+    START_SHARE,
+    check_clocks,
+    check_end,
+    check_exchange,
+    check_pairs,
+    check_path,
+    check_same_directory,
+    check_start,
+)
+from smp.doctor.model import PLAN_SHARE, check_model, check_plan
+from smp.doctor.room import Check
+from smp.doctor.versions import check_backend_parts, check_versions
+
+# Before the process group there is nothing that one rank could spoil for another.
+CHECKS = (
+    Check("versions", check_versions),
+    Check("backend parts", check_backend_parts, "host"),
+    Check("devices", check_devices),
+    Check("bf16", check_bf16, "host"),
+    Check("memory", check_memory, "host"),
+    Check("shared memory", check_shared_memory, "host"),
+    Check("open files", check_limits, "host"),
+    Check("environment", check_environment),
+    Check("host name", check_hostname, "host"),
+    Check("model", check_model, "host"),
+    Check("disk", check_disk, "host"),
+    Check("data", check_data, "host"),
+    Check("dry run", check_plan, "first", PLAN_SHARE),
+    Check("start", check_start, "job", START_SHARE),
+    Check("path", check_path, "job"),
+    Check("exchange", check_exchange, "job", 2.0),
+    Check("pairs", check_pairs, "job", 2.0),
+    Check("clocks", check_clocks, "job"),
+    Check("run directory", check_same_directory, "job"),
+    Check("end", check_end, "job"),
+)

@@ -1,0 +1,176 @@
+"""Variables that contradict each other, or what the machine has. Their values are shown for known names only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+
+from smp.comm.settings import read_settings
+from smp.doctor.findings import Status
+from smp.doctor.room import Room
+from smp.environment.place import is_number
+from smp.errors import UserError
+from smp.runtime import Launch, read_launch
+
+# Switches that cost speed, and what to do. What is set to 0 or nothing is off.
+SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before: unset it",
+    "NCCL_P2P_DISABLE": "GPUs of one host do not copy to each other directly: unset it",
+    "NCCL_SHM_DISABLE": "GPUs of one host do not use shared memory: unset it",
+    "NCCL_IB_DISABLE": "RDMA adapters are not used: unset it where the hosts have some",
+    "TORCH_NCCL_BLOCKING_WAIT": "every collective waits on the CPU: unset it",
+    "SMP_POISON_SHARED_BUFFERS": "every shared buffer is filled before its use, to find defects: unset it",
+}
+# Words of gloo, NCCL and proxies that a report of a job should hold; others may be secrets, or say nothing.
+SHOWN = (
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_ALGO",
+    "NCCL_PROTO", "FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "ONEDNN_MAX_CPU_ISA", "SMP_HOST_ID", "SMP_COMM_KERNEL",
+    "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK",
+    "PMI_SIZE", "TORCH_DISTRIBUTED_DEBUG", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+def set_by_user(name: str) -> str | None:
+    """A variable of this process, or None."""
+    return os.environ.get(name)
+
+
+def has_launcher() -> bool:
+    """Whether this process is one of a job that a launcher has started.
+
+    Raises:
+        UserError: the launcher has said so in contradictory words.
+    """
+    launch = read_launch()
+    return bool(launch.launcher) or launch.world_size > 1
+
+
+def says_another_rank() -> bool:
+    """Whether one of the launchers, which may contradict each other, says that this is not rank 0."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+    return any(is_number(value := os.environ.get(name)) and int(value or 0) > 0 for name in names)
+
+
+def interfaces() -> list[str]:
+    """Names of this host's network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+Said = tuple[Status, str]
+
+
+def contradictions(
+    values: Mapping[str, str], launch: Launch, present: list[str], resolve: Callable[[str], object]
+) -> Iterator[Said]:
+    """What does not fit.
+
+    Args:
+        values: the environment.
+        launch: this process's place.
+        present: the host's interfaces.
+        resolve: finds the address of a name, or raises OSError.
+    """
+    yield from _wrong_interfaces(values, launch, present)
+    several_hosts = launch.local_world_size < launch.world_size
+    address = values.get("MASTER_ADDR", "")
+    if several_hosts and address.startswith(_LOOPBACK):
+        yield (
+            "problem",
+            f"MASTER_ADDR={address} is each host's own address, and the {launch.world_size} processes are on several: "
+            f"set it to the name or address of rank 0's host",
+        )
+    elif address:
+        try:
+            resolve(address)
+        except OSError as error:
+            yield (
+                "problem",
+                f"MASTER_ADDR={address} has no address here ({error}): give one that all hosts can resolve",
+            )
+    for name, what in SLOW.items():
+        if values.get(name, "0") not in ("", "0"):
+            yield "warning", f"{name}={values[name]}: {what}"
+    if values.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield "warning", "TORCH_DISTRIBUTED_DEBUG=DETAIL compares every collective, which is slow: unset it"
+    if values.get("NCCL_DEBUG", "").upper() in ("TRACE", "INFO"):
+        yield "warning", f"NCCL_DEBUG={values['NCCL_DEBUG']} prints a lot on every rank: set it to WARN"
+    tasks = values.get("SLURM_NTASKS", "")
+    if launch.world_size == 1 and is_number(tasks) and int(tasks) > 1:
+        yield (
+            "warning",
+            f"this is one process in a Slurm allocation of {tasks} tasks: `srun python -m smp doctor` looks at all",
+        )
+
+
+def _wrong_interfaces(values: Mapping[str, str], launch: Launch, present: list[str]) -> Iterator[Said]:
+    shown = ", ".join(present)
+    gloo = values.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, gloo.split(",")):
+        if name not in present:
+            yield "problem", f"GLOO_SOCKET_IFNAME={gloo}: this host has no interface {name}; it has {shown}"
+    if gloo == "lo" and launch.local_world_size < launch.world_size:
+        yield "problem", "GLOO_SOCKET_IFNAME=lo cannot reach other hosts: name the interface that can, of " + shown
+    nccl = values.get("NCCL_SOCKET_IFNAME", "")
+    if nccl and not nccl.startswith("^"):
+        exact, names = nccl.startswith("="), nccl.lstrip("=").split(",")
+        if not any(p == n or (not exact and p.startswith(n)) for n in names for p in present):
+            yield "problem", f"NCCL_SOCKET_IFNAME={nccl} names none of this host's interfaces: {shown}"
+
+
+def check_environment(room: Room) -> None:
+    """The variables of this process."""
+    values = dict(os.environ)
+    clean = True
+    try:
+        read_launch()
+    except UserError as error:
+        room.problem(str(error))
+        clean = False
+    found = contradictions(
+        values, room.launch, interfaces(), lambda name: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    )
+    for status, message in found:
+        room.say(status, message)
+        clean = False
+    try:
+        read_settings()
+    except UserError as error:
+        room.problem(str(error))
+        clean = False
+    shown = {name: values[name] for name in SHOWN if name in values}
+    # A proxy's address may hold a password: its name says enough.
+    proxies = sorted(name for name in values if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
+    room.measure("environment", shown | dict.fromkeys(proxies, "(set)"))
+    if clean:
+        said = f"; {', '.join(proxies)} is set, which reading s3:// data goes by" if proxies else ""
+        room.ok(f"no contradictions{said}")
+
+
+def check_hostname(room: Room) -> None:
+    """This host's name: gloo listens on the address that it stands for."""
+    host = socket.gethostname()
+    several = room.launch.local_world_size < room.launch.world_size
+    named = bool(set_by_user("GLOO_SOCKET_IFNAME"))
+    try:
+        addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        addresses = []
+        why = f"the host's name {host} has no address ({error})"
+    else:
+        why = f"the host's name {host} stands for {', '.join(addresses)}, which other hosts cannot reach"
+    data = {"hostname": host, "addresses": addresses}
+    reachable = [address for address in addresses if not address.startswith(_LOOPBACK)]
+    if reachable or named:
+        where = f"GLOO_SOCKET_IFNAME={set_by_user('GLOO_SOCKET_IFNAME')}" if named else ", ".join(reachable)
+        room.ok(f"{host}: {where}", **data)
+    elif several:
+        room.problem(
+            f"{why}, and gloo listens there: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between "
+            f"the hosts, of {', '.join(interfaces())}, or mend /etc/hosts",
+            **data,
+        )
+    else:
+        room.ok(f"{why}; one host does not mind, on several set GLOO_SOCKET_IFNAME", **data)

@@ -1,0 +1,229 @@
+"""What the launcher says in the environment: this process's place among those of the job, and where rank 0 is.
+
+torchrun (also as ``accelerate launch`` and ``smp.launch.local``), ``deepspeed``, ``srun``, ``mpirun`` of Open MPI,
+MPICH, Intel MPI and MVAPICH, and SageMaker, whatever is inside what. With ``smp.runtime``, the only reader of the
+environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+from smp.environment.mpi import parent_of, port_of, port_of_mpi, read_mpi
+from smp.environment.place import NAMES, Environment, IncompleteError, Launch, Said, is_number, refuse_impossible
+from smp.environment.slurm import first_node, job_of_slurm, read_slurm
+from smp.errors import UserError
+
+__all__ = ["Launch", "read_launch", "rendezvous", "sagemaker_hosts"]
+
+_SAGEMAKER = "SageMaker"
+_SAGEMAKER_PORT = 7777
+_DEFAULT_PORT = 29500
+
+
+def read_launch(environment: Environment | None = None) -> Launch:
+    """Read this process's place from what its launcher has set; without a launcher the job is one process.
+
+    The innermost launcher counts: torchrun and ``deepspeed`` started by ``srun`` or ``mpirun`` on each host stand above
+    these. Plain ``python`` in a Slurm allocation is one process, as only ``srun`` starts several.
+
+    Args:
+        environment: names and values; None: this process's.
+
+    Raises:
+        UserError: only part of the variables is set, one is no number, or two of them contradict each other.
+    """
+    env = os.environ if environment is None else environment
+    values = {name: env.get(name) for name in NAMES}
+    per_host = _per_host_launcher(env)
+    if per_host == "deepspeed" and values["LOCAL_WORLD_SIZE"] is None:
+        values["LOCAL_WORLD_SIZE"] = env.get("LOCAL_SIZE")
+    native = None if per_host else _native(env)
+    if values["RANK"] is None and values["WORLD_SIZE"] is None:
+        if native is None:
+            _refuse_lost_processes(env)
+        return native.launch if native is not None else Launch()
+    if native is not None and _is_meant(env, native):
+        if values["WORLD_SIZE"] is None:  # exported for all, it would be right on one rank, which would wait for others
+            raise UserError(
+                f"RANK={values['RANK']} is set and WORLD_SIZE is not: unset RANK, as {native.launch.launcher} says both"
+            )
+        values = {name: values[name] or str(own) for name, own in zip(NAMES, native.launch.numbers, strict=True)}
+    missing = [name for name, value in values.items() if not is_number(value)]
+    if missing:
+        raise UserError(
+            f"the environment sets only part of what torchrun sets: {', '.join(missing)} missing or not a number; "
+            f"start with `torchrun --nproc_per_node N train_lib.py ...`, or unset RANK and WORLD_SIZE for one process"
+        )
+    rank, world_size, local_rank, local_world_size = (int(values[name] or 0) for name in NAMES)
+    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launcher = per_host or (native.launch.launcher if native is not None else "")
+    attempt = int(restart) if is_number(restart) else 0
+    launch = Launch(rank, world_size, local_rank, local_world_size, attempt, launcher)
+    refuse_impossible(Said(launch, NAMES))
+    return launch
+
+
+def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[str, int]:
+    """The address and the port at which rank 0 serves the job's store, the same on every rank.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set. Else the launcher's own words: the first of Slurm's or
+    SageMaker's hosts, or this host if it has all ranks, and a port that follows from the launcher's name of the job.
+
+    Raises:
+        UserError: nothing says where rank 0 is, or the port is none.
+    """
+    env = os.environ if environment is None else environment
+    host, port = env.get("MASTER_ADDR") or None, env.get("MASTER_PORT") or None
+    native = None if _per_host_launcher(env) else _native(env)
+    if native is not None and native.launch.numbers == launch.numbers:
+        host, port = host or _address(env, native.launch), port or str(_port(env, native.launch))
+    if not host or not is_number(port) or not 0 < int(port or 0) < 2**16:
+        raise UserError(
+            f"MASTER_ADDR={host or ''} and MASTER_PORT={port or ''} do not say where rank 0 is: start with torchrun, "
+            f"or set both, the same for all processes"
+        )
+    return host, int(port or 0)
+
+
+def sagemaker_hosts(environment: Environment | None = None) -> list[str]:
+    """The hosts of a SageMaker job (``SM_HOSTS``), in its order; empty elsewhere.
+
+    Raises:
+        UserError: ``SM_HOSTS`` is no JSON list of names.
+    """
+    env = os.environ if environment is None else environment
+    text = env.get("SM_HOSTS")
+    if not text:
+        return []
+    try:
+        hosts = json.loads(text)
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) and host for host in hosts):
+        raise UserError(f'SM_HOSTS={text} is no JSON list of host names such as ["algo-1", "algo-2"]: mend or unset it')
+    return hosts
+
+
+def _per_host_launcher(env: Environment) -> str:
+    """The launcher that another one may have started on each host, or an empty word."""
+    if env.get("TORCHELASTIC_RUN_ID"):
+        return "torchrun"
+    return "deepspeed" if all(env.get(name) for name in ("CROSS_SIZE", "LOCAL_SIZE", "RANK")) else ""
+
+
+def _native(env: Environment) -> Said | None:
+    """What MPI, Slurm or SageMaker say, the innermost of them; None: nothing, or that this is one process.
+
+    ``mpirun`` in a Slurm allocation starts its processes under Slurm's own steps, so it stands above Slurm.
+    """
+    try:
+        said = read_mpi(env) or read_slurm(env)
+    except IncompleteError:
+        if not all(is_number(env.get(name)) for name in NAMES):
+            raise
+        return None  # what is missing was set by hand
+    if said is None and "PMIX_RANK" in env and not env.get("RANK"):
+        raise UserError(
+            f"PMIX_RANK={env['PMIX_RANK']} says which process this is and nothing says how many there are: start with "
+            f"mpirun, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+        )
+    said = said or _sagemaker(env)
+    return said if said is not None and said.launch.world_size > 1 else None
+
+
+def _sagemaker(env: Environment) -> Said | None:
+    """One process a host."""
+    hosts, current = sagemaker_hosts(env), env.get("SM_CURRENT_HOST")
+    if len(hosts) < 2:
+        return None
+    if current not in hosts:
+        raise UserError(
+            f"SM_CURRENT_HOST={current or ''} is not one of SM_HOSTS={env['SM_HOSTS']}: mend them, or unset both for "
+            f"one process"
+        )
+    return Said(Launch(hosts.index(current), len(hosts), 0, 1, launcher=_SAGEMAKER), NAMES)
+
+
+def _is_meant(env: Environment, native: Said) -> bool:
+    """Whether what was set by hand is about the launcher's processes, and not about others that these have started.
+
+    Raises:
+        UserError: it contradicts the launcher.
+    """
+    mine = {name: int(env[name]) for name in NAMES if is_number(env.get(name))}
+    wrong = [index for index, name in enumerate(NAMES) if mine.get(name, native.launch.numbers[index]) !=
+             native.launch.numbers[index]]  # fmt: skip
+    if not wrong:
+        return True
+    if native.launch.launcher == _SAGEMAKER:  # which says nothing of processes
+        return False
+    if len(mine) == len(NAMES):
+        rank, world_size, local_rank, inside = mine.values()
+        if world_size == inside * native.launch.world_size and rank == inside * native.launch.rank + local_rank:
+            return False
+    raise UserError(
+        f"{NAMES[wrong[0]]}={mine[NAMES[wrong[0]]]} and {native.shown(wrong[0])} contradict each other: unset "
+        f"{', '.join(mine)}, or start without {native.launch.launcher}"
+    )
+
+
+def _refuse_lost_processes(env: Environment) -> None:
+    """Refuse to be one process where ``accelerate launch`` was asked for several.
+
+    Without GPUs it starts a single one, and tells that only by the address that several would need. One that was there
+    before it (a Kubeflow pod has one) tells nothing.
+
+    Raises:
+        UserError: saying what starts several.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    if "ACCELERATE_DYNAMO_BACKEND" in env and all(env.get(name) for name in names) and not _were_set_before(names):
+        raise UserError(
+            "accelerate launch was asked for several processes and started one, as it does without GPUs: add "
+            "--multi_gpu, which starts them on CPUs too, or use torchrun"
+        )
+
+
+def _were_set_before(names: Sequence[str]) -> bool:
+    """Whether ``accelerate`` was itself started with these variables, or cannot be asked."""
+    pid = os.getppid()
+    try:
+        while pid > 1:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            if any(b"accelerate" in word for word in words[:3]):  # python, -m, accelerate.commands.launch
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    found = {word.partition(b"=")[0] for word in file.read().split(b"\0")}
+                return all(name.encode() in found for name in names)
+            pid = parent_of(pid)
+    except OSError:  # no Linux, or another user's process
+        pass
+    return True
+
+
+def _address(env: Environment, launch: Launch) -> str:
+    if launch.local_world_size == launch.world_size:
+        return "127.0.0.1"
+    # The daemons of mpirun are a step of their own, which leaves out the first host.
+    names = ["SLURM_STEP_NODELIST"] if launch.launcher == "srun" else []
+    host = first_node(env, *names, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if host is None and (hosts := sagemaker_hosts(env)):
+        host = hosts[0]
+    if host is None:
+        how = "-genv MASTER_ADDR HOST" if launch.launcher == "MPICH" else "-x MASTER_ADDR=HOST"
+        raise UserError(
+            f"{launch.launcher} started {launch.world_size} processes on several hosts and does not say where rank 0 "
+            f"runs: add `{how}` to mpirun, with the name or address of rank 0's host, the first in the hostfile"
+        )
+    return host
+
+
+def _port(env: Environment, launch: Launch) -> int:
+    if launch.launcher == _SAGEMAKER:
+        return _SAGEMAKER_PORT
+    if launch.launcher == "srun":
+        return port_of(job_of_slurm(env))
+    return port_of_mpi(env, one_host=launch.local_world_size == launch.world_size) or _DEFAULT_PORT

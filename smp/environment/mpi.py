@@ -1,0 +1,102 @@
+"""What ``mpirun`` sets: Open MPI, MVAPICH, MPICH and Intel MPI."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+
+from smp.environment.place import Environment, Launch, Said, number, refuse_impossible
+from smp.environment.slurm import read_slurm
+from smp.errors import UserError
+
+# Launcher; rank, size, and names for the local rank and the local size. Intel MPI is a kind of MPICH.
+_KINDS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+     ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+     ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+)  # fmt: skip
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "MPIRUN_ID")
+_DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra")
+
+
+def read_mpi(env: Environment) -> Said | None:
+    """The place that ``mpirun`` gave this process, or None.
+
+    Raises:
+        UserError: part of it is missing, or its ranks are dealt to the hosts in turn.
+    """
+    for launcher, rank, size, local_ranks, local_sizes in _KINDS:
+        if rank in env or size in env:
+            ranks = number(env, launcher, rank), number(env, launcher, size)
+            if not any(name in env for name in local_ranks):
+                # `srun --mpi=pmi2` sets PMI's ranks, and leaves the rest to Slurm's variables.
+                slurm = read_slurm(env)
+                if slurm is not None and slurm.launch.numbers[:2] == ranks:
+                    return slurm
+            local = number(env, launcher, *local_ranks), number(env, launcher, *local_sizes)
+            names = (rank, size, _set(env, local_ranks), _set(env, local_sizes))
+            said = Said(Launch(*ranks, *local, launcher=launcher), names)
+            refuse_impossible(said)
+            _refuse_dealt_in_turn(said)
+            return said
+    return None
+
+
+def _set(env: Environment, names: Sequence[str]) -> str:
+    return next(name for name in names if name in env)
+
+
+def _refuse_dealt_in_turn(said: Said) -> None:
+    """Neighbouring ranks share a host everywhere else: degrees and meshes are laid out so."""
+    launch = said.launch
+    even = launch.world_size % launch.local_world_size == 0
+    if even and launch.rank % launch.local_world_size != launch.local_rank:
+        raise UserError(
+            f"{said.shown(0)} has {said.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts in turn, "
+            f"and neighbours must share a host; use `mpirun --map-by slot` (MPICH: `-ppn {launch.local_world_size}`)"
+        )
+
+
+def port_of_mpi(env: Environment, *, one_host: bool) -> int | None:
+    """A port that follows from the launcher's name of the job; None where the ranks have none in common."""
+    if name := next((name for name in _JOB_NAMES if env.get(name)), None):
+        return port_of(env[name].partition("@")[0])
+    return port_of(str(_process_above())) if one_host else None
+
+
+def port_of(job: str) -> int:
+    """A port below those that systems hand out by themselves, which all ranks derive alike from the job's name."""
+    return 10_000 + zlib.crc32(job.encode()) % 20_000
+
+
+def _process_above() -> int:
+    """The nearest process above this one that is part of MPICH; its parent where none is found."""
+    parent = pid = os.getppid()
+    daemons = {name[:15] for name in _DAEMONS}  # Linux cuts off the rest
+    while pid > 1:
+        try:
+            name, above = _name_and_parent(pid)
+        except OSError:  # no Linux
+            break
+        if name in daemons:
+            return pid
+        pid = above
+    return parent
+
+
+def parent_of(pid: int) -> int:
+    """The process that started this one, on Linux.
+
+    Raises:
+        OSError: it is not there, or this is no Linux.
+    """
+    return _name_and_parent(pid)[1]
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        before, _, after = file.read().rpartition(")")
+    return before.partition("(")[2], int(after.split()[1])

@@ -1,0 +1,186 @@
+"""SMP v2's ``DelayedParamIniter``: a model is built on the meta device, and filled unit by unit as FSDP wraps it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.delayed_init import initialize_parameter_
+from smp.errors import UserError
+from smp.log import get_logger
+from smp.mesh import served_device_type
+from smp.models.registry import family_of, init_rule
+
+_logger = get_logger("smp.fsdp")
+
+
+def _device() -> torch.device:
+    if dist.is_initialized() and served_device_type() == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+
+
+def _unwritten(tensor: torch.Tensor) -> float | int | bool | None:
+    """A value that no initialisation leaves, or None for a dtype without one."""
+    if tensor.dtype.is_floating_point:
+        return float("nan")
+    return None if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+class DelayedParamIniter:
+    """What FSDP's ``param_init_fn`` and ``post_param_init_fn`` need, for a model on the meta device.
+
+    Every module's values are a function of the seed and its name, so they are the same on all ranks and at any layout.
+    Llama, Mistral and GPT-NeoX of Hugging Face start as in :mod:`smp.delayed_init`, other models by their own
+    ``_init_weights(module)``, else by their modules' ``reset_parameters()``.
+
+    Args:
+        model: on the meta device, or in part.
+        init_method_using_config: called with a module whose own parameters and buffers are allocated, to fill them;
+            instead of the model's own way.
+        verbose: log every module.
+        seed: of the values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        init_method_using_config: Callable[[nn.Module], None] | None = None,
+        verbose: bool = False,
+        *,
+        seed: int = 0,
+    ):
+        self._model, self._method, self._verbose, self._seed = model, init_method_using_config, verbose, seed
+        self._names = {module: name for name, module in model.named_modules()}
+        self._count = sum(parameter.numel() for parameter in model.parameters())
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(parameter, []).append((module, name))
+        self._tied = [found for found in places.values() if len(found) > 1]
+
+    def count_num_params(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return self._count
+
+    def get_param_init_fn(self) -> Callable[[nn.Module], None]:
+        """FSDP's ``param_init_fn``: allocates and fills a module's own parameters and buffers."""
+        return self._initialize
+
+    def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
+        """FSDP's ``post_param_init_fn``: ties again what was tied."""
+        return lambda module: self._tie()
+
+    @contextlib.contextmanager
+    def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
+        """Check at the end that nothing of the model is on the meta device.
+
+        Raises:
+            UserError: a parameter or buffer is; the text names it.
+        """
+        yield
+        left = [n for n, t in (*self._model.named_parameters(), *self._model.named_buffers()) if t.is_meta]
+        if enabled and left:
+            raise UserError(
+                f"{left[0]} is still on the meta device, and {len(left) - 1} others: give FSDP this object's "
+                f"get_param_init_fn() as param_init_fn"
+            )
+
+    def _tie(self) -> None:
+        for places in self._tied:
+            real = [p for m, n in places if (p := m._parameters[n]) is not None and not p.is_meta]
+            for module, name in places if real else ():
+                module._parameters[name] = real[0]
+
+    @torch.no_grad()
+    def _initialize(self, module: nn.Module) -> None:
+        if not any(tensor.is_meta for _, tensor in _own(module)):
+            return
+        if module not in self._names:
+            raise UserError(
+                f"a {type(module).__name__} is not of the model that DelayedParamIniter was made for: make it of the "
+                f"same model that FSDP wraps"
+            )
+        name = self._names[module]
+        # A tied parameter's values are those of its first place, whichever is asked for first.
+        for (first, first_name), *others in self._tied:
+            held = first._parameters[first_name]
+            if held is not None and held.is_meta and any(other is module for other, _ in others):
+                self._initialize(first)
+        self._tie()
+        if not any(tensor.is_meta for _, tensor in _own(module)):
+            return
+        module_device = _device()
+        on_meta = {own for own, tensor in _own(module) if tensor.is_meta}
+        kept = {own: tensor for own, tensor in _own(module) if own not in on_meta}
+        module.to_empty(device=module_device, recurse=False)
+        for own, tensor in kept.items():
+            if isinstance(tensor, nn.Parameter):
+                module._parameters[own] = tensor
+            else:
+                module._buffers[own] = tensor
+        written = [(own, tensor) for own, tensor in _own(module) if own in on_meta]
+        for _, tensor in written:
+            if (mark := _unwritten(tensor)) is not None:
+                tensor.fill_(mark)
+        self._fill(module, name, module_device)
+        for own, tensor in written:
+            self._check_written(f"{name}.{own}" if name else own, tensor)
+        if self._verbose:
+            _logger.info("initialised %s: %s", name or "the model", ", ".join(sorted(on_meta)))
+
+    def _check_written(self, name: str, tensor: torch.Tensor) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        mark = _unwritten(local)
+        unwritten = local.isnan() if local.is_floating_point() else torch.eq(local, mark if mark is not None else 0)
+        if mark is not None and bool(unwritten.any()):
+            raise UserError(
+                f"{name} was on the meta device, and the model's own initialisation does not fill it: give "
+                f"DelayedParamIniter an init_method_using_config that does, or build the model with real buffers"
+            )
+
+    def _fill(self, module: nn.Module, name: str, device: torch.device) -> None:
+        if self._method is None and self._has_rule(module):
+            rule = functools.partial(init_rule, hf_config=self._model.config)
+            for own, parameter in module.named_parameters(recurse=False):
+                full = f"{name}.{own}" if name else own
+                initialize_parameter_(module, parameter, rule(module, own).as_tuple(), seed=self._seed, name=full)
+            return
+        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            if self._method is not None:
+                self._method(module)
+            elif callable(own_way := getattr(self._model, "_init_weights", None)):
+                own_way(module)
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+            else:
+                raise UserError(
+                    f"a {type(module).__name__} has no reset_parameters(), and the model no _init_weights(module): "
+                    f"give DelayedParamIniter an init_method_using_config"
+                )
+
+    def _has_rule(self, module: nn.Module) -> bool:
+        """Whether the model is of a family whose initial values are known here; buffers it fills by itself."""
+        config: Any = getattr(self._model, "config", None)
+        if config is None or next(module.buffers(recurse=False), None) is not None:
+            return False
+        try:
+            family_of(config)
+        except UserError:
+            return False
+        return True

@@ -1,0 +1,35 @@
+"""``smp.fully_shard``: torch's function with smp's collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as _fully_shard
+
+from smp.fsdp.meshes import default_mesh, shared_buffers
+from smp.fsdp.units import use_collectives
+
+
+def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
+    """torch's ``fully_shard`` (FSDP2), averaging on any backend and exchanging by smp's collectives.
+
+    Args:
+        module: a module, or a list of modules that make one unit.
+        mesh: 1-D, or (replicate, shard); None: that of :func:`smp.init`, before it a 1-D mesh of all ranks.
+        arguments: torch's others: ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy``,
+            ``offload_policy``, ``ignored_params``, ``dp_mesh_dims``.
+
+    Returns:
+        What torch returns: ``module``, changed in place.
+    """
+    mesh = mesh or default_mesh()
+    result = _fully_shard(module, mesh=mesh, **arguments)
+    first = module if isinstance(module, nn.Module) else module[0]
+    assert isinstance(first, FSDPModule)
+    group = first._get_fsdp_state()._fsdp_param_group
+    if group is not None and arguments.get("dp_mesh_dims") is None:
+        use_collectives(first, group.mesh_info.mesh, shared_buffers=shared_buffers())
+    return result

@@ -1,0 +1,267 @@
+"""The optimizer's state by parameter names, whole or sharded: FSDP1's format, both ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.tensor import DTensor
+
+from smp.errors import UserError
+from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
+from smp.fsdp.state_dicts import clean_name, get_state_dict_type
+from smp.fsdp.units import local_part, reshard_below, units_below, whole_tensor
+
+State = dict[str, Any]
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    reshard_below(model)
+    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+
+
+def _groups(
+    caller: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Any
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """The optimizer's parameter groups, each parameter with its name; without an optimizer one group of all."""
+    if optim_input is not None:
+        raise UserError(f"FSDP.{caller}: optim_input is not available: give the optimizer itself as optim")
+    names = _names(model)
+    if optimizer is None:
+        return [[(name, parameter) for parameter, name in names.items()]]
+    groups = []
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if p not in names]
+        if unknown:
+            raise UserError(
+                f"FSDP.{caller}: the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model has "
+                f"not: make the optimizer after FSDP, from the model's parameters"
+            )
+        groups.append([(names[p], p) for p in group["params"]])
+    return groups
+
+
+def _first_rank(model: nn.Module) -> bool:
+    for _, unit in units_below(model):
+        return unit.first_rank
+    raise UserError(f"FSDP: nothing in the {type(model).__name__} is wrapped: give the model that FSDP returned")
+
+
+def by_name(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: State | None,
+    *,
+    full: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    caller: str = "optim_state_dict",
+    optim_input: Any = None,
+) -> State:
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; collective if ``full``.
+
+    Args:
+        model: whose parameters the optimizer holds.
+        optimizer: made from them after wrapping.
+        state: what ``optimizer.state_dict()`` gave; None calls it.
+        full: whole tensors instead of DTensors.
+        rank0_only: only for the first rank; ``{}`` for the others.
+        offload_to_cpu: tensors on the CPU.
+        caller: the method named in errors.
+        optim_input: FSDP1's argument of old: refused.
+    """
+    groups = _groups(caller, model, optimizer, optim_input)
+    state = optimizer.state_dict() if state is None else state
+    names = [name for group in groups for name, _ in group]
+    keep = not rank0_only or _first_rank(model)
+    found: State = {}
+    for key, values in sorted(state["state"].items()):
+        name = names[key]
+        converted = {}
+        for part, value in values.items():
+            if full and isinstance(value, DTensor):
+                value = whole_tensor(value)
+            elif full and isinstance(value, torch.Tensor):
+                value = value.clone()  # the optimizer counts its steps in place
+            if offload_to_cpu and isinstance(value, torch.Tensor):
+                value = value.cpu()
+            if keep:
+                converted[part] = value
+        found[name] = converted
+    if not keep:
+        return {}
+    saved_groups = [
+        {**{k: v for k, v in saved.items() if k != "params"}, "params": [name for name, _ in group]}
+        for saved, group in zip(state["param_groups"], groups, strict=True)
+    ]
+    return {"state": found, "param_groups": saved_groups}
+
+
+def to_load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: State | None,
+    *,
+    from_first_rank: bool = False,
+    caller: str = "optim_state_dict_to_load",
+    optim_input: Any = None,
+) -> State:
+    """The reverse of :func:`by_name`, for ``optimizer.load_state_dict``.
+
+    Args:
+        model: whose parameters the optimizer holds.
+        optimizer: None: one that holds all of the model's parameters in one group.
+        saved: by names; whole tensors or DTensors.
+        from_first_rank: only the global rank 0 has ``saved``; collective then.
+        caller: the method named in errors.
+        optim_input: FSDP1's argument of old: refused.
+
+    Raises:
+        UserError: names or shapes are not the model's.
+    """
+    groups = _groups(caller, model, optimizer, optim_input)
+    parameters = dict(item for group in groups for item in group)
+    if from_first_rank:
+        saved = _spread(saved)
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
+        raise UserError(
+            f"FSDP.{caller}: the optimizer's state has no 'state' and 'param_groups': give what FSDP.optim_state_dict "
+            f"returned, on every rank, or use a configuration with rank0_only=True"
+        )
+    state = {}
+    numbers = {name: number for number, name in enumerate(parameters)}
+    for name, values in saved["state"].items():
+        if name not in parameters:
+            raise UserError(f"FSDP.{caller}: the optimizer's state of {name} belongs to no parameter of the optimizer")
+        parameter = parameters[name]
+        state[numbers[name]] = {
+            part: _localized(value, parameter, f"{part} of {name}", caller) for part, value in values.items()
+        }
+    return {"state": dict(sorted(state.items())), "param_groups": _numbered(saved["param_groups"], groups, caller)}
+
+
+def _numbered(saved: list[State], groups: list[list[tuple[str, nn.Parameter]]], caller: str) -> list[State]:
+    """The saved groups, with the numbers of the optimizer's parameters."""
+    wanted = [{name for name, _ in group} for group in groups]
+    if [set(group["params"]) for group in saved] != wanted:
+        raise UserError(
+            f"FSDP.{caller}: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: make "
+            f"groups of the same parameters in the same order"
+        )
+    found, first = [], 0
+    for group, own in zip(saved, groups, strict=True):
+        found.append({**copy.deepcopy(group), "params": list(range(first, first + len(own)))})
+        first += len(own)
+    return found
+
+
+def _localized(value: Any, parameter: nn.Parameter, what: str, caller: str) -> Any:
+    """A saved value as the optimizer keeps it beside its parameter, and may change it."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if not value.size():
+        return value.clone()
+    if value.size() != parameter.shape:
+        raise UserError(
+            f"FSDP.{caller}: {what} has the shape {tuple(value.size())}, the parameter {tuple(parameter.shape)}: load "
+            f"the state of the same model and optimizer"
+        )
+    if is_sharded_tensor(value):
+        return as_dtensor(value, parameter) if isinstance(parameter, DTensor) else value
+    return local_part(value, parameter) if isinstance(parameter, DTensor) else value.clone()
+
+
+def _spread(saved: State | None) -> State:
+    """Rank 0's state on every rank, one tensor at a time; collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    first = group.rank() == 0
+    tensors: list[torch.Tensor] = []
+
+    def take_out(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            tensors.append(value)
+            return torch.empty_like(value, device="meta")
+        return value
+
+    box: list[Any] = [None]
+    if first and isinstance(saved, dict) and "state" in saved:
+        state = {n: {k: take_out(v) for k, v in values.items()} for n, values in saved["state"].items()}
+        box = [{**saved, "state": state}]
+    dist.broadcast_object_list(box, src=0, group=group, device=device)
+    if box[0] is None:
+        raise UserError("FSDP: rank 0 has no optimizer state to spread: read it there before the call")
+    for values in box[0]["state"].values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                whole = tensors.pop(0) if first else torch.empty_like(value, device="cpu")
+                sent = whole.to(device) if device is not None else whole.contiguous()
+                dist.broadcast(sent, src=0, group=group)
+                values[key] = sent.cpu() if device is not None else sent
+    return box[0]
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: State | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    """The optimizer's state by names, of the chosen state dict type; ``group`` has no effect."""
+    chosen = get_state_dict_type(model)
+    config = chosen.optim_state_dict_config
+    full = chosen.state_dict_type == StateDictType.FULL_STATE_DICT
+    rank0_only = full and getattr(config, "rank0_only", False)
+    cpu = config.offload_to_cpu
+    return by_name(model, optim, optim_state_dict, full=full, rank0_only=rank0_only, offload_to_cpu=cpu)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: State,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    """What ``optim.load_state_dict`` takes; ``load_directly`` calls it. ``group`` has no effect."""
+    if is_named_optimizer:
+        raise UserError("FSDP.optim_state_dict_to_load: named optimizers are not available: use one of torch.optim")
+    chosen = get_state_dict_type(model)
+    rank0_only = getattr(chosen.optim_state_dict_config, "rank0_only", False)
+    result = to_load(model, optim, optim_state_dict, from_first_rank=rank0_only)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: State,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Iterable[Any] | None = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> State:
+    """Names instead of numbers or the reverse, for a model that is not wrapped."""
+    groups = _groups("rekey_optim_state_dict", model, optim, optim_input)
+    names = [name for group in groups for name, _ in group]
+    keys = list(optim_state_dict["state"])
+    named = all(isinstance(key, str) for key in keys)
+    if not named and not all(isinstance(key, int) for key in keys):
+        raise UserError(f"FSDP.rekey_optim_state_dict: keys are neither all names nor all numbers: {keys[:4]}")
+    if named == (optim_state_key_type == OptimStateKeyType.PARAM_NAME):
+        return optim_state_dict
+    new: dict[Any, Any] = {name: n for n, name in enumerate(names)} if named else dict(enumerate(names))
+    saved_groups = copy.deepcopy(optim_state_dict["param_groups"])
+    for group in saved_groups:
+        group["params"] = sorted(new[key] for key in group["params"])
+    return {
+        "state": {new[key]: value for key, value in optim_state_dict["state"].items()},
+        "param_groups": saved_groups,
+    }

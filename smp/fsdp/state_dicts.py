@@ -1,0 +1,195 @@
+"""What ``state_dict()`` gives and ``load_state_dict()`` takes: whole tensors by default, as with FSDP1, or DTensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullStateDictConfig as TorchFullStateDictConfig
+from torch.distributed.tensor import DTensor
+
+from smp.errors import UserError
+from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
+from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
+
+# What wrappers put into the names of modules; their own hooks take it out of the keys of a state dict.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+_KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (TorchFullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+@dataclasses.dataclass
+class FullStateDictConfig(TorchFullStateDictConfig):
+    """SMP v2's ``FullStateDictConfig``.
+
+    Attributes:
+        translate_on_save: give the model the names of Hugging Face. It always has them here, so only True.
+    """
+
+    translate_on_save: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.translate_on_save:
+            raise UserError(
+                "FullStateDictConfig(translate_on_save=False) is not available, the names are Hugging Face's from the "
+                "start: leave it out"
+            )
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as the plain model has it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _config(name: str, given: Any, kind: type, state_dict_type: StateDictType) -> Any:
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise UserError(
+            f"FSDP.state_dict_type: {name} is a {type(given).__name__}, and {state_dict_type.name} takes a "
+            f"{kind.__name__}: give that, or leave it out"
+        )
+    return given
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose what ``state_dict()`` of all units in ``module`` gives; returns what was chosen before.
+
+    Raises:
+        UserError: the type is LOCAL_STATE_DICT, which is FSDP1's own flat storage, or a configuration is another's.
+    """
+    if state_dict_type not in _KINDS:
+        raise UserError(
+            f"FSDP.state_dict_type: {getattr(state_dict_type, 'name', state_dict_type)} is not available, there are no "
+            f"flat parameters: use StateDictType.SHARDED_STATE_DICT, which exchanges nothing either"
+        )
+    model_kind, optim_kind = _KINDS[state_dict_type]
+    model_config = _config("state_dict_config", state_dict_config, model_kind, state_dict_type)
+    optim_config = _config("optim_state_dict_config", optim_state_dict_config, optim_kind, state_dict_type)
+    before = get_state_dict_type(module)
+    for _, unit in units_below(module):
+        unit.state_dict_type = state_dict_type
+        unit.state_dict_config, unit.optim_state_dict_config = model_config, optim_config
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """What ``state_dict()`` of the units in ``module`` gives.
+
+    Raises:
+        UserError: there is no unit, or they differ.
+    """
+    found = [
+        StateDictSettings(unit.state_dict_type, unit.state_dict_config, unit.optim_state_dict_config)
+        for _, unit in units_below(module)
+    ]
+    if not found:
+        raise UserError(f"FSDP: nothing in the {type(module).__name__} is wrapped: give the model that FSDP returned")
+    if any(settings != found[0] for settings in found):
+        raise UserError("FSDP: units of the model have different state dict types: set it on the whole model")
+    return found[0]
+
+
+@contextlib.contextmanager
+def chosen_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """:func:`set_state_dict_type` within a context."""
+    before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for _, unit in units_below(module):
+            unit.state_dict_type = before.state_dict_type
+            unit.state_dict_config = before.state_dict_config
+            unit.optim_state_dict_config = before.optim_state_dict_config
+
+
+def register_hooks(module: nn.Module, unit: Unit) -> None:
+    """Let a unit's ``state_dict()`` and ``load_state_dict()`` follow the chosen type."""
+    module.register_state_dict_pre_hook(_before_saving)
+    module.register_state_dict_post_hook(_after_saving)
+    for inner in unit.modules:
+        inner.register_load_state_dict_pre_hook(_before_loading)
+
+
+def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    assert isinstance(module, FSDPModule)
+    module.reshard()  # a forward without a backward leaves parameters gathered
+
+
+def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    unit = unit_of(module)
+    assert unit is not None
+    own = [key for key in state_dict if key.startswith(prefix)]
+    _restore_buffers(module, unit, state_dict, prefix)
+    config = unit.state_dict_config
+    if unit.state_dict_type == StateDictType.FULL_STATE_DICT:
+        assert isinstance(config, TorchFullStateDictConfig)
+        gathered: dict[int, Any] = {}  # places of a tied parameter have one storage
+        for key in own:
+            value = state_dict[key]
+            if isinstance(value, DTensor):
+                storage = value.to_local().untyped_storage()._cdata
+                if storage not in gathered:
+                    gathered[storage] = whole_tensor(value)
+                    if config.offload_to_cpu:
+                        gathered[storage] = gathered[storage].cpu()
+                    if config.rank0_only and not unit.first_rank:
+                        gathered[storage] = None
+                state_dict[key] = gathered[storage]
+            elif config.offload_to_cpu and hasattr(value, "cpu"):
+                state_dict[key] = value.cpu()
+            if config.rank0_only and not unit.first_rank:
+                del state_dict[key]
+    elif config.offload_to_cpu:
+        for key in own:
+            if hasattr(state_dict[key], "cpu"):
+                state_dict[key] = state_dict[key].cpu()
+
+
+def _restore_buffers(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
+    """Save buffers in the dtype that they had before mixed precision."""
+    if not unit.buffer_dtypes:
+        return
+    for path, inner in module.named_modules():
+        for name, _ in inner.named_buffers(recurse=False):
+            key = prefix + clean_name(f"{path}.{name}" if path else name)
+            if (dtype := unit.buffer_dtypes.get((inner, name))) is not None and key in state_dict:
+                state_dict[key] = state_dict[key].to(dtype)
+
+
+def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    """Take this rank's part of every whole tensor."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        key, value = prefix + name, state_dict.get(prefix + name)
+        if value is None or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+            continue
+        if value.size() == parameter.shape:  # else torch says what does not fit
+            state_dict[key] = as_dtensor(value, parameter) if is_sharded_tensor(value) else local_part(value, parameter)

@@ -1,0 +1,332 @@
+"""One unit: real parameters, the first rank's values, torch's ``fully_shard``, and what FSDP1 adds to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from smp.errors import UserError
+from smp.fsdp.between_steps import keep_promises
+from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
+from smp.fsdp.meshes import device_type, resolve, shared_buffers
+from smp.fsdp.options import KEEPS_GATHERED, Options
+from smp.sharding import install_collectives, placement
+
+_ATTRIBUTE = "_smp_unit"
+
+# On parameters that a unit has taken, as they were and as shards: who else holds one has it from a tie. A table of
+# weak references would forbid torch to convert them.
+_TAKEN = "_smp_taken"
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """What is remembered of a wrapped module.
+
+    Attributes:
+        options: its arguments.
+        strategy: after the rules of ``smp.init``.
+        mesh: 1-D, or (replicate, shard).
+        modules: itself and what lies below, without other units and what is ignored.
+        ignored_modules: of its constructor.
+        ignored_parameters: of its constructor and of the units below.
+        root: whether no other unit is around it.
+        buffer_dtypes: of buffers that were cast, their own dtype.
+        summoned: whether its full parameters are shown.
+    """
+
+    options: Options
+    strategy: ShardingStrategy
+    mesh: DeviceMesh
+    modules: list[nn.Module]
+    ignored_modules: set[nn.Module]
+    ignored_parameters: set[nn.Parameter]
+    root: bool = True
+    buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = dataclasses.field(default_factory=dict)
+    summoned: bool = False
+    has_comm_hook: bool = False
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = dataclasses.field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
+
+    @property
+    def first_rank(self) -> bool:
+        """Whether this is the first rank of the unit's mesh."""
+        return all(self.mesh.get_local_rank(axis) == 0 for axis in range(self.mesh.ndim))
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """What is remembered of a module, or None if it is no unit."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def units_below(module: nn.Module) -> Iterator[tuple[FSDPModule, Unit]]:
+    """The units in a module tree, outer ones first, ``module`` included."""
+    for inner in module.modules():
+        if (unit := unit_of(inner)) is not None:
+            assert isinstance(inner, FSDPModule)
+            yield inner, unit
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module is a unit, of FSDP here or of ``fully_shard``."""
+    return isinstance(module, FSDPModule)
+
+
+def reshard_below(module: nn.Module) -> None:
+    """Free gathered parameters, so that a module shows those that the optimizer knows."""
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
+
+
+def shards_of_gathered(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """The sharded parameter, which the optimizer knows, of each that a forward without a backward left gathered.
+
+    Within forward and backward there are none: there, parameters are what is computed with.
+    """
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for inner in module.modules():
+        if not isinstance(inner, FSDPModule):
+            continue
+        state = inner._get_fsdp_state()
+        if state._training_state.name != "IDLE" or state._state_ctx.iter_forward_root is not None:
+            return {}
+        for group in state._fsdp_param_groups:
+            if group.is_unsharded:
+                found.update((held._unsharded_param, held.sharded_param) for held in group.fsdp_params)
+    return found
+
+
+def shard_unit(
+    module: nn.Module,
+    options: Options,
+    *,
+    ignored_modules: set[nn.Module],
+    ignored_parameters: set[nn.Parameter],
+    root: bool,
+) -> Unit:
+    """Shard one unit in place; what is below it and sharded already stays as it is.
+
+    Args:
+        module: real, on the meta device, or both.
+        options: its arguments.
+        ignored_modules: left alone.
+        ignored_parameters: left alone; grows by those of the units below.
+        root: whether no other unit will be around it, as far as is known.
+
+    Raises:
+        UserError: the module is sharded already, cannot be materialised, or its parameters do not go together.
+    """
+    if is_sharded(module):
+        raise UserError(f"FSDP: the {type(module).__name__} is sharded already: apply FSDP to it once")
+    kind = device_type(module, options)
+    mesh, strategy = resolve(options, kind)
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    below = list(units_below(module))
+    ignored_parameters = ignored_parameters.union(*(unit.ignored_parameters for _, unit in below))
+    modules = own_modules(module, lambda inner: is_sharded(inner) or inner in ignored_modules)
+    materialize(modules, options, device, ignored_parameters)
+    if options.sync_module_states:
+        take_from_first_rank(modules, mesh, device, ignored_parameters)
+    _check_parameters(modules, ignored_parameters)
+    _make_contiguous(modules, ignored_parameters)
+    unit = Unit(options, strategy, mesh, modules, ignored_modules, ignored_parameters, root)
+    _cast_buffers(unit)
+    own = [p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters]
+    left_there = [(b, b.device) for inner in ignored_modules for b in inner.buffers(recurse=False)]
+    _fully_shard(module, unit)
+    shards = [p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters]
+    mark_taken((*own, *shards))
+    for buffer, where in left_there:
+        if buffer.device != where:
+            buffer.data = buffer.to(where)
+    for inner, state in below:
+        state.root = False
+        _set_input_cast(inner, state)
+    module.__dict__[_ATTRIBUTE] = unit
+    return unit
+
+
+def mark_taken(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that a unit has these."""
+    for parameter in parameters:
+        setattr(parameter, _TAKEN, True)
+
+
+def _check_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    dtypes: dict[torch.dtype, str] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in ignored:
+                continue
+            where = f"{name} of a {type(module).__name__}"
+            if getattr(parameter, _TAKEN, False):
+                raise UserError(
+                    f"FSDP: {where} is tied to a parameter of a module that is sharded already, and both would train "
+                    f"apart: wrap the module that holds both"
+                )
+            if parameter.numel() == 0:
+                raise UserError(
+                    f"FSDP: {where} has the shape {tuple(parameter.shape)}, so there is nothing to shard: leave it out "
+                    f"of the model, or give it in ignored_states"
+                )
+            if parameter.ndim == 0:
+                raise UserError(f"FSDP: {where} is a scalar, which cannot be sharded: give it the shape (1,)")
+            if parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, where)
+    if len(dtypes) > 1:
+        found = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
+        raise UserError(
+            f"FSDP: a unit's trainable parameters must have one dtype: {found}: convert the model, or wrap them apart"
+        )
+
+
+@torch.no_grad()
+def _make_contiguous(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Lay out parameters row by row, as shards are; convolutions may have another order."""
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter not in ignored and not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+
+
+def _cast_buffers(unit: Unit) -> None:
+    mixed = unit.options.mixed_precision
+    if mixed is None or mixed.buffer_dtype is None:
+        return
+    for module in unit.modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype != mixed.buffer_dtype:
+                unit.buffer_dtypes[module, name] = buffer.dtype
+                buffer.data = buffer.to(mixed.buffer_dtype)
+
+
+def _fully_shard(module: nn.Module, unit: Unit) -> None:
+    options, mesh = unit.options, unit.mesh
+    mixed = options.mixed_precision
+    policy = MixedPrecisionPolicy()
+    if mixed is not None:
+        policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=_casts_inputs(unit))
+    # Pinned memory is a GPU's.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
+    fully_shard(
+        module,
+        mesh=mesh,
+        # None: freed after forward, but for the root, whose backward is next.
+        reshard_after_forward=False if unit.strategy in KEEPS_GATHERED else None,
+        shard_placement_fn=placement,
+        mp_policy=policy,
+        offload_policy=offload,
+        ignored_params=unit.ignored_parameters,
+    )
+    assert isinstance(module, FSDPModule)
+    use_collectives(module, mesh, shared_buffers=shared_buffers())
+    keep_promises(module)
+    if options.backward_prefetch != BackwardPrefetch.BACKWARD_PRE:
+        # An explicit list replaces the default; a unit that is gathered already is left alone: no prefetch.
+        module.set_modules_to_backward_prefetch([module])
+
+
+def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: bool = True) -> None:
+    """Average gradients on any backend, and exchange by smp's collectives where they are better than torch's.
+
+    Args:
+        module: ``fully_shard`` was applied to it, over ``mesh``.
+        mesh: 1-D, or (replicate, shard).
+        shared_buffers: see :func:`smp.sharding.install_collectives`.
+    """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    if mesh.device_type == "cpu" or any(dist.get_backend(group) == "smddp" for group in groups):
+        # gloo does not average: add, then divide. The quotient is the same.
+        module.set_force_sum_reduction_for_comms(True)
+    if len(module._get_fsdp_state()._fsdp_param_groups) == 1:
+        install_collectives(module, groups[-1], mesh.device_type, shared_buffers=shared_buffers)
+
+
+def _casts_inputs(unit: Unit) -> bool:
+    mixed = unit.options.mixed_precision
+    return mixed is not None and (mixed.cast_forward_inputs or (unit.root and mixed.cast_root_forward_inputs))
+
+
+def _set_input_cast(module: FSDPModule, unit: Unit) -> None:
+    """Inputs of the outermost unit are cast; which that is, is known when the last is made."""
+    state = module._get_fsdp_state()
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=_casts_inputs(unit))
+
+
+def prefetch_in_forward(root: nn.Module) -> None:
+    """Let every unit gather the one that followed it in the first forward, before it computes itself."""
+    order: list[FSDPModule] = []
+    handles: list[Any] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        assert isinstance(module, FSDPModule)
+        if module not in order:
+            order.append(module)
+
+    def settle(module: nn.Module, args: Any, output: Any) -> None:
+        for unit, following in itertools.pairwise(order):
+            unit.set_modules_to_forward_prefetch([following])
+        for handle in handles:
+            handle.remove()
+
+    for module, unit in units_below(root):
+        if unit.options.forward_prefetch:
+            assert isinstance(module, nn.Module)
+            handles.append(module.register_forward_pre_hook(note))
+    handles.append(root.register_forward_hook(settle))
+
+
+def local_box(parameter: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What cuts this rank's part out of a whole tensor of the parameter's shape."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    return lambda whole: whole[box]
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A copy of this rank's part of a whole tensor, which every rank has, placed as ``like``; exchanges nothing.
+
+    Args:
+        whole: of ``like``'s shape, on any device.
+        like: a sharded parameter.
+    """
+    local = local_box(like)(whole.detach()).to(like.to_local().device).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def whole_tensor(sharded: DTensor) -> torch.Tensor:
+    """All of a sharded tensor, in memory of its own, on the device of its mesh; collective."""
+    with torch.no_grad():
+        # Shards that are kept on the CPU are gathered where the backend works.
+        sharded = sharded.to(sharded.device_mesh.device_type)  # type: ignore[assignment]
+        whole = sharded.full_tensor().detach()
+        shared = whole.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()
+        return whole.clone() if shared else whole

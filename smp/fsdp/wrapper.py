@@ -1,0 +1,324 @@
+"""``FullyShardedDataParallel``: FSDP1's constructor and methods over torch's ``fully_shard``, in place.
+
+The module itself is returned, with its own class mixed with this one: ``isinstance`` holds, names and keys are the
+plain model's, and ``model.config`` or ``model.generate`` work. Gradients are averaged over ranks, as FSDP1's are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FSDPModule,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardingStrategy,
+)
+
+from smp.errors import UserError
+from smp.fsdp import between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp.meshes import require_process_group
+from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
+from smp.fsdp.policies import choose_units, is_container
+from smp.fsdp.units import (
+    is_sharded,
+    mark_taken,
+    prefetch_in_forward,
+    shard_unit,
+    shards_of_gathered,
+    unit_of,
+    units_below,
+)
+from smp.grad_norm import clip_grad_norm_ as _clip_grad_norm
+
+_mixed: dict[tuple[type, type], type] = {}
+
+
+def _wrapped_class(wrapper: type, original: type) -> type:
+    """A class that is both; called, it makes the original, as a slice of a sharded ``nn.Sequential`` does."""
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return original(*args, **kwargs)
+
+    if (wrapper, original) not in _mixed:
+        _mixed[wrapper, original] = type(f"FSDP{original.__name__}", (wrapper, original), {"__new__": __new__})
+    return _mixed[wrapper, original]
+
+
+def _shard(
+    wrapper: type, module: nn.Module, arguments: dict[str, Any], policy: Any, ignored: tuple[Any, Any]
+) -> nn.Module:
+    """Shard the units that the policy names, inner ones first, then the module itself."""
+    if not isinstance(module, nn.Module):
+        raise UserError(f"FSDP: module is a {type(module).__name__}: give a torch.nn.Module")
+    if is_sharded(module):
+        raise UserError(f"FSDP: the {type(module).__name__} is sharded already: apply FSDP to it once")
+    if is_container(module):
+        raise UserError(
+            f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
+            f"members, or the module around it"
+        )
+    require_process_group()
+    options = read_options(arguments)
+    ignored_modules, ignored_parameters = ignored_states(module, *ignored, nested=is_sharded)
+    chosen = choose_units(
+        module,
+        policy,
+        arguments,
+        ignored_modules=ignored_modules,
+        ignored_parameters=ignored_parameters,
+        nested=is_sharded,
+    )
+    units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
+    for inner, own in [*units, (module, options)]:
+        original = type(inner)
+        unit = shard_unit(
+            inner, own, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters, root=inner is module
+        )
+        inner.__class__ = _wrapped_class(wrapper, original)
+        state_dicts.register_hooks(inner, unit)
+    if options.forward_prefetch:
+        prefetch_in_forward(module)
+    return module
+
+
+class FullyShardedDataParallel(FSDPModule):
+    """Shard a model's parameters, gradients and optimizer state over ranks, as torch's class of this name (FSDP1).
+
+    The first sixteen arguments are FSDP1's, with torch's own enums and configurations, or the enums' names. The module
+    is changed in place and returned. With :func:`smp.init` done, and neither ``process_group`` nor ``device_mesh``
+    given, its mesh is used, and a ``hybrid_shard_degree`` above 0 decides the strategy, as in SMP v2.
+
+    Args:
+        module: the model, or a part of it; real or on the meta device.
+        process_group: the ranks to shard over; for hybrid sharding (group to shard over, group to replicate over).
+        sharding_strategy: FULL_SHARD unless given.
+        cpu_offload: keep shards, gradients and so the optimizer's state in host memory.
+        auto_wrap_policy: which modules become units; any of FSDP1's kinds.
+        backward_prefetch: BACKWARD_PRE gathers the next unit beside the computation; else it is gathered when needed.
+        mixed_precision: dtypes of computation, reduction and buffers.
+        ignored_modules: are not sharded, and their gradients not reduced.
+        param_init_fn: called with every module that has to leave the meta device.
+        device_id: where to shard and compute; must be this process's device.
+        sync_module_states: take parameters and buffers from the first rank.
+        forward_prefetch: gather the next unit before this one computes, in the order of the first forward.
+        limit_all_gathers: no effect, the gathers in flight are always bounded.
+        use_orig_params: no effect, parameters are always the model's own.
+        ignored_states: modules or parameters to ignore.
+        device_mesh: instead of ``process_group``: 1-D, or (replicate, shard) for hybrid sharding.
+        post_param_init_fn: SMP v2's: called with each unit's module after ``param_init_fn``.
+
+    Raises:
+        UserError: an argument's value is not allowed; the text says what is.
+    """
+
+    def __new__(
+        cls,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | str | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | str | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        post_param_init_fn: Callable[[nn.Module], None] | None = None,
+    ) -> Any:
+        """Shard ``module`` in place and return it."""
+        arguments = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+            "post_param_init_fn": post_param_init_fn,
+        }
+        return _shard(cls, module, arguments, auto_wrap_policy, (ignored_modules, ignored_states))
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Nothing: the module was made by its own class."""
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UserError("FSDP: a sharded model cannot be copied: make another one and load the state_dict() into it")
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself, or its own submodule of that name, without which its forward could not work."""
+        own = self.__dict__.get("_modules", {}).get("module")
+        return self if own is None else own  # type: ignore[return-value]
+
+    def check_is_root(self) -> bool:
+        """Whether no other FSDP module is around this one."""
+        unit = unit_of(self)  # type: ignore[arg-type]
+        return unit is not None and unit.root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The FSDP modules in ``module``, outer ones first; with ``root_only`` those that no other is around."""
+        return [inner for inner, unit in units_below(module) if unit.root or not root_only]  # type: ignore[misc]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """``nn.Module.named_parameters``: the model's names and, outside of forward and backward, the shards."""
+        shards = shards_of_gathered(self)  # type: ignore[arg-type]
+        for name, parameter in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield name, shards.get(parameter, parameter)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``nn.Module.to`` and its like; what was noted on a parameter is lost when torch replaces its contents."""
+        result = super()._apply(*args, **kwargs)
+        for group in self._get_fsdp_state()._fsdp_param_groups:
+            mark_taken(held.sharded_param for held in group.fsdp_params)
+            if isinstance(group, between_steps.ParameterGroup):
+                group.take_dtypes()
+        return result
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``nn.Module.apply`` with whole parameters, unit by unit; collective."""
+        with full_params.summon_full_params(self, recurse=False):  # type: ignore[arg-type]
+            return super().apply(fn)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate whole gradients without reducing them; the first backward after the context reduces all.
+
+        Until then the parameters' ``grad`` is zeros. ``zero_grad`` of the model or an optimizer drops what accumulated.
+
+        Raises:
+            UserError: this is no root.
+        """
+        self._require_root("no_sync")
+        groups = [
+            group
+            for module in self.modules()  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+        ]
+        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``nn.Module.zero_grad``, also of what accumulated under :meth:`no_sync`."""
+        between_steps.drop_accumulated(self)  # type: ignore[arg-type]
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``; collective.
+
+        Returns:
+            The norm before, a 0-d tensor, in fp32 or finer. If it is not finite, nothing is scaled.
+
+        Raises:
+            UserError: this is no root, or gradients are not reduced yet.
+        """
+        self._require_root("clip_grad_norm_")
+        if between_steps.accumulates(self):  # type: ignore[arg-type]
+            raise UserError(
+                "FSDP.clip_grad_norm_: gradients have accumulated under no_sync, and no backward has reduced them: run "
+                "the last backward before it outside of no_sync, or drop them by zero_grad()"
+            )
+        norm = _clip_grad_norm(self, float(max_norm), float(norm_type))  # type: ignore[arg-type]
+        if max_norm == 0:  # to smp.clip_grad_norm_ this means: only measure
+            for parameter in self.parameters():  # type: ignore[attr-defined]
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        return norm
+
+    def _require_root(self, method: str) -> None:
+        if not self.check_is_root():
+            raise UserError(f"FSDP.{method}: another FSDP module is around this one: call it on the outermost")
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, gradients, output)`` reduce each unit's gradients; see :mod:`smp.fsdp.comm_hook`."""
+        comm_hook.register_comm_hook(self, state, hook)  # type: ignore[arg-type]
+
+    set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
+    state_dict_type = staticmethod(state_dicts.chosen_state_dict_type)
+    summon_full_params = staticmethod(full_params.summon_full_params)
+    optim_state_dict = staticmethod(optimizer_states.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer_states.optim_state_dict_to_load)
+    rekey_optim_state_dict = staticmethod(optimizer_states.rekey_optim_state_dict)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """FSDP1's older name: the whole state on the CPU, on the first rank or all. ``group`` has no effect."""
+        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input}
+        return optimizer_states.by_name(
+            model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **settings
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """FSDP1's older name: the state as DTensors, by names. ``group`` has no effect."""
+        return optimizer_states.by_name(model, optim, None, full=False, rank0_only=False, offload_to_cpu=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that every rank has."""
+        caller = "shard_full_optim_state_dict"
+        return optimizer_states.to_load(model, optim, full_optim_state_dict, caller=caller, optim_input=optim_input)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """FSDP1's older name: what ``optim.load_state_dict`` takes, from DTensors."""
+        caller = "flatten_sharded_optim_state_dict"
+        return optimizer_states.to_load(model, optim, sharded_optim_state_dict, caller=caller)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that rank 0 has."""
+        settings: dict[str, Any] = {"caller": "scatter_full_optim_state_dict", "optim_input": optim_input}
+        return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **settings)
+
+
+__all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]

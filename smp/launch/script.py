@@ -1,0 +1,134 @@
+"""What every kind of job script shares: the training command, and what runs once on each node."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+from smp.launch.words import comment, quoted, quoted_lines
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+_MARK = re.compile("@@([A-Z_]+)@@")
+
+RESUME = "--resume_from_checkpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training job on several nodes.
+
+    Args:
+        nodes: their number.
+        gpus: of each; 0: it computes on CPUs.
+        processes: on each.
+        workdir: where the training script is, on all nodes.
+        script: its name there.
+        words: its flags, with those that were chosen.
+        resumes: whether these say where to start from.
+        comments: what there is to say of them.
+        venv: a virtual environment to activate; or
+        conda: a conda environment; or
+        image: a container's image or file, with
+        container: docker, enroot (through pyxis) or apptainer, and
+        mounts: ``HOST:CONTAINER`` directories besides ``workdir``.
+    """
+
+    nodes: int
+    gpus: int
+    processes: int
+    workdir: str
+    script: str
+    words: list[str]
+    resumes: bool
+    comments: list[str]
+    venv: str | None = None
+    conda: str | None = None
+    image: str | None = None
+    container: str | None = None
+    mounts: tuple[str, ...] = ()
+
+
+def template(name: str) -> str:
+    """The text of a template."""
+    return (_TEMPLATES / name).read_text(encoding="utf-8").rstrip("\n")
+
+
+def filled(name: str, values: dict[str, str]) -> str:
+    """A template with each ``@@NAME@@`` replaced; an empty value takes its line along if that holds nothing else."""
+    lines = []
+    for line in template(name).splitlines():
+        whole = _MARK.fullmatch(line.strip())
+        if whole is None or values[whole[1]]:
+            # All in one go: a mark in a value is the user's own text.
+            lines.append(_MARK.sub(lambda mark: values[mark[1]], line))
+    return "\n".join(lines) + "\n"
+
+
+def node_script(job: Job, *, place: str, name: str = "", controlled: bool = False) -> str:
+    """What bash runs on each node, with the training flags as its arguments: no secret and no value unquoted in it.
+
+    Args:
+        place: sets ``nnodes``, ``node_rank``, ``address`` and ``port``.
+        name: of a docker container, in bash, unique on the node.
+        controlled: whether standard input names the signals to hand on.
+    """
+    values = {
+        "NETWORK": template("network.sh"),
+        "PLACE": place,
+        "WORKDIR": shlex.quote(job.workdir),
+        "ENVIRONMENT": _environment(job, name, controlled=controlled),
+        "INSIDE": '"${inside[@]}" ' if job.container in ("docker", "apptainer") else "",
+        "EXEC": "" if job.container == "docker" else "exec ",
+        "BESIDE": " <&0 &" if job.container == "docker" else "",
+        "AFTER": template("docker.sh") if job.container == "docker" else "",
+        "PROCESSES": str(job.processes),
+        "NO_GPUS": "" if job.gpus else "--no_gpus ",
+        "CONTROLLED": "--controlled " if controlled else "",
+        "SCRIPT": shlex.quote(job.script),
+    }
+    return filled("node.sh", values).rstrip("\n")
+
+
+def _environment(job: Job, name: str, *, controlled: bool) -> str:
+    """Makes ``python3`` the job's, or ``inside`` the command that runs it in a container."""
+    if job.venv is not None:
+        return f"source {shlex.quote(job.venv + '/bin/activate')} || exit 2"
+    if job.conda is not None:
+        return f'eval "$(conda shell.bash hook)" && conda activate {shlex.quote(job.conda)} || exit 2'
+    image = shlex.quote(job.image or "")
+    if job.container == "apptainer":
+        gpus = " --nv" if job.gpus else ""
+        binds = "".join(f" --bind {shlex.quote(mount)}" for mount in job.mounts)
+        return f'inside=(apptainer exec{gpus} --bind "$PWD" --pwd "$PWD"{binds} {image})'
+    if job.container == "docker":
+        values = {
+            "NAME": name,
+            "INTERACTIVE": " --interactive" if controlled else "",
+            "GPUS": " --gpus all" if job.gpus else "",
+            "MOUNTS": "".join(f" --volume {shlex.quote(mount)}" for mount in job.mounts),
+            "IMAGE": image,
+        }
+        return filled("inside_docker.sh", values).rstrip("\n")
+    return ""
+
+
+def local_command(job: Job) -> list[str]:
+    """The command that runs a job of one node on this machine."""
+    launcher = ["python3", "-m", "smp.launch.local", "--nproc_per_node", str(job.processes)]
+    return [*launcher, *([] if job.gpus else ["--no_gpus"]), job.script, *with_resume(job)]
+
+
+def with_resume(job: Job) -> list[str]:
+    """The training flags, which go on where an earlier start has ended."""
+    return job.words if job.resumes else [*job.words, RESUME, "latest"]
+
+
+def local_script(job: Job) -> str:
+    """A bash script of that command."""
+    start, words = local_command(job)[: -len(with_resume(job))], quoted_lines(with_resume(job))
+    lines = words.replace("\n", " \\\n")
+    where = f"cd {shlex.quote(job.workdir)} || exit 2"
+    return f"#!/bin/bash\n{comment(job.comments)}\n{where}\nexec {quoted(start)} \\\n{lines}\n"

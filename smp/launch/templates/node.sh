@@ -1,0 +1,8 @@
+set -o pipefail
+@@NETWORK@@
+@@PLACE@@
+cd @@WORKDIR@@ || exit 2
+@@ENVIRONMENT@@
+@@EXEC@@@@INSIDE@@python3 -u -m smp.launch.local --nnodes "$nnodes" --node_rank "$node_rank" \
+    --master_addr "$address" --master_port "$port" --nproc_per_node @@PROCESSES@@ @@NO_GPUS@@@@CONTROLLED@@@@SCRIPT@@ "$@"@@BESIDE@@
+@@AFTER@@

@@ -1,0 +1,157 @@
+"""The words of a training command: checked where the training script is, and quoted for shells."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from smp.errors import ConfigError, UserError
+from smp.log import redact
+
+_CHECK_SECONDS = 120
+# Run where the training script is: this package does not import it.
+_CHECK = """
+import json, sys
+from arguments import parse_args
+from smp.errors import ConfigError, UserError
+try:
+    config = parse_args(sys.argv[1:])
+except UserError as error:
+    print(json.dumps({"problems": error.problems if isinstance(error, ConfigError) else [str(error)]}))
+else:
+    print(json.dumps({"settings": config.flat(), "given": sorted(config.given)}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The training flags as the training script reads them.
+
+    Args:
+        settings: every setting by name.
+        given: those that a flag or the ``--config`` file names.
+    """
+
+    settings: dict[str, Any]
+    given: frozenset[str]
+
+
+def check_words(words: Sequence[str], directory: Path) -> Checked:
+    """Let the checkout's own ``arguments.py`` read training flags, in a process of its own.
+
+    Raises:
+        ConfigError: with every problem that it found.
+        UserError: it cannot be run.
+    """
+    command = [sys.executable, "-c", _CHECK, *words]
+    try:
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{directory}/arguments.py did not answer within {_CHECK_SECONDS} s: see why") from None
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        if done.returncode == 0:  # it has printed something else, and ended
+            raise UserError(
+                "the training flags ask for help instead of a job: leave --help out, and read it with `python "
+                "train_lib.py --help`"
+            ) from None
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(f"{directory}/arguments.py cannot check the training flags ({last}): mend it") from None
+    if "problems" in answer:
+        raise ConfigError(answer["problems"])
+    found = Checked(answer["settings"], frozenset(answer["given"]))
+    for name in sorted(found.given):  # a --config file can hold what no word may
+        for value in _texts(found.settings.get(name)):
+            _require_printable(f"--{name}", value)
+    return found
+
+
+def _texts(value: Any) -> list[str]:
+    """The strings of a setting: itself, or a list's."""
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str)]
+
+
+def require_plain(name: str, value: str) -> str:
+    """A value that may stand in a script.
+
+    Raises:
+        UserError: it holds a line break or another control character, or looks like a secret.
+    """
+    _require_printable(name, value)
+    if redact(f"{name} {value}") != f"{name} {value}" or redact(value) != value:
+        raise UserError(
+            f"{name} looks like a secret, which the script would show to everybody: export it in the job's environment"
+        )
+    return value
+
+
+def _require_printable(name: str, value: str) -> None:
+    if not value.isprintable():
+        raise UserError(
+            f"{name} {value!r} holds a line break or control character: scripts cannot carry it, leave it out"
+        )
+
+
+def require_plain_words(words: Sequence[str]) -> list[str]:
+    """Words of a training command that may stand in a script.
+
+    Raises:
+        UserError: see :func:`require_plain`.
+    """
+    flag = "the training flag"
+    for word in words:
+        require_plain(flag, word)
+        flag = word if word.startswith("--") else flag
+    return list(words)
+
+
+def require_name(name: str, value: str, pattern: str = r"[\w.@%+:,=/-]+") -> str:
+    """A value for a place where quotes do not protect, such as a scheduler's directive.
+
+    Raises:
+        UserError: it has other characters.
+    """
+    if re.fullmatch(pattern, value, re.ASCII) is None:
+        raise UserError(f"{name} {value!r} is not allowed: give letters, digits and the characters . _ @ % + : , = / -")
+    return value
+
+
+def value_of(words: Sequence[str], flag: str) -> str | None:
+    """The value that the last ``FLAG VALUE`` or ``FLAG=VALUE`` gives, or None."""
+    found = None
+    for index, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+        elif word == flag:
+            found = words[index + 1] if index + 1 < len(words) else ""
+    return found
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Words for a POSIX shell, each as it is."""
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def quoted_lines(words: Sequence[str], *, indent: str = "    ") -> str:
+    """The same, each flag with its values on a line of its own."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(word)
+    return "\n".join(indent + quoted(line) for line in lines)
+
+
+def comment(lines: Iterable[str]) -> str:
+    """Lines of a shell or YAML comment, whatever they hold: none ends before its time, and none shows a secret."""
+    shown = ("".join(c if c.isprintable() else " " for c in redact(line)) for line in lines)
+    return "\n".join(f"# {line}".rstrip() for line in shown)

@@ -1,0 +1,242 @@
+"""What SMP v2 and SMDDP have, and what takes its place: the table behind the documentation and ``smp.sagemaker``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Name(NamedTuple):
+    """A function, class or module of the originals.
+
+    Attributes:
+        original: its dotted name.
+        ours: the dotted name of what takes its place; empty if nothing does.
+        same: whether ours can stand in for it as it is, so that ``smp.sagemaker`` gives it.
+        note: what differs, or what to do instead.
+    """
+
+    original: str
+    ours: str
+    same: bool
+    note: str
+
+
+_SAVER = "torch.sagemaker.distributed.checkpoint.state_dict_saver"
+_UTILS = "torch.sagemaker.distributed.checkpoint.state_dict_utils"
+_NO_S3 = "object stores are not available: save to a shared file system and copy from there"
+_NO_MOE = "mixture-of-experts models are out of scope for now"
+_ATTENTION = "the model code is Hugging Face's: choose with attn_implementation, or --attn_implementation"
+_LAYER = "layers stay Hugging Face's: wrap and checkpoint by its class, such as LlamaDecoderLayer"
+
+NAMES = (
+    Name(
+        "torch.sagemaker.init",
+        "smp.init",
+        True,
+        "after the process group, as there; no estimator gives a configuration: give a dict or a JSON file",
+    ),
+    Name("torch.sagemaker.is_initialized", "smp.is_initialized", True, ""),
+    Name(
+        "torch.sagemaker.transform", "smp.transform", True, "splits Hugging Face's own modules in place; no MoEConfig"
+    ),
+    Name("torch.sagemaker.state", "smp.state", True, "the same fields"),
+    Name("torch.sagemaker.grad_norm.clip_grad_norm_", "smp.clip_grad_norm_", True, "0 only measures"),
+    Name(
+        "torch.sagemaker.delayed_param.DelayedParamIniter",
+        "smp.DelayedParamIniter",
+        True,
+        "values do not depend on the layout",
+    ),
+    Name(
+        "torch.distributed.fsdp.FullyShardedDataParallel",
+        "smp.FullyShardedDataParallel",
+        False,
+        "the same arguments, and SMP's post_param_init_fn; see from_fsdp1.md",
+    ),
+    Name(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.offload_wrapper",
+        "smp.offload_wrapper",
+        False,
+        "of checkpointed blocks, with prefetch, in place",
+    ),
+    Name(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing",
+        "smp.apply_activation_checkpointing",
+        False,
+        "torch's own works, too, but cannot be offloaded",
+    ),
+    Name(
+        "torch.sagemaker.checkpoint.utils.limit_num_subdirs",
+        "",
+        False,
+        "smp.Checkpoints(keep=...) or --num_kept_checkpoints: the last whole one is never deleted",
+    ),
+    Name("torch.sagemaker.checkpoint.utils.SORT_BY_LAST_INT", "", False, "checkpoints are sorted by their step"),
+    Name("torch.sagemaker.checkpoint.constants.SMP_IS_LOAD_INFO_KEY", "", False, "a checkpoint has no such key"),
+    Name("torch.sagemaker.checkpoint.constants.SMP_IS_PARTIAL_KEY", "", False, "a checkpoint has no such key"),
+    Name(f"{_SAVER}.save", "smp.Checkpoints.save", False, "smp.Checkpoints(directory, model, optimizer).save(step)"),
+    Name(f"{_SAVER}.async_save", "smp.Checkpoints.save", False, "smp.Checkpoints(...).save(step, wait=False)"),
+    Name(f"{_SAVER}.maybe_finalize_async_calls", "smp.Checkpoints.finish", False, "smp.Checkpoints(...).finish()"),
+    Name(
+        "torch.sagemaker.distributed.checkpoint.state_dict_loader.load",
+        "smp.Checkpoints.load",
+        False,
+        "smp.Checkpoints(...).load(): verified, at any number of ranks",
+    ),
+    Name(f"{_UTILS}.sm_state_dict_type", "smp.Checkpoints", False, "smp.Checkpoints needs no context"),
+    Name(
+        f"{_UTILS}.init_optim_state",
+        "smp.Checkpoints",
+        False,
+        "smp.Checkpoints(...).load() makes the optimizer's state",
+    ),
+    Name(f"{_UTILS}.compute_auto_checkpoint_interval", "", False, "--checkpoint_freq auto"),
+    Name(
+        "torch.sagemaker.distributed.checkpoint.filesystem.DistributedFileSystemReader",
+        "smp.Checkpoints",
+        False,
+        "smp.Checkpoints reads and writes; plain torch reads the files with HuggingFaceStorageReader",
+    ),
+    Name(
+        "torch.sagemaker.distributed.checkpoint.filesystem.DistributedFileSystemWriter",
+        "smp.Checkpoints",
+        False,
+        "smp.Checkpoints reads and writes",
+    ),
+    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.S3FileSystem", "", False, _NO_S3),
+    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.is_s3_uri", "", False, _NO_S3),
+    Name(
+        "torch.sagemaker.distributed.checkpoint.async_utils.AsyncCallsQueue",
+        "smp.Checkpoints",
+        False,
+        "smp.Checkpoints(...).save(step, wait=False) holds its one write itself",
+    ),
+    Name(
+        "torch.sagemaker.distributed.fsdp.checkpoint.save",
+        "smp.Checkpoints.save",
+        False,
+        "smp.Checkpoints(directory, model, optimizer).save(step)",
+    ),
+    Name(
+        "torch.sagemaker.distributed.fsdp.checkpoint.load", "smp.Checkpoints.load", False, "smp.Checkpoints(...).load()"
+    ),
+    Name(
+        "torch.distributed.fsdp.FullStateDictConfig",
+        "smp.FullStateDictConfig",
+        False,
+        "takes translate_on_save=True: names are always Hugging Face's; smp.checkpoint.hf_export.export_hf writes them",
+    ),
+    Name("torch.sagemaker.moe.moe_config.MoEConfig", "", False, _NO_MOE),
+    Name("torch.sagemaker.moe.moe_layer.MoELayer", "", False, _NO_MOE),
+    Name("torch.sagemaker.nn.attn.FlashSelfAttention", "", False, _ATTENTION),
+    Name("torch.sagemaker.nn.attn.FlashGroupedQueryAttention", "", False, _ATTENTION),
+    Name("torch.sagemaker.nn.huggingface.llama_flashattn.LlamaFlashAttention", "", False, _ATTENTION),
+    Name("torch.sagemaker.tensor_parallel.transformer.TransformerLayer", "", False, _LAYER),
+    Name("torch.sagemaker.tensor_parallel.transformer.TETransformerLayer", "", False, _LAYER),
+    Name("torch.sagemaker.tensor_parallel.transformer.TransformerLMHead", "", False, _LAYER),
+    Name("torch.sagemaker.utils.module_utils.empty_module_params", "", False, "torch's module.to_empty(device=...)"),
+    Name("torch.sagemaker.utils.module_utils.move_buffers_to_device", "", False, "torch's module.to(device)"),
+    Name(
+        "torch.sagemaker.utils.process_group_utils.get_global_ranks",
+        "torch.distributed.get_process_group_ranks",
+        True,
+        "",
+    ),
+    Name("torch.sagemaker.utils.utils.timeit", "", False, "time.perf_counter"),
+    Name(
+        "torch.sagemaker.context_parallel.utils.setup_transformer_engine_cp_groups",
+        "",
+        False,
+        "context parallelism is out of scope for now",
+    ),
+    Name("smdistributed.dataparallel.torch.torch_smddp", "smp.comm", False, "import smp registers the backend smddp"),
+)
+
+
+class Key(NamedTuple):
+    """A key of SMP v2's ``init({...})``; ``given`` is a value to try, ``refused`` whether it is refused."""
+
+    name: str
+    default: Any
+    given: Any
+    refused: bool
+    note: str
+
+
+KEYS = (
+    Key("hybrid_shard_degree", 0, 2, False, "the same rules for 0, 1 and k"),
+    Key("tensor_parallel_degree", 1, 2, False, "Llama, Mistral and GPT-NeoX; others by a plan of five lines"),
+    Key("context_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
+    Key("expert_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
+    Key(
+        "sm_activation_offloading",
+        True,
+        True,
+        False,
+        "told by smp.state; smp.offload_wrapper is what offloads, as there",
+    ),
+    Key("activation_loading_horizon", 2, 4, False, "the same"),
+    Key("fsdp_cache_flush_warnings", True, False, False, "the same, on GPUs"),
+    Key("allow_empty_shards", False, True, False, "either: empty shards are always allowed"),
+    Key("random_seed", 0, 1234, False, "the same"),
+)
+
+
+class Variable(NamedTuple):
+    """An environment variable of SMDDP's."""
+
+    name: str
+    ours: str
+    note: str
+
+
+VARIABLES = (
+    Variable(
+        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
+        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
+        "staging memory of a rank in a group, 4 MiB (16 there); larger messages go in chunks, none falls back",
+    ),
+    Variable(
+        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
+        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
+        "most memory of a host for the shared buffers of one group, 64 GiB; beyond, the staging memory is used",
+    ),
+    Variable(
+        "SMDATAPARALLEL_OPTIMIZE_SDP", "", "no switch: all-gather and all-reduce are both served, by any launcher"
+    ),
+    Variable("SMDATAPARALLEL_SERVER_ADDR, SMDATAPARALLEL_SERVER_PORT", "", "no server: MASTER_ADDR and MASTER_PORT"),
+    Variable("SMDATAPARALLEL_USE_HOMOGENEOUS, SMDATAPARALLEL_USE_SINGLENODE", "", "found out from the processes"),
+    Variable("SM_CHANNEL_TRAIN, SM_CHANNEL_TEST", "SM_CHANNEL_", "defaults of --training_dir and --test_dir, as there"),
+)
+
+# Every flag of the last public train_lib.py, of the version before it, and of the guides, with its default there.
+FLAGS: dict[str, Any] = {
+    "train_batch_size": 2, "max_steps": 5000, "max_training_steps": 5000, "epochs": 3, "seed": 12345, "same_seed": 0,
+    "bf16": 1, "fp8": 1, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "grad_clip": 1.0,
+    "weight_decay": 0.2, "beta1": 0.9, "beta2": 0.95,
+    "lr": 1e-4, "lr_decay_style": "cosine", "lr_decay_iters": 47683, "min_lr": 1e-5, "warmup": 0.0032, "plateau": 0.0,
+    "activation_checkpointing": 1, "patch_neox_rope": 1, "delayed_param": 1, "enable_memory_profiling": 0,
+    "clean_cache": 0, "offload_activations": 0, "activation_loading_horizon": 2,
+    "logging_freq": 1, "logging_freq_for_avg": 50, "log_reduced_training_loss": 0, "tensorboard_dir": None,
+    "num_kept_checkpoints": 2, "checkpoint_freq": 1000, "checkpoint_dir": "/opt/ml/checkpoints",
+    "resume_from_checkpoint": None, "checkpoint_type": "sharded", "model_dir": None, "save_final_model": 0,
+    "dataset_type": "gpt_jsonl", "data_num_workers": 0, "data_type": "gpt", "use_synthetic_data": 0, "zipped_data": 1,
+    "training_dir": "$SM_CHANNEL_TRAIN", "test_dir": "$SM_CHANNEL_TEST",
+    "hf_pretrained_model_name_or_dir": None, "max_context_width": 2048, "vocab_size": 50432, "hidden_width": 768,
+    "num_layers": 12, "num_heads": 12, "num_key_value_heads": None, "llama_intermediate_size": 11008,
+    "intermediate_size": 14336, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "summary_first_pdrop": 0.1,
+    "initializer_range": 0.02, "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000,
+    "rope_scaling_type": None, "rope_scaling_factor": 8.0, "rope_scaling_high_freq_factor": 4.0,
+    "rope_scaling_low_freq_factor": 1.0, "rope_scaling_original_max_position_embeddings": 8192, "sliding_window": None,
+    "use_smp_flash_attn": 1, "use_smp_implementation": 0, "tensor_parallel_degree": 1, "context_parallel_degree": 1,
+    "expert_parallel_degree": 1, "cp_comm_type": "p2p", "moe": 0, "num_experts_per_tok": 2, "num_local_experts": 8,
+    "moe_load_balancing": "sinkhorn", "global_token_shuffle": 0, "moe_all_to_all_dispatcher": 1,
+    "moe_fp8_checkpoint_attn": 1, "moe_fp8_checkpoint_moe": 1,
+    "sharding_strategy": "hybrid_shard", "shard_degree": None, "hybrid_shard_degree": 0, "limit_all_gathers": 1,
+    "forward_prefetch": 1, "use_orig_params": 0, "backward_fetch_policy": "backward_pre",
+    "auto_wrap_policy": "transformer_auto_wrap_policy",
+    "validation_freq": None, "validation_batches": 10, "val_batch_size": 4, "fast_validation": 1,
+    "preserve_np_state": 0,
+    "distributed_backend": "smddp", "nccl_test_log": "", "profile_nsys": 0, "framework": "fsdp",
+    "finetune": "", "pretrained_model_name": "", "pretrained_checkpoint_file": "", "finetune_checkpoint_load_dir": "",
+}  # fmt: skip

@@ -1,0 +1,395 @@
+"""Each check of ``smp doctor`` finds its problem when there is one, and says what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pathlib
+import re
+import resource
+import socket
+import subprocess
+import tomllib
+
+import pytest
+import torch
+
+from smp import instruction_set
+from smp.doctor import compare, devices, disk, environment, exchange, versions
+from smp.doctor.compare import Report, diagnose
+from smp.doctor.pairs import Pairs, partners, slow_pairs
+from smp.doctor.room import Check, Request, Room
+from smp.doctor.worker import _run
+from smp.runtime import Launch
+
+ROOT = pathlib.Path(__file__).parent.parent
+TWO_HOSTS = Launch(0, 4, 0, 2)
+GIB = 1 << 30
+
+
+def look(check, *, launch=None, root="/", state=None, full=False, **settings):
+    """(status, message) of everything that a check finds, run as a worker runs it."""
+    said = []
+    request = Request(settings, root=pathlib.Path(root), full=full)
+    room = Room(request, launch or Launch(0, 2, 0, 2), said.append)
+    room.state.update(state or {})
+    room.check = "it"
+    _run(Check("it", check), room)
+    return [(each["finding"][1], each["finding"][2]) for each in said if "finding" in each]
+
+
+def found(check, status, pattern, **options):
+    """The one finding of a check."""
+    [(got, message)] = look(check, **options)
+    assert got == status and re.search(pattern, message), (got, message)
+    return message
+
+
+def system(tmp_path, **files):
+    """A root with files of the system; ``__`` stands for a slash and ``DOT`` for a dot."""
+    for name, content in files.items():
+        path = tmp_path / name.replace("__", "/").replace("DOT", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------------------- versions
+
+
+def test_the_least_versions_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {"python": project["requires-python"].removeprefix(">=")}
+    wanted |= dict(each.split(">=") for each in project["dependencies"])
+    assert wanted == versions.MINIMUM
+
+
+def test_packages_that_are_old_or_missing(monkeypatch):
+    real = versions.installed()
+    monkeypatch.setattr(versions, "installed", lambda: real | {"torch": "2.10.1+cu128", "datasets": None})
+    assert look(versions.check_versions) == [
+        ("problem", "torch 2.10.1+cu128 is older than 2.11, the least that smp works with: pip install 'torch>=2.11'"),
+        ("problem", "datasets is not installed: pip install 'datasets>=4.0'"),
+    ]
+    monkeypatch.undo()
+    found(versions.check_versions, "ok", r"python 3\..*torch 2\.")
+
+
+@pytest.mark.parametrize(("text", "value"), [("2.13.0+cpu", (2, 13, 0)), ("2.11.0a0", (2, 11, 0)), ("main", ())])
+def test_numbers_of_a_version(text, value):
+    assert versions.numbers(text) == value
+
+
+def test_the_backend_without_its_means(monkeypatch):
+    monkeypatch.setattr(versions, "load", lambda: None)
+    found(versions.check_backend_parts, "warning", "install a C compiler")
+    monkeypatch.setattr(versions, "refusal", lambda: "aarch64 does not keep the order of stores")
+    found(versions.check_backend_parts, "warning", "leaves everything to gloo: aarch64")
+
+
+def reports(**measured):
+    """Reports of two ranks with different measurements of one name."""
+    [(name, values)] = measured.items()
+    return [Report(rank, measurements={name: value}, host=f"host{rank}") for rank, value in enumerate(values)]
+
+
+def test_what_differs_between_ranks_is_found():
+    [torch_differs] = diagnose(reports(versions=[{"torch": "2.13.0"}, {"torch": "2.12.1"}])).findings
+    assert torch_differs.status == "problem" and torch_differs.ranks == (0, 1)
+    assert torch_differs.message.startswith("torch differs: 2.13.0 on rank(s) 0; 2.12.1 on rank(s) 1: install")
+    [other] = diagnose(reports(versions=[{"xxhash": "3.1"}, {"xxhash": "3.2"}])).findings
+    assert other.status == "warning"
+    [gpus] = diagnose(reports(gpu=[{"name": "H100"}, {"name": "A100"}])).findings
+    assert gpus.status == "warning" and "the slowest decides" in gpus.message
+    sizes = [{"training_dir": {"files": 2, "bytes": 10}}, {"training_dir": {"files": 2, "bytes": 9}}]
+    [files] = diagnose(reports(data=sizes)).findings
+    assert (
+        files.status == "problem" and "--training_dir is not the same on all hosts: 2 file(s), 10 byt" in files.message
+    )
+    assert not list(compare.differences(reports(versions=[{"torch": "2.13.0"}] * 2)))
+
+
+# -------------------------------------------------------------------------------------------------------------- devices
+
+
+def test_processes_against_cores_and_threads(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "cores", lambda room: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is not set.* set OMP_NUM_THREADS=4$")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    found(devices.check_devices, "warning", "2 processes with OMP_NUM_THREADS=8 want 16 cores of 8: set it to 4")
+    found(devices.check_devices, "warning", "16 processes share 8 core", launch=Launch(0, 16, 0, 16))
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    found(devices.check_devices, "ok", "8 core")
+    assert look(devices.check_devices, launch=Launch(1, 2, 1, 2)) == []  # one rank of a host says it
+    driver = system(tmp_path, proc__driver__nvidia__version="NVRM version: 999")
+    assert look(devices.check_devices, root=driver)[0][1].startswith("this host has NVIDIA's driver, but this torch is")
+
+
+def test_a_quota_counts_as_cores(tmp_path):
+    group = "sys__fs__cgroup__pod__cpuDOTmax"
+    root = system(tmp_path, **{group: "150000 100000", "proc__self__cgroup": "0::/pod"})
+    assert devices.cores(Room(Request(root=root), Launch(), print)) in (1, 2)
+    assert devices.cores(Room(Request(root=system(tmp_path, **{group: "50000 100000"})), Launch(), print)) == 1
+
+
+def test_fewer_gpus_than_processes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found(devices.check_devices, "problem", r"2 processes on a host with 1 GPU\(s\): use --nproc_per_node 1")
+
+
+@pytest.mark.parametrize(("free", "status"), [(79, "ok"), (30, "warning")])
+def test_a_gpu_in_use(free, status, monkeypatch):
+    about = type("Properties", (), {"name": "NVIDIA X"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    found(devices.check_devices, status, rf"NVIDIA X.*{free}.0 GiB of 80.0 GiB free")
+
+
+def test_a_processor_that_traps_bf16(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    outcomes = {None: 4, "AVX512_CORE_BF16": 4, "AVX512_CORE": 0}
+    monkeypatch.setattr(instruction_set, "try_bf16_product", outcomes.get)
+    monkeypatch.setattr(instruction_set, "set_onednn_ceiling", lambda ceiling: None)
+    found(devices.check_bf16, "warning", r"set ONEDNN_MAX_CPU_ISA=AVX512_CORE \(train_lib.py does so by itself\)")
+    monkeypatch.setattr(instruction_set, "try_bf16_product", lambda ceiling: 4)
+    found(devices.check_bf16, "warning", "with every instruction set: use --bf16 0")
+    found(devices.check_bf16, "problem", "with every instruction set: use --bf16 0", bf16=True)
+
+
+MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n"
+
+
+def test_a_containers_memory_limit(tmp_path):
+    root = system(tmp_path, proc__meminfo=MEMINFO)
+    found(devices.check_memory, "ok", "32.0 GiB of 64.0 GiB available, no container's limit", root=root)
+    group = {"sys__fs__cgroup__memoryDOTmax": str(8 * GIB), "sys__fs__cgroup__memoryDOTcurrent": str(2 * GIB)}
+    root = system(tmp_path, **group)
+    found(devices.check_memory, "ok", "may use 8.0 GiB of the host's 64.0 GiB, 6.0 GiB are left", root=root)
+    system(tmp_path, sys__fs__cgroup__memoryDOTcurrent=str(7 * GIB))
+    found(devices.check_memory, "warning", r"1.0 GiB are left for 2 process\(es\).*raise the container", root=root)
+    older = system(
+        tmp_path / "older", proc__meminfo=MEMINFO, sys__fs__cgroup__memory__memoryDOTlimit_in_bytes=str(4 * GIB)
+    )
+    found(devices.check_memory, "ok", "may use 4.0 GiB", root=older)
+    endless = system(
+        tmp_path / "endless", proc__meminfo=MEMINFO, sys__fs__cgroup__memory__memoryDOTlimit_in_bytes=str(1 << 62)
+    )
+    found(devices.check_memory, "ok", "no container's limit", root=endless)
+
+
+def limits(monkeypatch, **soft):
+    real = resource.getrlimit
+    values = {getattr(resource, name): value for name, value in soft.items()}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (values[kind], 4096) if kind in values else real(kind))
+
+
+def test_limits_of_a_process(monkeypatch, tmp_path):
+    limits(monkeypatch, RLIMIT_DATA=2 * GIB, RLIMIT_NOFILE=600, RLIMIT_MEMLOCK=65536)
+    assert ("warning", "RLIMIT_DATA lets each process have 2.0 GiB at most: raise it with ulimit -d unlimited") in look(
+        devices.check_memory
+    )
+    found(devices.check_limits, "ok", "600 files")
+    found(
+        devices.check_limits, "problem", "600 files, and 64 processes .* about 1024 .*ulimit -n", launch=Launch(0, 64)
+    )
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert len(look(devices.check_shared_memory, root=tmp_path)) == 1  # no adapter that needs locked memory
+    (tmp_path / "sys/class/infiniband/efa0").mkdir(parents=True)
+    assert "ulimit -l unlimited" in look(devices.check_shared_memory, root=tmp_path)[1][1]
+
+
+def test_a_small_shared_memory(monkeypatch, tmp_path):
+    found(devices.check_shared_memory, "warning", r"/dev/shm cannot be used \(No such file", root=tmp_path)
+
+    class Status:
+        f_blocks, f_frsize, f_bavail = 16384, 4096, 16000
+
+    monkeypatch.setattr(devices.os, "statvfs", lambda path: Status)
+    found(devices.check_shared_memory, "warning", "62.5 MiB of 64.0 MiB free.*--shm-size 8g")
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+PRESENT = ["lo", "eth0", "ib0"]
+
+
+def no_address(name):
+    raise OSError(-2, "Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("values", "launch", "status", "pattern"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, TWO_HOSTS, "problem", "no interface eth1; it has lo, eth0, ib0"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, TWO_HOSTS, "problem", "cannot reach other hosts"),
+        ({"NCCL_SOCKET_IFNAME": "en"}, TWO_HOSTS, "problem", "NCCL_SOCKET_IFNAME=en names none"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, TWO_HOSTS, "problem", "NCCL_SOCKET_IFNAME==eth names none"),
+        ({"MASTER_ADDR": "localhost"}, TWO_HOSTS, "problem", "MASTER_ADDR=localhost is each host's own address"),
+        ({"MASTER_ADDR": "head"}, TWO_HOSTS, "problem", "MASTER_ADDR=head has no address here"),
+        ({"NCCL_P2P_DISABLE": "1"}, TWO_HOSTS, "warning", "NCCL_P2P_DISABLE=1: GPUs of one host"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, TWO_HOSTS, "warning", "compares every collective"),
+        ({"NCCL_DEBUG": "INFO"}, TWO_HOSTS, "warning", "prints a lot"),
+        ({"SLURM_NTASKS": "16"}, Launch(), "warning", "Slurm allocation of 16 tasks: `srun"),
+    ],
+)
+def test_variables_that_do_not_fit(values, launch, status, pattern):
+    [(got, message)] = environment.contradictions(values, launch, PRESENT, no_address)
+    assert got == status and re.search(pattern, message), (got, message)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"GLOO_SOCKET_IFNAME": "eth0,ib0"}, {"NCCL_SOCKET_IFNAME": "eth"}, {"NCCL_SOCKET_IFNAME": "^lo,docker"},
+        {"NCCL_P2P_DISABLE": "0"}, {"NCCL_DEBUG": "WARN"}, {"SLURM_NTASKS": "4"},
+    ],
+)  # fmt: skip
+def test_variables_that_fit(values):
+    assert list(environment.contradictions(values, TWO_HOSTS, PRESENT, no_address)) == []
+
+
+def test_secrets_of_the_environment_are_never_said(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:verysecret@proxy:3128")
+    monkeypatch.setenv("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "12")
+    said = []
+    room = Room(Request(), Launch(), said.append)
+    environment.check_environment(room)
+    text = json.dumps(said)
+    assert "verysecret" not in text and "HTTPS_PROXY" in text
+    assert "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=12 is not allowed" in text
+
+
+def test_a_host_name_that_others_cannot_reach(monkeypatch):
+    def resolves(*addresses):
+        answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    resolves("127.0.1.1")
+    found(environment.check_hostname, "ok", "one host does not mind")
+    found(environment.check_hostname, "problem", "127.0.1.1, which other.*GLOO_SOCKET_IFNAME", launch=TWO_HOSTS)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    found(environment.check_hostname, "ok", "GLOO_SOCKET_IFNAME=eth0", launch=TWO_HOSTS)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    resolves("10.0.0.5", "127.0.0.1")
+    found(environment.check_hostname, "ok", "10.0.0.5", launch=TWO_HOSTS)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: no_address(""))
+    found(environment.check_hostname, "problem", "has no address", launch=TWO_HOSTS)
+
+
+# ----------------------------------------------------------------------------------------------------------------- disk
+
+
+def test_a_good_directory_is_left_as_it_was(tmp_path):
+    found(disk.check_disk, "ok", "written and flushed at .*/s", output_dir=str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    found(disk.check_disk, "problem", "file is a file: choose", output_dir=str(tmp_path / "file" / "run"))
+    found(disk.check_disk, "problem", "cannot be written", output_dir="/proc/run")
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    first, _ = look(disk.check_disk, output_dir=str(tmp_path))
+    assert first[0] == "problem" and "without flock" in first[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(pathlib.Path, "symlink_to", refuse)
+    first, _ = look(disk.check_disk, output_dir=str(tmp_path))
+    assert first[0] == "warning" and "takes no symbolic links" in first[1]
+
+
+def test_a_disk_that_is_full_or_slow_or_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "write_speed", lambda path, size, seconds: 1e6 if path.touch() is None else 0)
+    found(disk.check_disk, "warning", "976.6 KiB/s.*choose a faster", output_dir=str(tmp_path))
+    monkeypatch.setattr(disk, "write_speed", lambda path, size, seconds: 1e9 if path.touch() is None else 0)
+    state = {"parameters": 10**9}
+    monkeypatch.setattr(disk, "disk_free", lambda path: 8 * GIB)
+    message = "has 8.0 GiB free and one checkpoint of the model takes 11.2 GiB"
+    assert [(status, message in text) for status, text in look(disk.check_disk, state=state, output_dir=str(tmp_path))][
+        1
+    ] == ("problem", True)
+    monkeypatch.setattr(disk, "disk_free", lambda path: 30 * GIB)
+    [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[3])
+    assert status == "warning" and "3 kept checkpoint(s) and the one being written take 44.7 GiB" in text
+    [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[1])
+    assert status == "ok" and "written in about 12.0 s" in text
+    mounts = f"proc / ext4 rw 0 0\nnone {tmp_path} tmpfs rw 0 0\n"
+    root = system(tmp_path / "root", proc__self__mounts=mounts)
+    assert "is on tmpfs, which is memory" in look(disk.check_disk, root=root, output_dir=str(tmp_path))[1][1]
+
+
+def test_a_really_full_disk(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        (tmp_path / "rest").write_bytes(bytes(disk.disk_free(tmp_path) - (1 << 20)))
+        message = found(disk.check_disk, "problem", "cannot be written", output_dir=str(tmp_path))
+        assert "No space left on device; 1.0 MiB are free" in message
+        assert [path.name for path in tmp_path.iterdir()] == ["rest"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- pairs
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_every_two_ranks_meet_once(size):
+    met = []
+    for others in partners(size):
+        for rank, other in enumerate(others):
+            if other >= 0:
+                assert others[other] == rank != other
+                met.append((rank, other))
+    assert sorted(met) == sorted((a, b) for a in range(size) for b in range(size) if a != b)
+
+
+def measured(speeds, hosts):
+    pairs = Pairs(len(hosts), hosts)
+    for (a, b), speed in speeds.items():
+        pairs.note(a, b, 1e-5, speed * GIB)
+    return pairs
+
+
+def test_slow_pairs_are_named_against_their_own_kind():
+    hosts = "aabb"
+    fast = {(0, 1): 10, (2, 3): 10, (0, 2): 1, (0, 3): 1.1, (1, 2): 1, (1, 3): 0.4}
+    pairs = measured(fast, hosts)
+    assert slow_pairs(pairs) == [(1, 3)]
+    [(sentence, numbers)] = pairs.complaints([(1, 3)])
+    assert sentence.startswith(
+        "ranks 1 and 3: messages pass at 0.4 GiB/s, the median of such pairs is 1 GiB/s: look at"
+    )
+    assert "network between their hosts" in sentence and numbers["ranks"] == [1, 3]
+    assert slow_pairs(measured({(0, 1): 10, (0, 2): 1, (1, 2): 1}, "aab")) == []  # as fast as a network is
+    one_rank = measured({(0, 1): 5, (0, 2): 5, (1, 2): 5, (0, 3): 1, (1, 3): 1.1, (2, 3): 1.2}, "aaaa")
+    [(sentence, numbers)] = one_rank.complaints(slow_pairs(one_rank))
+    assert sentence.startswith("rank 3 with rank(s) 0, 1, 2: messages pass at 1 GiB/s") and numbers["ranks"] == [3]
+
+
+def test_a_second_measurement_counts_if_it_is_better():
+    pairs, again = (measured({(0, 1): speed}, "ab") for speed in (1, 3))
+    pairs.keep_better(0, 1, again)
+    assert pairs.as_rows()[0]["bytes_per_second"] == 3 * GIB
+    again.keep_better(0, 1, measured({(0, 1): 2}, "ab"))
+    assert again.as_rows()[0]["bytes_per_second"] == 3 * GIB and not again.as_rows()[0]["same_host"]
+
+
+def test_a_mark_is_looked_for(tmp_path):
+    mark = disk.leave_mark(tmp_path / "not" / "there", ".doctor-mark")
+    assert mark == tmp_path / ".doctor-mark" and disk.sees_mark(mark, seconds=0)
+    assert not disk.sees_mark(tmp_path / "other", seconds=0)
+    mark.write_text("something else")
+    assert not disk.sees_mark(mark, seconds=0)
+    assert exchange.wall_clock() > 0

@@ -1,0 +1,369 @@
+"""State dicts of model and optimizer: whole and sharded, saved here and read there, and the reverse."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import DTensor
+
+import smp
+from smp import FSDP
+from smp.errors import UserError
+from tests import fsdp1
+from tests.distributed import run_distributed
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+def make(kind, *, seed: int = 1, strategy="FULL_SHARD", **kwargs):
+    """A model of FSDP here or of torch, or a plain one, in fp64, and its AdamW with two groups."""
+    model = fsdp1.build(seed=seed, **kwargs).double()
+    if kind is not None:
+        wrap = FSDP if kind is FSDP else fsdp1.torch_fsdp
+        if "HYBRID" in strategy:
+            where = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))}
+        else:
+            where = {}
+        strategy = strategy if kind is FSDP else torch.distributed.fsdp.ShardingStrategy[strategy]
+        model = wrap(model, auto_wrap_policy=fsdp1.by_block, sharding_strategy=strategy, **where)
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
+    others = [p for n, p in model.named_parameters() if "norm" in n]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def steps(model, optimizer, first: int, count: int, *, plain: bool = False) -> list[float]:
+    losses, ranks, rank = [], dist.get_world_size(), dist.get_rank()
+    for step in range(first, first + count):
+        if plain:
+            loss = sum(fsdp1.loss_of(model, fsdp1.batch(step, r)) for r in range(ranks)) / ranks
+        else:
+            loss = fsdp1.loss_of(model, fsdp1.batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fsdp1.mean(loss))
+    return losses
+
+
+def quiet(call, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **kwargs)
+
+
+def states(cls, model, optimizer, kind=FULL, model_config=None, optim_config=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with cls.state_dict_type(model, kind, model_config, optim_config):
+            return model.state_dict(), cls.optim_state_dict(model, optimizer)
+
+
+def load(cls, model, optimizer, saved, kind=FULL) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with cls.state_dict_type(model, kind):
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(cls.optim_state_dict_to_load(model, optimizer, saved[1]))
+
+
+def _whole_states(folder):
+    """Rank 0 saves; a plain model, torch's FSDP1 and ours go on from the file, and the reverse."""
+    rank = dist.get_rank()
+    model, optimizer = make(FSDP)
+    steps(model, optimizer, 0, 3)
+    rank0 = FullStateDictConfig(offload_to_cpu=True, rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    saved = states(FSDP, model, optimizer, FULL, *rank0)
+    assert (
+        FSDP.get_state_dict_type(model).state_dict_type == FULL
+        and not FSDP.get_state_dict_type(model).state_dict_config.rank0_only
+    ), "what was chosen before holds again"
+    if rank == 0:
+        torch.save(saved, folder / "ours.pt")
+        assert saved[0].keys() == fsdp1.build().state_dict().keys()
+        assert all(type(value) is torch.Tensor for value in saved[0].values())
+    else:
+        assert dict(saved[0]) == {} and saved[1] == {}
+    model_t, optimizer_t = make(TorchFSDP)
+    steps(model_t, optimizer_t, 0, 3)
+    # Not its offload_to_cpu: on a CPU it copies nothing, and the buffers are used again.
+    saved_t = states(TorchFSDP, model_t, optimizer_t, FULL, None, FullOptimStateDictConfig(offload_to_cpu=False))
+    if rank == 0:
+        torch.save(saved_t, folder / "torchs.pt")
+        assert saved[1]["state"].keys() == saved_t[1]["state"].keys()
+        for name, values in saved_t[1]["state"].items():
+            assert {k: v.shape for k, v in values.items()} == {k: v.shape for k, v in saved[1]["state"][name].items()}
+        assert [set(g["params"]) for g in saved[1]["param_groups"]] == [
+            set(g["params"]) for g in saved_t[1]["param_groups"]
+        ]
+        assert saved[1]["param_groups"][0].keys() == saved_t[1]["param_groups"][0].keys()
+    dist.barrier()
+    wanted = steps(model, optimizer, 3, 4)
+    for file in ("ours.pt", "torchs.pt"):
+        for cls in (TorchFSDP, FSDP):
+            from_file = torch.load(folder / file, weights_only=False)
+            again = make(cls, seed=7)
+            load(cls, *again, from_file)
+            found = steps(*again, 3, 4)
+            tolerance = 0.0 if (file, cls) == ("ours.pt", FSDP) else 1e-9
+            for a, b in zip(found, wanted, strict=True):
+                assert abs(a - b) <= tolerance, (file, cls, a, b)
+        plain, plain_optimizer = make(None, seed=7)
+        plain.load_state_dict(from_file[0])
+        rekeyed = FSDP.rekey_optim_state_dict(from_file[1], OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer)
+        theirs = quiet(
+            TorchFSDP.rekey_optim_state_dict, from_file[1], OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer
+        )
+        assert rekeyed["state"].keys() == theirs["state"].keys() and [g["params"] for g in rekeyed["param_groups"]] == [
+            g["params"] for g in theirs["param_groups"]
+        ]
+        plain_optimizer.load_state_dict(rekeyed)
+        for a, b in zip(steps(plain, plain_optimizer, 3, 4, plain=True), wanted, strict=True):
+            assert abs(a - b) <= 1e-9
+        back = FSDP.rekey_optim_state_dict(rekeyed, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer)
+        assert back["state"].keys() == from_file[1]["state"].keys()
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
+def test_whole_states_go_to_and_from_fsdp1_and_a_plain_model(tmp_path, backend):
+    run_distributed(_whole_states, tmp_path, world_size=2, backend=backend)
+
+
+def _sharded_states(folder, strategy):
+    model, optimizer = make(FSDP, strategy=strategy)
+    steps(model, optimizer, 0, 2)
+    saved = states(FSDP, model, optimizer, SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    assert all(isinstance(saved[0][name], DTensor) for name, _ in model.named_parameters())
+    assert isinstance(saved[1]["state"]["head.weight"]["exp_avg"], DTensor)
+    dcp.save({"model": saved[0], "optim": saved[1]}, checkpoint_id=str(folder / "dcp"))
+    wanted = steps(model, optimizer, 2, 3)
+
+    again, optimizer_again = make(FSDP, seed=7, strategy=strategy)
+    steps(again, optimizer_again, 9, 1)  # so that there is a state to read into
+    into = states(FSDP, again, optimizer_again, SHARDED)
+    target = {"model": into[0], "optim": into[1]}
+    dcp.load(target, checkpoint_id=str(folder / "dcp"))
+    load(FSDP, again, optimizer_again, (target["model"], target["optim"]), SHARDED)
+    assert steps(again, optimizer_again, 2, 3) == wanted, "bit for bit"
+
+    fresh, optimizer_fresh = make(FSDP, seed=8, strategy=strategy)  # without a state to read into
+    with FSDP.state_dict_type(fresh, SHARDED):
+        target = {"model": fresh.state_dict()}
+        dcp.load(target, checkpoint_id=str(folder / "dcp"))
+        fresh.load_state_dict(target["model"])
+        reader = dcp.FileSystemReader(str(folder / "dcp"))
+        read = quiet(load_sharded_optimizer_state_dict, target["model"], optimizer_key="optim", storage_reader=reader)
+        optimizer_fresh.load_state_dict(FSDP.optim_state_dict_to_load(fresh, optimizer_fresh, read["optim"]))
+    assert steps(fresh, optimizer_fresh, 2, 3) == wanted, "bit for bit"
+
+    # On other ranks: what dcp saved, read by a plain model's names into whole tensors.
+    plain = fsdp1.build(seed=7).double()
+    whole = {"model": plain.state_dict()}
+    dcp.load(whole, checkpoint_id=str(folder / "dcp"))
+    plain.load_state_dict(whole["model"])
+    full = FSDP.full_optim_state_dict(again, optimizer_again, rank0_only=False)
+    assert full["state"]["head.weight"]["exp_avg"].shape == plain.head.weight.shape
+    old = FSDP.sharded_optim_state_dict(again, optimizer_again)
+    assert isinstance(old["state"]["head.weight"]["exp_avg"], DTensor)
+    flat = FSDP.flatten_sharded_optim_state_dict(old, again, optimizer_again)
+    assert flat["state"].keys() == optimizer_again.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.slow)])
+def test_sharded_states_go_through_dcp(tmp_path, strategy):
+    run_distributed(_sharded_states, tmp_path, strategy, world_size=2, backend="smddp")
+
+
+@pytest.mark.slow
+def test_sharded_states_of_hybrid_sharding_go_through_dcp(tmp_path):
+    run_distributed(_sharded_states, tmp_path, "HYBRID_SHARD", world_size=4)
+
+
+def _from_rank0():
+    """The older methods: rank 0 has the state, or every rank."""
+    model, optimizer = make(FSDP)
+    steps(model, optimizer, 0, 2)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    assert bool(full) == (dist.get_rank() == 0)
+    wanted = steps(model, optimizer, 2, 2)
+    for method in ("scatter", "shard", "config"):
+        again, optimizer_again = make(FSDP, seed=7)
+        again.load_state_dict(kept)
+        if method == "scatter":
+            state = FSDP.scatter_full_optim_state_dict(full or None, again, optim=optimizer_again)
+        elif method == "config":
+            config = FullOptimStateDictConfig(rank0_only=True)
+            with FSDP.state_dict_type(again, FULL, optim_state_dict_config=config):
+                state = FSDP.optim_state_dict_to_load(again, optimizer_again, full)
+        else:
+            box = [full]
+            dist.broadcast_object_list(box, src=0)
+            state = FSDP.shard_full_optim_state_dict(box[0], again, optim=optimizer_again)
+        optimizer_again.load_state_dict(state)
+        assert steps(again, optimizer_again, 2, 2) == wanted, method
+
+
+def test_the_older_methods_of_optimizer_states():
+    run_distributed(_from_rank0, world_size=2)
+
+
+def _torchs_own_functions():
+    """``get_state_dict`` and ``set_state_dict`` of torch.distributed.checkpoint."""
+    for kind in (FULL, SHARDED):
+        model, optimizer = make(FSDP)
+        steps(model, optimizer, 0, 2)
+        FSDP.set_state_dict_type(model, kind)
+        kept, state = copy.deepcopy(get_state_dict(model, optimizer))
+        assert isinstance(kept["head.weight"], DTensor) == (kind == SHARDED)
+        wanted = steps(model, optimizer, 2, 2)
+        again, optimizer_again = make(FSDP, seed=7)
+        FSDP.set_state_dict_type(again, kind)
+        set_state_dict(again, optimizer_again, model_state_dict=kept, optim_state_dict=state)
+        assert steps(again, optimizer_again, 2, 2) == wanted
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert bool(whole) == (dist.get_rank() == 0)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    again, _ = make(FSDP, seed=7)
+    set_model_state_dict(again, whole, options=options)
+    assert fsdp1.worst(fsdp1.whole(again), fsdp1.whole(model)) == 0
+
+
+def test_the_functions_of_torch_distributed_checkpoint():
+    run_distributed(_torchs_own_functions, world_size=2)
+
+
+def _properties():
+    model = FSDP(fsdp1.build(tied=True), auto_wrap_policy=fsdp1.by_block)
+    model(fsdp1.batch(0, 0))  # no backward follows: the root stays gathered
+    full = model.state_dict()
+    assert full["embed.weight"].data_ptr() == full["head.weight"].data_ptr(), "written once"
+    plain = fsdp1.build(tied=True).state_dict()
+    assert all(torch.equal(full[name], plain[name]) for name in plain)
+    full["embed.weight"].zero_()
+    assert model.state_dict()["embed.weight"].any(), "whole tensors are copies"
+    single = FSDP(torch.nn.Linear(3, 3), sharding_strategy="NO_SHARD")
+    single.state_dict()["weight"].zero_()
+    assert single.state_dict()["weight"].any()
+
+    holder = torch.nn.Sequential(FSDP(torch.nn.Linear(3, 5)), torch.nn.Linear(5, 2))
+    assert all(type(v) is torch.Tensor for v in holder.state_dict().values()), "a plain module around units"
+    before = FSDP.set_state_dict_type(holder, SHARDED)
+    assert before.state_dict_type == FULL and isinstance(holder.state_dict()["0.weight"], DTensor)
+    with pytest.raises(ZeroDivisionError), FSDP.state_dict_type(holder, FULL):
+        assert not isinstance(holder.state_dict()["0.weight"], DTensor)
+        raise ZeroDivisionError
+    assert isinstance(holder.state_dict()["0.weight"], DTensor), "also after an error"
+    holder.load_state_dict({name: torch.ones(v.shape) for name, v in holder.state_dict().items()})
+    assert torch.equal(holder[0].weight.full_tensor(), torch.ones(5, 3))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fsdp1.loss_of(model, fsdp1.batch(0, 0)).backward()
+    optimizer.step()
+    model(fsdp1.batch(0, 0))
+    assert len(FSDP.optim_state_dict(model, optimizer)["state"]) == len(list(model.parameters()))
+    translated = smp.FullStateDictConfig(rank0_only=False, translate_on_save=True)
+    with FSDP.state_dict_type(model, FULL, translated):
+        assert type(model.state_dict()["norm.weight"]) is torch.Tensor
+
+
+def test_what_state_dicts_hold():
+    run_distributed(_properties, world_size=2)
+
+
+def _bad():
+    model, optimizer = make(FSDP)
+    steps(model, optimizer, 0, 1)
+    full = FSDP.optim_state_dict(model, optimizer)
+    with pytest.raises(UserError, match=r"LOCAL_STATE_DICT is not available.*SHARDED_STATE_DICT"):
+        FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    with pytest.raises(UserError, match="state_dict_config is a ShardedStateDictConfig, and FULL_STATE_DICT takes"):
+        FSDP.set_state_dict_type(model, FULL, ShardedStateDictConfig())
+    with pytest.raises(UserError, match="nothing in the Linear is wrapped"):
+        FSDP.set_state_dict_type(torch.nn.Linear(2, 2), FULL)
+    with pytest.raises(UserError, match=r"translate_on_save=False\) is not available"):
+        smp.FullStateDictConfig(translate_on_save=False)
+    renamed = {**full, "state": {"nobody": next(iter(full["state"].values()))}}
+    with pytest.raises(UserError, match="state of nobody belongs to no parameter"):
+        FSDP.optim_state_dict_to_load(model, optimizer, renamed)
+    regrouped = {**full, "param_groups": full["param_groups"][::-1]}
+    with pytest.raises(UserError, match="2 parameter groups are not the 2 saved ones"):
+        FSDP.optim_state_dict_to_load(model, optimizer, regrouped)
+    with pytest.raises(UserError, match="has no 'state' and 'param_groups'"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {})
+    other = {"head.weight": {"exp_avg": torch.ones(2, 2)}}
+    with pytest.raises(UserError, match=r"exp_avg of head.weight has the shape \(2, 2\)"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {**full, "state": other})
+    with pytest.raises(UserError, match="optim_input is not available: give the optimizer"):
+        FSDP.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()))
+    with pytest.raises(UserError, match="named optimizers are not available"):
+        FSDP.optim_state_dict_to_load(model, optimizer, full, is_named_optimizer=True)
+    stranger = torch.optim.SGD(fsdp1.build().parameters(), lr=0.1)
+    with pytest.raises(UserError, match="make the optimizer after FSDP"):
+        FSDP.optim_state_dict(model, stranger)
+    with pytest.raises(RuntimeError, match=r"size mismatch for norm.weight"):
+        model.load_state_dict({**model.state_dict(), "norm.weight": torch.ones(3)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*norm.weight"):
+        model.load_state_dict({k: v for k, v in model.state_dict().items() if k != "norm.weight"})
+
+
+def test_what_does_not_fit_is_said():
+    run_distributed(_bad, world_size=2)
+
+
+def _fsdp1_dcp(folder: pathlib.Path, strategy: str):
+    """A sharded checkpoint of FSDP1, read by the script that torch's documentation gives for it."""
+    old, optimizer_old = make(TorchFSDP)
+    steps(old, optimizer_old, 0, 2)
+    config = ShardedOptimStateDictConfig(offload_to_cpu=False)  # on a CPU it copies nothing, and reuses the buffers
+    saved = states(TorchFSDP, old, optimizer_old, SHARDED, None, config)
+    quiet(dcp.save, {"model": saved[0], "optim": saved[1]}, checkpoint_id=str(folder))
+    wanted = steps(old, optimizer_old, 2, 3)
+
+    model, optimizer = make(FSDP, seed=7, strategy=strategy)
+    with FSDP.state_dict_type(model, SHARDED):
+        target = {"model": model.state_dict()}
+        dcp.load(target, checkpoint_id=str(folder))
+        model.load_state_dict(target["model"])
+        reader = dcp.FileSystemReader(str(folder))
+        read = quiet(load_sharded_optimizer_state_dict, target["model"], optimizer_key="optim", storage_reader=reader)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, read["optim"]))
+    for a, b in zip(steps(model, optimizer, 2, 3), wanted, strict=True):
+        assert abs(a - b) <= 1e-9
+
+    again, _ = make(FSDP, seed=7, strategy=strategy)
+    again.load_state_dict(
+        quiet(states, TorchFSDP, old, optimizer_old, SHARDED, None, config)[0]
+    )  # as they are in memory
+    trained = fsdp1.whole(model)
+    for name, value in fsdp1.whole(again).items():
+        torch.testing.assert_close(value, trained[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.slow)])
+def test_a_sharded_checkpoint_of_fsdp1_is_read(tmp_path, strategy):
+    run_distributed(_fsdp1_dcp, tmp_path, strategy, world_size=2)
