@@ -103,24 +103,8 @@ class Row(NamedTuple):
     ours: Outcome  # of the last round
 
 
-def measure(integration: Integration, backend: str, steps: int, repeated: list[str]) -> Outcome:
-    """One run in fresh processes, forked from this one, which has imported the libraries; again if it fails once.
-
-    Args:
-        repeated: is told of a run that failed.
-    """
-    outcome = attempt(integration, backend, steps)
-    if set(outcome.statuses) != {0}:
-        print(outcome.output, file=sys.stderr)
-        repeated.append(f"{integration.title} over {backend} (its processes ended with {outcome.statuses})")
-        outcome = attempt(integration, backend, steps)
-    if set(outcome.statuses) != {0}:
-        sys.exit(f"{integration.title} over {backend} has ended with {outcome.statuses}:\n{outcome.output}")
-    return outcome
-
-
-def attempt(integration: Integration, backend: str, steps: int) -> Outcome:
-    """One run."""
+def measure(integration: Integration, backend: str, steps: int) -> Outcome:
+    """One run in fresh processes, forked from this one, which has imported the libraries."""
     words: list[object] = ["--backend", backend, "--steps", steps]
     for name, value in integration.flags.items():
         words += [f"--{name}"] if value is True else [f"--{name}", value]
@@ -132,7 +116,10 @@ def attempt(integration: Integration, backend: str, steps: int) -> Outcome:
             hosts = '["localhost", "algo-2"]'
             environments = [{"SM_HOSTS": hosts, "SM_CURRENT_HOST": host} for host in ("localhost", "algo-2")]
             words += ["--port", free_port()]
-        return run_example(integration.example, *words, environments=environments)
+        outcome = run_example(integration.example, *words, environments=environments)
+    if set(outcome.statuses) != {0}:
+        sys.exit(f"{integration.title} over {backend} has ended with {outcome.statuses}:\n{outcome.output}")
+    return outcome
 
 
 def compare(name: str, gloo: Outcome, ours: Outcome) -> None:
@@ -142,14 +129,14 @@ def compare(name: str, gloo: Outcome, ours: Outcome) -> None:
             sys.exit(f"{name}: loss {loss:.7f} over smddp at step {step}, {wanted:.7f} over gloo: not the same work")
 
 
-def run(names: list[str], rounds: int, steps: int, repeated: list[str]) -> dict[str, Row]:
+def run(names: list[str], rounds: int, steps: int) -> dict[str, Row]:
     """All rounds of all integrations; each is run over both backends one after the other, in turns which first."""
     rows: dict[str, Row] = {}
     for number in range(rounds):
         for name in names:
             integration = INTEGRATIONS[name]
             order = BACKENDS if number % 2 == 0 else BACKENDS[::-1]
-            found = {backend: measure(integration, backend, steps, repeated) for backend in order}
+            found = {backend: measure(integration, backend, steps) for backend in order}
             compare(name, found["gloo"], found["smddp"])
             speeds = rows[name].speeds if name in rows else {backend: [] for backend in BACKENDS}
             for backend, outcome in found.items():
@@ -221,10 +208,8 @@ def main(argv: list[str]) -> None:
     for module in ("accelerate", "transformers.trainer", *models):
         importlib.import_module(module)  # before the processes are forked
     bystanders = Bystanders()
-    repeated: list[str] = []
-    rows = run(names, arguments.rounds, arguments.steps, repeated)
+    rows = run(names, arguments.rounds, arguments.steps)
     remarks = [bystanders.describe(), *(f"Left out, not installed: {name}." for name in missing)]
-    remarks += [f"Run once more, as it failed: {text}." for text in repeated]
     publish(report(rows, remarks, arguments), arguments.output)
 
 

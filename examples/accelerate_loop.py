@@ -45,6 +45,8 @@ def main() -> None:
             log.step(accelerator.gather(torch.stack(losses)).mean())
             losses.clear()
     log.finish()
+    # DDP before its group: if DDP is the last to let go of gloo's, torch now and then hangs (pytorch#56297).
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()  # destroys the group, too
 
 

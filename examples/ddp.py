@@ -43,6 +43,8 @@ def main() -> None:
             if len(log.losses) == args.steps:
                 break
     log.finish()
+    # DDP before its group: if DDP is the last to let go of gloo's, torch now and then hangs (pytorch#56297).
+    del model
     dist.destroy_process_group()
 
 
