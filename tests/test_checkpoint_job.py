@@ -44,10 +44,10 @@ def slow_disk(seconds: float):
     def prepare(rank: int) -> None:
         write = files.write_tensors
 
-        def slowly(path, pieces):
+        def slowly(*args):
             if threading.current_thread().name == "smp-checkpoint":
                 time.sleep(seconds)
-            return write(path, pieces)
+            return write(*args)
 
         import smp.checkpoint.writer
 

@@ -52,7 +52,10 @@ def test_processes_do_not_outlive_their_launcher(name, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(WAITS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ["--nproc_per_node", "1", *(["--no_gpus"] if name == "HUP" else []), str(tmp_path / "script.py")]
-    launcher = subprocess.Popen([sys.executable, "-m", "smp.launch.local", *words])
+    command = [sys.executable, "-m", "smp.launch.local", *words]
+    deaf = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would not hear of hangups
+    launcher = subprocess.Popen(command)
+    signal.signal(signal.SIGHUP, deaf)
     wait_for(tmp_path / "up")
     launcher.send_signal(getattr(signal, f"SIG{name}"))
     assert launcher.wait(timeout=60) == (75 if name == "HUP" else -signal.SIGKILL)

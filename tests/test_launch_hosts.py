@@ -249,6 +249,50 @@ def test_launchers_of_several_hosts_are_one_job(trial, tmp_path):
     assert (tmp_path / "all").read_text() == "0 4 0 2 0 2; 1 4 1 2 0 2; 2 4 0 2 1 2; 3 4 1 2 1 2"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_host_that_is_killed_and_starts_again_at_once_resumes(lost, tmp_path):
+    """As under Kubernetes: each host's launcher is started again whenever it fails, whatever the other one does."""
+    run_dir, stopped = tmp_path / "run", []
+    flags = [*LLAMA, "--use_synthetic_data", "1", "--logging_freq", "1", "--max_steps", "60", "--checkpoint_freq", "5"]
+    command = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", "--nnodes", "2"]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    job = ["train_lib.py", *map(str, flags), "--output_dir", str(run_dir), "--resume_from_checkpoint", "latest"]
+
+    def start(number):
+        environment = os.environ | {"SMP_HOST_ID": f"host{number}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with open(tmp_path / f"said{number}", "a") as said:
+            return subprocess.Popen(
+                [*command, "--node_rank", str(number), *job], cwd=ROOT, env=environment, stdout=said,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def keep_running(number):
+        while (status := hosts[number].wait()) not in (0, 2) and not stopped:
+            statuses[number].append(status)
+            hosts[number] = start(number)
+        statuses[number].append(status)
+
+    statuses = [[], []]
+    hosts = [start(number) for number in (0, 1)]
+    keepers = [threading.Thread(target=keep_running, args=(number,)) for number in (0, 1)]
+    try:
+        for keeper in keepers:
+            keeper.start()
+        wait_for(run_dir / "checkpoints" / "latest", hosts[lost])
+        os.killpg(hosts[lost].pid, signal.SIGKILL)
+        for keeper in keepers:
+            keeper.join(timeout=150)
+    finally:
+        stopped.append(True)
+        for host in hosts:
+            host.kill()
+    texts = [(tmp_path / f"said{number}").read_text() for number in (0, 1)]
+    assert statuses[lost] == [-signal.SIGKILL, 0], texts
+    assert statuses[1 - lost] == [1, 0], texts  # one failure: the new launcher did not join the attempt that was dying
+    assert "Resumed from" in texts[0] and read_metrics(run_dir)[-1]["step"] == 60
+
+
 def test_a_port_that_is_taken_is_said(capsys):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.checkpoint.chunks import local_part, pieces_to_write, rng_tensors, run_tensors
-from smp.checkpoint.files import DTYPE_NAMES, Piece, digest_of, reason
+from smp.checkpoint.files import DTYPE_NAMES, Piece, reason
 from smp.checkpoint.layout import TEMPORARY, checkpoint_name, disk_free
 from smp.checkpoint.manifest import Manifest, problems_of_files
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.writer import finish, listed, start, write_part
+from smp.checkpoint.writer import finish, start, write_part
 from smp.comm.report import readable
 from smp.errors import RunError, UserError
 from smp.faults.agreement import together
@@ -151,28 +150,9 @@ def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseE
     return None
 
 
-def read_back(directory: Path, rank: int) -> None:
-    """Read what this rank has written once more, from the disk where the system allows that.
-
-    Raises:
-        OSError: it cannot be read.
-        RunError: it is not what was written.
-    """
-    for written in listed(directory, rank):
-        path = directory / written.name
-        descriptor = os.open(path, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-        if digest_of(path) != written.digest:
-            raise RunError(f"{path} is not on the disk as it was written")
-
-
 def write_snapshot(temporary: Path, snapshot: Snapshot, *, rank: int, check: bool) -> None:
     """Write this rank's part, and read it back if ``check``; needs no other rank."""
-    write_part(temporary, snapshot.pieces, snapshot.shapes, rank=rank)
-    if check:
-        read_back(temporary, rank)
+    write_part(temporary, snapshot.pieces, snapshot.shapes, rank=rank, check=check)
 
 
 def begin(directory: Path, name: str, *, own: bool) -> Path:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from smp.checkpoint.page_cache import drop_cached, read_ahead, start_flush
 from smp.errors import RunError, UserError
 from smp.json_input import strict_json
 
@@ -28,8 +29,9 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# What is written or read by one system call; large enough for any disk, small enough to answer to signals.
-PIECE = 16 << 20
+# What is written or read by one system call: large enough for any disk, small enough to stay in the processor's cache
+# until it is hashed, and to answer to signals.
+PIECE = 4 << 20
 MAX_HEADER = 100_000_000  # safetensors' own bound
 _ATTEMPTS = 3
 
@@ -140,13 +142,21 @@ def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensors(path: Path, pieces: Iterable[Piece]) -> Written:
-    """Write a safetensors file and flush it to the disk; needs no memory beside the tensors."""
+def _ignore(end: int) -> None:
+    """For a writer that nobody follows."""
+
+
+def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], None] = _ignore) -> Written:
+    """Write a safetensors file and flush it to the disk; needs no memory beside the tensors.
+
+    Args:
+        follow: is told now and then how many bytes of the file the system was given, and has begun to write.
+    """
     # Widest items first, so that each tensor is aligned.
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.itemsize)
     sharding = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in ordered}
     header = _header(ordered, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding), "format": "pt"})
-    digest, offset = new_digest(), len(header)
+    digest, offset, flushed = new_digest(), len(header), 0
     descriptor = _create(path)
     try:
         write_all(descriptor, header, 0)
@@ -158,17 +168,28 @@ def write_tensors(path: Path, pieces: Iterable[Piece]) -> Written:
                 write_all(descriptor, part, offset)
                 digest.update(part)
                 offset += len(part)
+                if offset - flushed >= PIECE:  # the disk works while more is copied and hashed
+                    start_flush(descriptor, flushed, offset - flushed)
+                    flushed = offset
+                    follow(flushed)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return Written(path.name, offset, shown(digest))
 
 
-def digest_of(path: Path) -> str:
-    """Read a file and return its digest."""
+def digest_of(path: Path, *, cached: bool = True) -> str:
+    """Read a file and return its digest.
+
+    Args:
+        cached: may come from the system's memory.
+    """
     buffer, digest = memoryview(bytearray(PIECE)), new_digest()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        if not cached:
+            drop_cached(descriptor)
+        read_ahead(descriptor)
         left, offset = os.fstat(descriptor).st_size, 0
         while left:
             part = buffer[: min(left, PIECE)]

@@ -37,6 +37,7 @@ from smp.checkpoint.manifest import (
     encode,
     problems_of_files,
 )
+from smp.checkpoint.read_back import ReadBack
 from smp.errors import RunError
 
 # Of tensors per file: a damaged file is named and read by itself, and many hash in parallel.
@@ -51,7 +52,12 @@ def part_name(rank: int) -> str:
 
 
 def write_part(
-    directory: Path, pieces: list[Piece], shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], *, rank: int
+    directory: Path,
+    pieces: list[Piece],
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    *,
+    rank: int,
+    check: bool = False,
 ) -> None:
     """Write this rank's tensors and the list of them.
 
@@ -59,7 +65,13 @@ def write_part(
         directory: the checkpoint's temporary one.
         pieces: on the CPU.
         shapes: of the whole tensors, of at least those in ``pieces``.
+        check: read the tensors back, from the disk where the system allows that.
+
+    Raises:
+        OSError: they cannot be written, or read.
+        RunError: what is read is not what was written.
     """
+    write = _write_and_read_back if check else write_tensors
     groups: list[list[Piece]] = [[]]
     filled = 0
     for piece in pieces:
@@ -69,7 +81,7 @@ def write_part(
         groups[-1].append(piece)
         filled += piece.tensor.nbytes
     files = [
-        write_tensors(directory / f"rank{rank:05d}-{number:03d}.safetensors", group)
+        write(directory / f"rank{rank:05d}-{number:03d}.safetensors", group)
         for number, group in enumerate(groups)
         if group
     ]
@@ -82,9 +94,11 @@ def write_part(
     write_bytes(directory / part_name(rank), json.dumps({"files": files, "tensors": tensors}).encode())
 
 
-def listed(directory: Path, rank: int) -> list[Written]:
-    """The files that a rank has written."""
-    return [Written(*file) for file in _read_part(directory / part_name(rank))["files"]]
+def _write_and_read_back(path: Path, pieces: list[Piece]) -> Written:
+    with ReadBack(path) as back:
+        written = write_tensors(path, pieces, back.follow)
+        back.compare(written)
+    return written
 
 
 def _read_part(path: Path) -> dict[str, Any]:
