@@ -112,7 +112,7 @@ def as_kubernetes(word, values):
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob"])
 def test_words_survive_kubernetes(kind):
     words = ["--a", "$$", "$$x", "a$", "$$$", "$(HOME)", "$$(HOME)", "$HOME", "\U0001f600 \u00e9 \u4e2d", '\\u0041 "q"']
-    job = script.Job(1, 0, 1, "/w", "x.py", words, True, [], image="smp:\U0001f600")
+    job = script.Job(1, 0, 1, "/w", "x.py", words, resumes=kind == "pytorchjob", comments=[], image="smp:\U0001f600")
     make = kubernetes.train_job if kind == "trainjob" else kubernetes.pytorch_job
     found = list(yaml.safe_load_all(make(job, kubernetes.KubernetesOptions("x", "y", mount="/\U0001f600"))))
     if kind == "trainjob":
@@ -123,7 +123,7 @@ def test_words_survive_kubernetes(kind):
         args = container["args"]
         assert container["volumeMounts"][0]["mountPath"] == "/\U0001f600"
     read = [as_kubernetes(word, {"HOME": "/root"}) for word in args]
-    assert read[2:] == words and container["image"] == "smp:\U0001f600"
+    assert read[2:] == script.with_resume(job) and container["image"] == "smp:\U0001f600"
     assert read[0].strip() == script.node_script(job, place=kubernetes._PLACE).strip()
 
 

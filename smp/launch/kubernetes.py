@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from smp.launch.script import Job, filled, node_script, with_resume
+from smp.launch.script import RESUME, Job, filled, node_script, with_resume
 from smp.launch.words import comment
 
 # Trainer v2 sets these; v1 has other names for the last two.
@@ -18,6 +18,12 @@ _PLACE = (
     "nnodes=$PET_NNODES node_rank=$PET_NODE_RANK address=${PET_MASTER_ADDR:-$MASTER_ADDR} "
     "port=${PET_MASTER_PORT:-$MASTER_PORT}"
 )
+# A JobSet counts its starts in an annotation of each pod; where there is none, the variable is empty.
+_RESTARTS = """
+- name: SMP_RESTARTS
+  valueFrom: {fieldRef: {fieldPath: "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}}
+""".strip().splitlines()
+_LATER = f'if [ "${{SMP_RESTARTS:-0}}" -gt 0 ]; then set -- "$@" {RESUME} latest; fi'
 _GRACE_SECONDS = 300
 
 
@@ -44,11 +50,17 @@ class KubernetesOptions:
 
 
 def train_job(job: Job, options: KubernetesOptions) -> str:
-    """A TrainingRuntime and the TrainJob that uses it."""
+    """A TrainingRuntime and the TrainJob that uses it; a checkpoint in the flags is for its first start."""
     resources = _resources(job, options)
+    container = [
+        f"image: {_scalar(job.image or '')}",
+        *(["env:", *_RESTARTS] if job.resumes else []),
+        *_mounts(options),
+    ]
     values = _common(job, options) | {
+        "NODE": _escaped(_node(job, f"{_PLACE}\n{_LATER}" if job.resumes else _PLACE)),
         "POD": _indented(_pod("Never", options), 18),
-        "CONTAINER": _indented([f"image: {_scalar(job.image or '')}", *_mounts(options)], 22),
+        "CONTAINER": _indented(container, 22),
         "WORDS": _indented(_items(with_resume(job)), 6),
         "RESOURCES": _indented(resources and ["resourcesPerNode:", *resources], 4),
     }
@@ -95,12 +107,11 @@ def _common(job: Job, options: KubernetesOptions) -> dict[str, str]:
         "PROCESSES": str(job.processes),
         "MAX_RESTARTS": str(options.max_restarts),
         "IMAGE": _scalar(job.image or ""),
-        "NODE": _escaped(_node(job)),
     }
 
 
-def _node(job: Job) -> str:
-    return node_script(dataclasses.replace(job, container=None), place=_PLACE) + "\n"
+def _node(job: Job, place: str = _PLACE) -> str:
+    return node_script(dataclasses.replace(job, container=None), place=place) + "\n"
 
 
 def _escaped(word: str) -> str:
