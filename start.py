@@ -28,7 +28,7 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     places = [("output_dir", run_dir)]
     places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
     places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
-    places += [("model_dir", Path(folder).absolute().parent) for folder in final]
+    places += [("model_dir", Path(folder).resolve().parent) for folder in final]
     problems = []
     for flag, directory in places:
         try:

@@ -135,7 +135,7 @@ def run(plan: Plan, guard: Guard) -> int:
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))
-        with saver.finishing():
+        with saver.finishing(guard.enter):
             status = train(trainer)
         finish(trainer, status)
     return status
@@ -310,6 +310,7 @@ def validate(trainer: Trainer) -> float:
             microbatch["labels"][microbatch["sample_ids"] >= samples] = IGNORE_INDEX
             total[0] += forward(trainer.model, microbatch, plan.device)
             total[1] += count_valid_tokens(microbatch["labels"])
+        trainer.guard.enter("validation")  # each batch has the time of a phase
     trainer.model.train()
     reshard(trainer.model)
     dist.all_reduce(total, group=trainer.data_group)
@@ -342,6 +343,7 @@ def finish(trainer: Trainer, status: int) -> None:
             final,
             hf_config=plan.model.hf_config,
             tokenizer_dir=Path(tokenizer) if tokenizer else plan.model.tokenizer_dir,
+            progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         logger.info("Final model: %s (AutoModelForCausalLM.from_pretrained loads it).", final)
     trainer.metrics.finish()

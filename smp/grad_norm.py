@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.errors import UserError
+
 
 def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The process groups over which a gradient is split; a replicated one has none."""
@@ -35,12 +37,18 @@ def _computing_device(gradient: torch.Tensor) -> torch.device:
 def _norm_power(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The ``norm_type``-th power of the norm of some local gradients (for infinity: the norm), 0-d, fp32 or finer."""
     if math.isinf(norm_type):  # of nothing, which a rank may hold of a parameter, it is undefined
-        gradients = [g for g in gradients if g.numel()] or [gradients[0].new_zeros(1)]
-    if norm_type in (1.0, 2.0, math.inf):
-        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
-    else:
-        norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients])
-    norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+        gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_dtype[gradient.dtype].append(gradient)
+    found: list[torch.Tensor] = []
+    for dtype, own in by_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)  # a norm above 65504 would be infinite in fp16
+        if norm_type in (1.0, 2.0, math.inf):
+            found += torch._foreach_norm(own, norm_type, dtype=wide)
+        else:
+            found += [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in own]
+    norms = torch.stack(found)
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
 
 
@@ -56,11 +64,18 @@ def clip_grad_norm_(
     Args:
         parameters: a module or its parameters; those without a gradient are skipped.
         max_norm: the bound; 0 or infinity only measures.
-        norm_type: of the p-norm; may be infinity.
+        norm_type: of the p-norm, above 0; may be infinity.
 
     Returns:
         The norm before clipping, a 0-d tensor, the same on every rank. If it is not finite, nothing is scaled.
+
+    Raises:
+        UserError: a number that is no bound, or no p.
     """
+    if not max_norm >= 0:
+        raise UserError(f"clip_grad_norm_: max_norm is {max_norm}: give a number from 0")
+    if not norm_type > 0:
+        raise UserError(f"clip_grad_norm_: norm_type is {norm_type}: give a number above 0, or infinity")
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     local: dict[tuple, list[torch.Tensor]] = defaultdict(list)

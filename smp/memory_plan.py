@@ -6,11 +6,12 @@ optimizer state, gathered units, logits) follow exactly from the shapes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -160,14 +161,45 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
     }
 
 
-def _cgroup_free() -> int | None:
-    """Bytes left under this process's control group, where one limits it."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        return None if limit == "max" else int(limit) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
+# The folder, the name of its line in /proc/self/cgroup, and its files: version 2 and version 1.
+_GROUPS = (
+    ("sys/fs/cgroup", "", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def control_group(root: Path = Path("/"), controller: str = "") -> PurePosixPath:
+    """This process's control group below ``root``: of version 2, or of a controller of version 1."""
+    top = PurePosixPath("sys/fs/cgroup") / controller
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own = top / path.lstrip("/")
+            if controller in controllers.split(",") and (root / own).is_dir():
+                return own
+    return top  # a container sees its own there
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Bytes that this process's control group may use and bytes that are left, where one limits it.
+
+    Of it and those above it, the one with the least left. File contents that nobody has read lately do not count as
+    used: the kernel drops them first.
+    """
+    found = []
+    for top, controller, limit, used, cached in _GROUPS:
+        own = control_group(root, controller)
+        for group in (own, *own.parents):
+            if not group.is_relative_to(top):
+                break
+            with contextlib.suppress(OSError, ValueError):  # no limit is the word `max`
+                most, taken = int((root / group / limit).read_text()), 0
+                with contextlib.suppress(OSError):
+                    taken = int((root / group / used).read_text())
+                    lines = (line.split() for line in (root / group / "memory.stat").read_text().splitlines())
+                    taken -= sum(int(size) for name, size in lines if name == cached)
+                found.append((most, max(0, most - max(0, taken))))
+    return min(found, key=lambda each: each[1], default=None)
 
 
 def _host_free() -> int | None:
@@ -192,7 +224,8 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
     if device.type == "cuda":
         # The least of the host's GPUs, so that all its ranks come to the same answer.
         return min(torch.cuda.mem_get_info(index)[0] for index in range(local_world_size))
-    limits = [_host_free(), _cgroup_free()]
+    group = memory_limit()
+    limits = [_host_free(), None if group is None else group[1]]
     share = min((limit for limit in limits if limit is not None), default=sys.maxsize) // local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return share if soft == resource.RLIM_INFINITY else min(share, soft)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint import writer
+from smp.checkpoint import manifest as manifest_module
+from smp.checkpoint import outline, writer
 from smp.checkpoint.checkpointer import check_architecture, load_checkpoint, model_entry, save_checkpoint
 from smp.checkpoint.files import Piece, new_digest, read_header, shown, strict_json, write_tensors
 from smp.checkpoint.layout import (
@@ -41,7 +43,7 @@ from smp.checkpoint.manifest import (
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.retention import prune
 from smp.config import ActivationConfig
-from smp.errors import UserError
+from smp.errors import RunError, UserError
 from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import parallelize
@@ -143,6 +145,21 @@ def writer_digest(data: bytes) -> str:
 def test_coverage(chunks, problem):
     found = coverage_problem(TensorEntry(torch.float32, (4, 5), tuple(Chunk("f", o, n) for o, n in chunks)))
     assert (found is None) if problem is None else problem in found
+
+
+def test_slices_of_one_axis_are_judged_as_all_other_parts(monkeypatch):
+    cuts = [(0, 2), (2, 1), (3, 1), (0, 3), (1, 3), (0, 4), (2, 2), (4, 1), (2, 0)]
+
+    def boxes(axis, count):
+        for chosen in itertools.product(cuts, repeat=count):
+            offsets = [(o, 0) if axis == 0 else (0, o) for o, _ in chosen]
+            sizes = [(n, 5) if axis == 0 else (4, n) for _, n in chosen]
+            yield tuple(Chunk("f", o, n) for o, n in zip(offsets, sizes, strict=True))
+
+    entries = [TensorEntry(torch.float32, (4, 5), c) for a in (0, 1) for k in (1, 2, 3) for c in boxes(a, k)]
+    found = [coverage_problem(entry) is None for entry in entries]
+    monkeypatch.setattr(manifest_module, "_is_a_row", lambda entry: False)
+    assert found == [coverage_problem(entry) is None for entry in entries] and 10 < sum(found) < len(found)
 
 
 def test_coverage_of_a_scalar_and_of_nothing():
@@ -257,6 +274,21 @@ def test_prune_keeps_the_best(tmp_path):
     prune(tmp_path, "m", keep=1, keep_best=2)
     assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-2steps", "m-5steps", "m-7steps"]
     assert os.readlink(tmp_path / "best") == "m-5steps"
+
+
+def test_a_kept_checkpoint_is_read_once_while_its_manifest_is_as_it_was(tmp_path, monkeypatch):
+    reads = []
+    monkeypatch.setattr(outline, "read_manifest", lambda path: reads.append(path.name) or read_manifest(path))
+    for step in (1, 2, 3):
+        make(tmp_path, step, val_loss=float(step))
+        prune(tmp_path, "m", keep=2, keep_best=1)
+    assert reads == ["m-1steps", "m-2steps", "m-3steps"]
+    file = tmp_path / "m-3steps" / MANIFEST_FILE
+    data, times = bytearray(file.read_bytes()), file.stat()
+    data[-9] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert "does not match its own checksum" in str(quick_problem(tmp_path / "m-3steps"))
 
 
 def test_prune_does_not_count_a_damaged_one_as_kept(tmp_path):
@@ -400,6 +432,31 @@ def _save_untrained(folder):
 
 def test_a_run_whose_updates_were_all_skipped_can_be_resumed(tmp_path):
     run_distributed(_save_untrained, tmp_path, world_size=1)
+
+
+def _save_what_is_too_large(folder):
+    model, optimizer = build(Layout("full_shard"), "llama_gqa")
+    for limit in ("MAX_VALUES", "MAX_MANIFEST"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manifest_module, limit, 100)
+            patch.setattr(manifest_module, "VALUES_PER_FILE", 0)
+            with pytest.raises(RunError, match=r"was not published, as .* more than 100 "):
+                save_checkpoint(folder, model=model, optimizer=optimizer, manifest=describe(model, 2, 1))
+        assert list(folder.iterdir()) == []
+
+
+def test_a_manifest_that_could_not_be_read_is_not_published(tmp_path):
+    run_distributed(_save_what_is_too_large, tmp_path, world_size=1)
+
+
+def test_a_manifest_may_list_more_where_there_are_more_files(tmp_path, monkeypatch):
+    path = make(tmp_path, 7)
+    monkeypatch.setattr(manifest_module, "MAX_VALUES", 20)
+    monkeypatch.setattr(manifest_module, "VALUES_PER_FILE", 0)
+    with pytest.raises(UserError, match="lists more than 20 things"):
+        read_manifest(path)
+    monkeypatch.setattr(manifest_module, "VALUES_PER_FILE", 10)
+    assert read_manifest(path).step == 7
 
 
 def _load_wrong(folder, name, sentence):

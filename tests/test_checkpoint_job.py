@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_lib
-from smp.checkpoint import background, files
+from smp.checkpoint import background, files, writer
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from tests.faults.disk import fail
@@ -36,6 +36,13 @@ def tensors(path) -> dict[str, torch.Tensor]:
 def same_tensors(one, two) -> bool:
     a, b = tensors(one), tensors(two)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def flip(file) -> None:
+    """Change a bit of a tensor."""
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
 
 
 def slow_disk(seconds: float):
@@ -124,10 +131,7 @@ def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     refused = run_job(*[w if w != kind else "sharded" for w in resume], world_size=2)
     assert refused.statuses == [2, 2] and "holds local checkpoints" in refused.output
     # Damage in one rank's files takes all ranks back to a step that all have.
-    newest = next((ranks[0] / "llama_v2-8steps").glob("*.safetensors"))
-    data = bytearray(newest.read_bytes())
-    data[-9] ^= 1
-    newest.write_bytes(data)
+    flip(next((ranks[0] / "llama_v2-8steps").glob("*.safetensors")))
     outcome = run_job(*resume, world_size=2).succeeded()
     assert "Not resuming from step 8: rank 0:" in outcome.output and "at step 6" in outcome.output
 
@@ -146,6 +150,19 @@ def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_with
     shutil.rmtree(ranks[0])
     refused = run_job(*words, "--max_steps", 6, world_size=2)
     assert refused.statuses == [2, 2] and "bring back the missing disks" in refused.output, refused.output
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(ranks, tmp_path):
+    run = tmp_path / "run"
+    words = [*JOB, "--checkpoint_freq", 9, "--checkpoint_type", "local", "--output_dir", run]
+    words += ["--resume_from_checkpoint", "latest"]
+    run_job(*words, "--max_steps", 4, world_size=2).succeeded()
+    for rank in ranks:
+        flip(next(run.glob(f"checkpoints/rank0000{rank}-of-00002/*-4steps/*.safetensors")))
+    refused = run_job(*words, "--max_steps", 6, world_size=2)
+    assert refused.statuses == [2, 2] and "a copy of what is damaged" in refused.output, refused.output
+    assert "Batch 1 " not in refused.output and len(losses(run)) == 4
 
 
 def test_a_local_checkpoint_can_be_named(tmp_path):
@@ -177,10 +194,7 @@ def test_a_damaged_newer_one_is_set_aside_and_does_not_push_out_good_ones(tmp_pa
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 1, "--output_dir", run]
     run_job(*words[:-4], "--num_kept_checkpoints", 2, "--output_dir", run, "--max_steps", 4, world_size=2).succeeded()
-    file = run / "checkpoints" / "llama_v2-4steps" / "rank00001-000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 1
-    file.write_bytes(data)
+    flip(run / "checkpoints" / "llama_v2-4steps" / "rank00001-000.safetensors")
     resume = [*words, "--checkpoint_freq", 9, "--max_steps", 3, "--resume_from_checkpoint", "latest"]
     outcome = run_job(*resume, world_size=2).succeeded()
     assert "Set aside: " in outcome.output and "at step 2" in outcome.output
@@ -202,9 +216,47 @@ def test_one_directory_that_fails_does_not_keep_the_last_checkpoint_from_the_oth
     assert steps(a) == [] and steps(b) == [2]
 
 
+def test_one_directory_that_fails_does_not_keep_an_asynchronous_checkpoint_from_the_other(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            fail(a, "rename directory", set(range(9)))
+
+    words = [*JOB, "--checkpoint_dir", a, b, "--checkpoint_freq", 3, 3, "--num_kept_checkpoints", 2, 2]
+    words += ["--checkpoint_type", "async_sharded", "--max_steps", 6, "--output_dir", tmp_path / "run"]
+    outcome = run_job(*words, world_size=2, prepare=prepare)
+    assert outcome.statuses == [1, 1] and "a/llama_v2-3steps could not be written" in outcome.output, outcome.output
+    assert steps(a) == [] and steps(b) == [3]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_directory_that_a_rank_does_not_see_at_once_is_waited_for(late, tmp_path):
+    def prepare(rank: int) -> None:
+        writer.VISIBLE_WITHIN = 60.0 if late else 0.0
+        stat, looks = os.stat, [0]
+
+        def not_yet(path, *args, **settings):
+            if str(path).endswith("4steps.tmp"):
+                looks[0] += 1
+                if looks[0] < 3 or not late:  # as a network file system remembers that there was none
+                    raise FileNotFoundError(2, "No such file or directory")
+            return stat(path, *args, **settings)
+
+        if rank == 1:
+            os.stat = not_yet
+
+    words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 9, "--on_save_error", "continue"]
+    words += ["--max_steps", 6, "--output_dir", tmp_path / "run"]
+    outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
+    assert ("rank 1: it does not see" in outcome.output) != late, outcome.output
+    assert steps(tmp_path / "run" / "checkpoints") == ([2, 4, 6] if late else [2, 6])
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
     def prepare(rank: int) -> None:
-        slow_disk(0.5)(rank)
+        slow_disk(5)(rank)
         forward, seen = train_lib.forward, [0]
 
         def call(*args):
@@ -213,7 +265,9 @@ def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
 
         train_lib.forward = call
 
+    # It is waited for in a phase of its own: the update's time would be over.
     words = [*JOB, "--max_steps", 9, "--checkpoint_freq", 3, "--checkpoint_type", "async_sharded"]
+    words += ["--watchdog_timeout", 3]
     outcome = run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1] and "loss is not finite" in outcome.output, outcome.output
     assert steps(tmp_path / "run" / "checkpoints") == [3]

@@ -145,7 +145,7 @@ def test_damage_is_named_by_file(call, checkpoint, how):
         spoil(copy / name, how)
         status, out, err = call("verify", copy)
         if name == "manifest.json" and how == "delete":
-            assert status == 2 and "it has no manifest.json" in err[0]
+            assert status == 1 and "it has no manifest.json" in out[1]
             continue
         assert status == 1 and out[0] == "llama_v2-4steps: damaged" and err == [], (name, out)
         wanted = "rank00007-000.safetensors" if how == "add" else name
@@ -194,6 +194,13 @@ def test_one_damaged_of_several(call, run_dir, tmp_path):
     ]
 
 
+def test_one_without_a_manifest(call, tmp_path):
+    (tmp_path / "m-3steps").mkdir()
+    status, out, err = call("verify", tmp_path / "m-3steps")
+    assert status == 1 and err == [] and out[0] == "m-3steps: not complete" and len(out) == 2
+    assert "is not a complete checkpoint: it has no manifest.json" in out[1]
+
+
 def test_checkpoints_of_single_ranks(call, refused, tmp_path):
     words = ["--use_synthetic_data", 1, "--max_steps", 1, "--output_dir", tmp_path, "--checkpoint_type", "local"]
     run_job(*LLAMA, *words, world_size=2).succeeded()
@@ -204,15 +211,16 @@ def test_checkpoints_of_single_ranks(call, refused, tmp_path):
     assert "is a local checkpoint, which holds what one rank had" in refused(
         "export", tmp_path / names[1], tmp_path / "o"
     )
+    said = refused("diff", "--values", *(tmp_path / name for name in names))
+    assert "is a local checkpoint, which holds what one rank had: --values needs sharded ones" in said
+    assert call("diff", *(tmp_path / name for name in names))[0] == 1
     spoil(manifests.tensor_file(tmp_path / names[1]), "flip")
     status, out, _ = call("verify", tmp_path)
     assert status == 1 and out[0].startswith(f"{names[0]}: whole") and out[1] == f"{names[1]}: damaged"
 
 
-def test_what_is_no_checkpoint(refused, run_dir, tmp_path):
+def test_what_is_no_checkpoint(refused, run_dir):
     assert "is not a checkpoint and holds none" in refused("verify", run_dir / "final")
-    (tmp_path / "m-3steps").mkdir()
-    assert "is not a complete checkpoint: it has no manifest.json" in refused("verify", tmp_path / "m-3steps")
 
 
 # -------------------------------------------------------------------------------------------------------------- inspect

@@ -172,6 +172,8 @@ def test_a_containers_memory_limit(tmp_path):
     found(devices.check_memory, "ok", "may use 8.0 GiB of the host's 64.0 GiB, 6.0 GiB are left", root=root)
     system(tmp_path, sys__fs__cgroup__memoryDOTcurrent=str(7 * GIB))
     found(devices.check_memory, "warning", r"1.0 GiB are left for 2 process\(es\).*raise the container", root=root)
+    system(tmp_path, sys__fs__cgroup__memoryDOTstat=f"anon 1\ninactive_file {3 * GIB}\nactive_file 5\n")
+    found(devices.check_memory, "ok", "4.0 GiB are left", root=root)
     older = system(
         tmp_path / "older", proc__meminfo=MEMINFO, sys__fs__cgroup__memory__memoryDOTlimit_in_bytes=str(4 * GIB)
     )
@@ -309,9 +311,9 @@ def test_directories_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_or_slow_or_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "write_speed", lambda path, size, seconds: 1e6 if path.touch() is None else 0)
+    monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: 1e6)
     found(disk.check_disk, "warning", "976.6 KiB/s.*choose a faster", output_dir=str(tmp_path))
-    monkeypatch.setattr(disk, "write_speed", lambda path, size, seconds: 1e9 if path.touch() is None else 0)
+    monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: 1e9)
     state = {"parameters": 10**9}
     monkeypatch.setattr(disk, "disk_free", lambda path: 8 * GIB)
     message = "has 8.0 GiB free and one checkpoint of the model takes 11.2 GiB"

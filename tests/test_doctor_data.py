@@ -87,6 +87,34 @@ def test_too_few_samples(tmp_path):
           training_dir=place, max_context_width=3, global_batch_size=8)  # fmt: skip
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_large_saved_dataset_is_not_read_whole(remote, tmp_path, monkeypatch):
+    import fsspec
+    import pyarrow as pa
+
+    batch = pa.record_batch([pa.array([[1, 2, 63]] * 1000, pa.list_(pa.int32()))], names=["input_ids"])
+    place = "memory://saved" if remote else str(tmp_path)
+    path = f"{place}/data-00000-of-00001.arrow"
+    with fsspec.open(path, "wb") as file, pa.ipc.new_stream(file, batch.schema) as writer:
+        for _ in range(100):
+            writer.write_batch(batch)
+    for name in ("state.json", "dataset_info.json"):
+        with fsspec.open(f"{place}/{name}", "w") as file:
+            file.write("{}")
+    opened, read, real = [], [], pa.ipc.open_stream
+    monkeypatch.setattr(pa.ipc, "open_stream", lambda source: opened.append(source) or real(source))
+
+    def add(self, ids, where):
+        read.append(opened[0].tell())
+        self.rows, self.tokens, self.highest = self.rows + 1, self.tokens + len(ids), 63
+
+    monkeypatch.setattr(data.Sample, "add", add)
+    message = found(data.check_data, "ok", "1 file", training_dir=place, vocab_size=64)
+    rows = int(re.search(r"about ([\d,]+) rows", message)[1].replace(",", ""))
+    assert 95_000 < rows < 105_000 and len(read) == 2 * 64
+    assert max(read) < 10 * batch.nbytes if remote else isinstance(opened[0], pa.MemoryMappedFile)
+
+
 def test_arrow_and_parquet(tmp_path):
     import datasets
 

@@ -179,6 +179,37 @@ def test_clearing_gradients_where_a_rank_holds_no_element():
     run_distributed(_cleared_without_elements, world_size=2)
 
 
+class Outlier(nn.Module):
+    """The second unit is so small that the last rank holds nothing of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.value = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.value(self.body(x))
+
+
+def _cleared_by_the_optimizer_without_elements():
+    """What holds of the units that a rank has elements of holds of the others."""
+    plain = Outlier()
+    train(plain)
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), LARGE)
+    for foreach in (True, False):
+        model = FSDP(Outlier(), auto_wrap_policy=BY_LINEAR)
+        optimizer = torch.optim.SGD(model.parameters(), foreach=foreach)
+        with model.no_sync():
+            (model(X).sum() * math.nan).backward()
+        optimizer.zero_grad(set_to_none=False)
+        train(model)
+        torch.testing.assert_close(model.clip_grad_norm_(LARGE), wanted)
+
+
+def test_an_optimizer_clears_where_a_rank_holds_no_element_of_a_unit():
+    run_distributed(_cleared_by_the_optimizer_without_elements, world_size=2)
+
+
 def test_clearing_gradients_drops_what_accumulated_without_reduction():
     run_distributed(_dropped, world_size=2)
 
@@ -227,6 +258,86 @@ class Skips(nn.Module):
 
 def test_a_forward_sees_parameters_as_they_are_now():
     run_distributed(_fresh, world_size=2)
+
+
+def _assigned():
+    """FSDP1 takes such values over at the next forward; here nothing could find them."""
+
+    def replace(model):
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+
+    uses = {
+        "forward": lambda model: model(X),
+        "state_dict": lambda model: model.state_dict(),
+        "summon": lambda model: FSDP.summon_full_params(model).__enter__(),
+    }
+    changes = {
+        "assigned": replace,
+        "vector": lambda model: nn.utils.vector_to_parameters(
+            2 * nn.utils.parameters_to_vector(model.parameters()), model.parameters()
+        ),
+    }
+    for strategy, trained, (use, run) in itertools.product(("FULL_SHARD", "NO_SHARD"), (False, True), uses.items()):
+        for change, apply in changes.items():
+            model = wrapped(sharding_strategy=strategy)
+            if trained:
+                train(model)
+            apply(model)
+            with pytest.raises(UserError, match=r"\.data of .*(weight|bias).* was assigned.*param\.data\.copy_"):
+                run(model)
+                pytest.fail(f"{strategy} {trained} {use} {change}")
+
+
+def test_assigning_to_data_is_refused():
+    run_distributed(_assigned, world_size=2)
+
+
+def _exchanged():
+    """What the sentence advises works, and what else gives a parameter other memory is no assignment."""
+    model, plain = wrapped(), net()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+    wanted, before = plain(X), wrapped()(X).detach()
+    backup = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    twice = {name: 2 * value for name, value in backup.items()}
+    for values, expected in ((twice, wanted), (backup, before)):
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(values[name])
+        torch.testing.assert_close(model(X), expected)
+    with FSDP.summon_full_params(model):
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+    torch.testing.assert_close(model(X), wanted)
+    for parameter in model.parameters():
+        parameter.data = parameter.data
+    model.load_state_dict(plain.state_dict(), assign=True)
+    torch.testing.assert_close(model.double()(X.double()).float(), wanted)
+    train(model, X.double())
+    assert model.state_dict()["0.weight"].dtype == torch.float64
+
+
+def test_other_ways_to_change_parameters():
+    run_distributed(_exchanged, world_size=2)
+
+
+def _unfrozen():
+    for mixed in (MixedPrecision(torch.bfloat16), MixedPrecision(torch.bfloat16, torch.float32)):
+        model = net()
+        model[0].requires_grad_(False)
+        model = FSDP(model, auto_wrap_policy=BY_LINEAR, mixed_precision=mixed)
+        train(model)
+        assert model[0].weight.grad is None
+        model.zero_grad()
+        model.requires_grad_(True)
+        train(model)
+        assert model[0].weight.grad.dtype == torch.float32
+        assert model.clip_grad_norm_(LARGE).item() == pytest.approx(norm_of_one_process(X), rel=2e-2)
+
+
+def test_a_frozen_unit_is_unfrozen_under_mixed_precision():
+    run_distributed(_unfrozen, world_size=2)
 
 
 def _no_sync():

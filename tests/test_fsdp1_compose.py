@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -173,3 +174,44 @@ def _compiled():
 @pytest.mark.slow
 def test_torch_compile_composes():
     run_distributed(_compiled, world_size=2)
+
+
+class Renames(nn.Module):
+    """Its state dict hooks save parts of a fused weight, and more of a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(4, 12, bias=False)
+        self.square = nn.Linear(4, 4, bias=False)
+        self.first = nn.Embedding(7, 4)
+        self.last = nn.Linear(4, 7, bias=False)
+        self.last.weight = self.first.weight
+        self._register_state_dict_hook(Renames.split)
+
+    @staticmethod
+    def split(module, state, prefix, metadata):
+        for name, part in zip("qkv", state.pop(prefix + "qkv.weight").chunk(3), strict=True):
+            state[prefix + name] = part
+        square = state[prefix + "square.weight"]
+        state.update({prefix + "left": square[:, :2], prefix + "right": square[:, 2:], prefix + "turned": square.t()})
+        state[prefix + "double"] = 2 * state[prefix + "first.weight"]
+        state[prefix + "same"] = state[prefix + "first.weight"]
+
+    def forward(self, x):
+        return self.last(self.first(x)) + self.square(self.qkv(self.first(x))[..., :4]).sum()
+
+
+def _views():
+    wanted = Renames().state_dict()
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        found = FSDP(Renames(), sharding_strategy=strategy).state_dict()
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), (strategy, name)
+        assert found["first.weight"].data_ptr() == found["last.weight"].data_ptr(), "a tied one is written once"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_state_dict_hooks_that_save_views(ranks):
+    run_distributed(_views, world_size=ranks)

@@ -145,6 +145,14 @@ def _delayed_errors():
         FSDP(on_meta(), param_init_fn=initer.get_param_init_fn())
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint8, torch.int8, torch.bool])
+def test_delayed_param_initer_fills_buffers_of_any_dtype(dtype):
+    module = nn.Module()
+    module.register_buffer("table", torch.ones(3, dtype=dtype, device="meta"))
+    DelayedParamIniter(module, lambda m: m.table.zero_()).get_param_init_fn()(module)
+    assert module.table.dtype == dtype and module.table.tolist() == [0] * 3
+
+
 def test_delayed_param_initer():
     run_distributed(_delayed, world_size=2)
     run_distributed(_delayed_errors, world_size=2)
@@ -241,7 +249,9 @@ def _groups():
     assert placed(FSDP(linear(), sharding_strategy="HYBRID_SHARD")) == ("HYBRID_SHARD", [[0, 1, 2, 3]]), "one host"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     assert placed(FSDP(linear(), device_mesh=mesh["s"])) == ("FULL_SHARD", mine)
-    for model in (pair, again, FSDP(linear(), half, "NO_SHARD")):
+    unnamed = [FSDP(linear(), None, "HYBRID_SHARD", device_mesh=init_device_mesh("cpu", (2, 2))) for _ in range(2)]
+    assert placed(unnamed[0]) == ("HYBRID_SHARD", [[0, 1], [2, 3]]), "a mesh without names of its axes"
+    for model in (pair, again, FSDP(linear(), half, "NO_SHARD"), *unnamed):
         x = torch.full((1, 4), float(rank))
         model(x).sum().backward()
         assert model.clip_grad_norm_(1.0) > 0

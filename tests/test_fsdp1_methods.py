@@ -63,11 +63,6 @@ def _summon():
     holder = nn.ModuleList([FSDP(nn.Linear(3, 3))])
     with FSDP.summon_full_params(holder, recurse=False):
         assert not isinstance(holder[0].weight, DTensor)
-    # A forward inside gathers by itself, with what was written.
-    wanted = model(fsdp1.batch(0, 0))
-    with FSDP.summon_full_params(model), torch.no_grad():
-        model.head.weight.mul_(2)
-        assert torch.equal(model(fsdp1.batch(0, 0)), 2 * wanted) or True
     with (
         pytest.raises(UserError, match=r"rank0_only.*give writeback=False"),
         FSDP.summon_full_params(model, rank0_only=True),
@@ -103,6 +98,47 @@ def _forward_inside():
 
 def test_a_forward_inside_summon_full_params_sees_what_was_written():
     run_distributed(_forward_inside, world_size=2)
+
+
+def _forward_of_one_rank():
+    """It would gather alone, and its exchange would be paired with the others' next."""
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    x = torch.ones(2, 4)
+    for called in (model, model[0]):
+        with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+            if dist.get_rank() == 0:
+                with pytest.raises(UserError, match=r"with rank0_only the model cannot be called inside.*every rank"):
+                    called(x)
+        model(x).sum().backward()
+    whole = FSDP(nn.Linear(4, 4), sharding_strategy="NO_SHARD")
+    wanted = whole(x).detach()
+    with FSDP.summon_full_params(whole, rank0_only=True, writeback=False), torch.no_grad():
+        if dist.get_rank() == 0:
+            assert torch.equal(whole(x), wanted), "nothing is gathered"
+    whole(x).sum().backward()
+
+
+def test_a_forward_of_one_rank_inside_summon_full_params_is_refused():
+    run_distributed(_forward_of_one_rank, world_size=2, timeout=60)
+
+
+def _load_inside():
+    values = {name: torch.full_like(p, 0.5) for name, p in fsdp1.build(tied=True).state_dict().items()}
+    for trained in (False, True):
+        model = wrapped(tied=True)
+        if trained:
+            fsdp1.loss_of(model, fsdp1.batch(0, 0)).backward()
+        with FSDP.summon_full_params(model):
+            model.load_state_dict(values)
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+        with FSDP.summon_full_params(model):
+            model.layers[0].up.load_state_dict({"weight": torch.ones(49, 24), "bias": torch.ones(49)})
+        assert (fsdp1.whole(model)["layers.0.up.weight"] == 1).all()
+        fsdp1.loss_of(model, fsdp1.batch(0, 0)).backward()
+
+
+def test_load_state_dict_inside_summon_full_params():
+    run_distributed(_load_inside, world_size=2)
 
 
 def _apply():
@@ -277,6 +313,39 @@ def _channels_last():
 
 def test_parameters_of_another_memory_order():
     run_distributed(_channels_last, world_size=2)
+
+
+class Transposed(nn.Module):
+    """Memory of another order on the first rank than on the others."""
+
+    def __init__(self):
+        super().__init__()
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("table", torch.randn(5, 3))
+        if rank == 0:
+            self.to(memory_format=torch.channels_last)
+            self.linear.weight = nn.Parameter(torch.randn(5, 3).t())
+            self.table = torch.randn(3, 5).t()
+
+    def forward(self, x):
+        return self.linear(x) + self.table.sum()
+
+
+def _transposed():
+    model = Transposed()
+    wanted = [{name: value.contiguous() for name, value in model.state_dict().items()}]
+    dist.broadcast_object_list(wanted, src=0)
+    model = FSDP(model, sync_module_states=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[0][name]), name
+
+
+@pytest.mark.parametrize("backend", ["gloo", "smddp"])
+def test_values_come_from_rank_0_whatever_their_order_in_memory(backend):
+    run_distributed(_transposed, world_size=2, backend=backend)
 
 
 def test_every_public_method_of_fsdp1_is_there():

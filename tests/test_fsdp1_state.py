@@ -239,7 +239,8 @@ def _torchs_own_functions():
         steps(model, optimizer, 0, 2)
         FSDP.set_state_dict_type(model, kind)
         kept, state = copy.deepcopy(get_state_dict(model, optimizer))
-        assert isinstance(kept["head.weight"], DTensor) == (kind == SHARDED)
+        assert isinstance(kept["head.weight"], DTensor) == (kind == SHARDED), "unlike FSDP1's, by the type that is set"
+        assert isinstance(state["state"]["head.weight"]["exp_avg"], DTensor)
         wanted = steps(model, optimizer, 2, 2)
         again, optimizer_again = make(FSDP, seed=7)
         FSDP.set_state_dict_type(again, kind)
@@ -301,6 +302,14 @@ def _bad():
     full = FSDP.optim_state_dict(model, optimizer)
     with pytest.raises(UserError, match=r"LOCAL_STATE_DICT is not available.*SHARDED_STATE_DICT"):
         FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    with pytest.raises(UserError, match="the type is a str: give a member of torch's StateDictType"):
+        FSDP.set_state_dict_type(model, "FULL_STATE_DICT")
+    with pytest.raises(UserError, match=r"the type is a FSDPTiny: .*after the model"):
+        FSDP.set_state_dict_type(FULL, model)
+    with pytest.raises(UserError, match="a AdamW is given as the model: give the model that FSDP returned"):
+        FSDP.optim_state_dict(optimizer, model)
+    with pytest.raises(UserError, match="the key type is a str: give OptimStateKeyType"):
+        FSDP.rekey_optim_state_dict(full, "PARAM_ID", fsdp1.build())
     with pytest.raises(UserError, match="state_dict_config is a ShardedStateDictConfig, and FULL_STATE_DICT takes"):
         FSDP.set_state_dict_type(model, FULL, ShardedStateDictConfig())
     with pytest.raises(UserError, match="nothing in the Linear is wrapped"):
@@ -325,6 +334,9 @@ def _bad():
     stranger = torch.optim.SGD(fsdp1.build().parameters(), lr=0.1)
     with pytest.raises(UserError, match="make the optimizer after FSDP"):
         FSDP.optim_state_dict(model, stranger)
+    for value in (3, torch.ones(fsdp1.WIDTH).numpy()):
+        with pytest.raises(RuntimeError, match=r'norm.weight", expected torch.Tensor'):
+            model.load_state_dict({"norm.weight": value}, strict=False)
     with pytest.raises(RuntimeError, match=r"size mismatch for norm.weight"):
         model.load_state_dict({**model.state_dict(), "norm.weight": torch.ones(3)})
     with pytest.raises(RuntimeError, match=r"Missing key.*norm.weight"):

@@ -263,7 +263,22 @@ def _refusals():
         ({"ignored_modules": [inside], "ignored_states": [inside]}, "give ignored_states alone"),
         ({"ignored_modules": [torch.ones(1)]}, "ignored_modules holds Tensor: give modules"),
         ({"ignored_states": [inside, inside.weight]}, "ignored_states holds Linear, Parameter: give either"),
-        ({"sync_module_states": None, "ignored_modules": 3}, "ignored_modules is a int: give a list"),
+        ({"ignored_modules": 3}, "ignored_modules is a int: give a list"),
+        ({"sync_module_states": "False"}, "sync_module_states is 'False': give True or False"),
+        ({"forward_prefetch": 1}, "forward_prefetch is 1: give True or False"),
+        ({"mixed_precision": MixedPrecision("bf16")}, "mixed_precision has the param_dtype 'bf16': give a floating"),
+        ({"mixed_precision": MixedPrecision(buffer_dtype=torch.int8)}, "the buffer_dtype torch.int8"),
+        ({"mixed_precision": MixedPrecision(None, torch.complex64)}, "the reduce_dtype torch.complex64"),
+        *(
+            ({"auto_wrap_policy": policy}, "auto_wrap_policy does not work: .*: give a policy")
+            for policy in (
+                transformer_auto_wrap_policy,
+                functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Linear"}),
+                nn.Linear,
+                ModuleWrapPolicy,
+                lambda module: True,
+            )
+        ),
     ]
     for arguments, text in cases:
         with pytest.raises(UserError, match=text):
@@ -290,6 +305,14 @@ def _refusals():
         pass
     with pytest.raises(UserError, match="clip_grad_norm_: another"):
         model[0].clip_grad_norm_(1.0)
+    for arguments, text in (
+        ((1.0, 0), r"norm_type is 0.0: give a number above 0"),
+        ((1.0, -float("inf")), "norm_type is -inf"),
+        ((-1.0,), r"max_norm is -1.0: give a number from 0"),
+        ((float("nan"),), "max_norm is nan"),
+    ):
+        with pytest.raises(UserError, match=text):
+            model.clip_grad_norm_(*arguments)
 
 
 def test_what_cannot_be_kept_is_said():

@@ -47,3 +47,26 @@ def test_no_bound_only_measures(bound):
 
 def test_no_gradient_is_zero():
     assert clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0) == 0
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_of_half_precision_gradients_is_not_rounded_to_it(dtype, norm_type):
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1000, 10)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 6e4)
+    wanted = torch.linalg.vector_norm(torch.cat([p.grad.double() for p in parameters]), norm_type).item()
+    norm = clip_grad_norm_(parameters, 1000.0, norm_type)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(wanted, rel=1e-5)
+    assert parameters[0].grad[0].item() == pytest.approx(6e4 * 1000 / wanted, rel=1e-2), "scaled by it"
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_gradients_of_several_dtypes_have_one_norm(norm_type):
+    dtypes = (torch.float16, torch.complex64, torch.float32, torch.float64)
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2)
+    wanted = torch.linalg.vector_norm(torch.full((12,), 2.0, dtype=torch.float64), norm_type)
+    assert clip_grad_norm_(parameters, 0.0, norm_type).item() == pytest.approx(wanted.item(), rel=1e-6)

@@ -1,6 +1,9 @@
+import errno
+import fcntl
 import json
 import os
 import pathlib
+import resource
 import stat
 
 import pytest
@@ -9,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from smp.checkpoint import hf_export
-from smp.checkpoint.hf_export import MARKER, export_hf
+from smp.checkpoint.hf_export import MARKER, export_hf, refuse_foreign_files
 from smp.delayed_init import build_on_meta, materialize_
-from smp.errors import UserError
+from smp.errors import RunError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
 from smp.pretrained import load_pretrained_
@@ -116,15 +119,24 @@ def test_directories_of_others_are_left_alone(tmp_path):
         export(tmp_path / "file" / "below")
 
 
-def test_a_failure_keeps_the_earlier_export_and_leaves_nothing_behind(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["_flush", "_write_configs", "safetensors"])
+def test_a_failure_keeps_the_earlier_export_and_leaves_nothing_behind(what, tmp_path, monkeypatch):
     reference = export(tmp_path / "out")
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_export, "_write_tensors", full)
-    with pytest.raises(UserError, match="No space left"):
-        export(tmp_path / "out", "gpt_neox")
+    before, said = resource.getrlimit(resource.RLIMIT_FSIZE), "No space left"
+    if what == "safetensors":  # whose errors are its own
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        said = r"model.safetensors cannot be written .*File too large"
+    else:
+        monkeypatch.setattr(hf_export, what, full)
+    try:
+        with pytest.raises(RunError, match=f"exporting the model failed: .*{said}"):
+            export(tmp_path / "out", "gpt_neox")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert_same_logits(tmp_path / "out", reference)
     assert os.listdir(tmp_path) == ["out"]
 
@@ -137,6 +149,54 @@ def test_what_a_killed_export_left_is_mended(tmp_path):
     export(tmp_path / "out")
     assert_same_logits(tmp_path / "out", reference)
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_link_stays_and_the_directory_it_points_to_is_replaced(tmp_path):
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    for case in ("gpt_neox", "llama_gqa"):
+        reference = export(tmp_path / "out", case)
+        assert (tmp_path / "out").is_symlink()
+        assert_same_logits(tmp_path / "disk" / "out", reference)
+    assert os.listdir(tmp_path / "disk") == ["out"]
+
+
+def test_a_mount_point_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to("/")
+    for path in (pathlib.Path("/"), tmp_path / "link"):
+        with pytest.raises(UserError, match="is a mount point and must be a directory in one: give /"):
+            refuse_foreign_files(path)
+
+
+def test_a_second_export_to_a_directory_is_refused_and_the_first_is_whole(tmp_path, monkeypatch):
+    write = hf_export._write_tensors
+
+    def another(path, tensors):
+        if path.name.startswith("model-00002"):
+            with pytest.raises(UserError, match=rf"out is in use by process {os.getpid()} .* give another directory"):
+                export(tmp_path / "out", "gpt_neox")
+        write(path, tensors)
+
+    monkeypatch.setattr(hf_export, "_write_tensors", another)
+    reference = export(tmp_path / "out", max_shard_bytes=20_000)
+    assert_same_logits(tmp_path / "out", reference)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_export_goes_on_where_there_are_no_locks(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert_same_logits(tmp_path / "out", export(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_progress_is_told_before_each_parameter_and_each_file(tmp_path):
+    calls: list[None] = []
+    reference = export(tmp_path / "out", max_shard_bytes=20_000, progress=lambda: calls.append(None))
+    files = len(list((tmp_path / "out").glob("*.safetensors")))
+    assert files > 1 and len(calls) == files + len(list(reference.parameters()))
 
 
 def _export_sharded(folder, shape):

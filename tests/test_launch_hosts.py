@@ -13,6 +13,7 @@ import time
 import pytest
 
 from smp.cli import main as smp
+from smp.launch import hosts
 from smp.launch.hosts import Attempt, Host
 from smp.launch.local import main as launch
 from tests.job import LLAMA, read_metrics
@@ -216,6 +217,25 @@ def test_a_host_that_starts_again_does_not_join_the_attempt_that_it_left():
     assert left == [port, "second"]
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "status"), [(0, [0, 7], 7), (3, [7, 0], 3), (0, [75, 1], 75), (0, [0, 0], 0)]
+)
+def test_host_0_returns_a_failure_of_the_others(own, others, status):
+    """The job has not ended well where it did so on host 0 alone."""
+    port = free_port()
+    attempts = [Attempt(Host(number, 3, "127.0.0.1", port), lambda: False) for number in range(3)]
+    assert [attempt.join() for attempt in attempts] == [port] * 3
+    assert [each.leave(other, in_order=True) for each, other in zip(attempts[1:], others, strict=True)] == others
+    assert attempts[0].leave(own, in_order=True) == status
+
+
+def test_host_0_that_waits_in_vain_keeps_its_status(monkeypatch):
+    monkeypatch.setattr(hosts, "ENDING_SECONDS", 0.1)
+    first = Attempt(Host(0, 2, "127.0.0.1", free_port()), lambda: False)
+    first.join()
+    assert first.leave(0, in_order=True) == 0
+
+
 def test_a_launcher_that_waits_for_host_0_can_be_stopped():
     asked = [False, False, True]
     attempt = Attempt(Host(1, 2, "127.0.0.1", free_port()), lambda: asked.pop(0))
@@ -322,6 +342,9 @@ def test_the_launchers_words(words, text, capsys):
     [
         ("", "names no host"),
         ("a slots=2\na slots=2", ":2: a is there twice"),
+        ("a slots=2\nme@a slots=2", ":2: a is there twice"),
+        ("localhost slots=2\nb slots=2", "localhost is another host for each of the 2 hosts: give the name by which"),
+        ("a\nme@localhost", "me@localhost is another host for each"),
         ("a slots=2\nb slots=4", "hosts differ in slots (2, 4)"),
         ("a slots=2\nb", "hosts differ in slots (none, 2)"),
         ("a; rm -rf x", "is no host"),

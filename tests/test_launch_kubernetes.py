@@ -4,8 +4,10 @@ import ast
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -100,6 +102,30 @@ def test_a_checkpoint_that_the_flags_name_is_for_the_first_start(restarts, ends,
     later = ["--resume_from_checkpoint", *ends] if ends else []
     assert run_pod("trainjob", tmp_path, environment, words=named, resumes=True) == [*named, *later]
     assert run_pod("pytorchjob", tmp_path, environment, words=named, resumes=True) == named  # v1 does not count
+
+
+def test_a_pod_ends_by_a_signal_that_comes_before_python_asks_for_it(tmp_path):
+    """Linux drops those that would end the first process of a namespace, which is what a pod runs."""
+    alone = ["unshare", "--fork", "--pid", "--kill-child"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to start a namespace of processes")
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/bash\ntouch {tmp_path}/up\nexec sleep 60\n")
+    stub.chmod(0o755)
+    text = kubernetes._node(job_of(workdir=str(tmp_path)))
+    environment = os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
+    pod = subprocess.Popen([*alone, "bash", "-c", text, "smp-node"], env=environment)
+    try:
+        end = time.monotonic() + 30
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < end and pod.poll() is None
+            time.sleep(0.02)
+        [first] = pathlib.Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert pod.wait(timeout=20) == 143
+    finally:
+        pod.kill()
 
 
 def run_pod(kind, tmp_path, environment, **changes):

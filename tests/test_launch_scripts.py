@@ -98,6 +98,18 @@ def test_what_environments_put_into_scripts():
         assert "[ -d /opt/sagemaker_cluster ]" in text and "--auto-resume=1" in text
 
 
+def test_a_container_over_ssh_has_its_jobs_name():
+    """One of the same name is removed as the rest of an earlier start."""
+
+    def name(hosts=("a", "b"), **changes):
+        job = job_of(container="docker", image="smp:1", **changes)
+        return re.search("^name=(.*)$", hostfile.hostfile_script(job, list(hosts), 1234), re.MULTILINE)[1]
+
+    names = [name(), name(hosts=("a", "c")), name(workdir="/other"), name(words=["--seed", "1"])]
+    assert len(set(names)) == len(names) and name() == names[0]
+    assert re.fullmatch(r'"smp-\w+-\$port-\$node_rank"', names[0])
+
+
 def test_marks_in_values_stay_as_they_are():
     words = ["--output_dir", "/x/@@MAX_REQUEUES@@/@@NODE@@/@@PORT@@", "@@SCRIPT@@"]
     job = job_of(words=words, workdir="/@@PLACE@@", script="@@COMMENTS@@.py")
@@ -249,6 +261,16 @@ def test_sizes_follow_from_memory_and_what_was_given():
     # Global batches stay below 4 Mi tokens.
     assert choose("--model llama7b", nodes=64)[0].endswith("--train_batch_size 2")
     assert choose("--model llama7b --max_context_width 8192", nodes=128)[0].endswith("degree 2 --train_batch_size 1")
+
+
+def test_each_data_parallel_process_has_a_sample():
+    assert " --tensor_parallel_degree 1 " in choose("--model llama7b --global_batch_size 16", nodes=2)[0]
+    assert " --tensor_parallel_degree 2 " in choose("--model llama7b --global_batch_size 8", nodes=2)[0]
+    for flags in ("--global_batch_size 1", "--global_batch_size 8 --tensor_parallel_degree 1"):
+        with pytest.raises(
+            UserError, match=r"needs one of --global_batch_size [18]; choose other.*, or fewer nodes, or a larger"
+        ):
+            choose(f"--model llama7b {flags}", nodes=2)
 
 
 def test_what_fits_only_with_offloading_and_what_does_not_fit():

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 import pytest
 
 from smp.cli import main as smp
+from smp.launch import slurm as slurm_script
+from smp.runtime import START_SECONDS
 from tests.job import LLAMA, losses, read_metrics, run_job
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -161,6 +164,19 @@ def test_a_named_checkpoint_is_where_only_the_first_start_begins(slurm, stub, tm
         ["--resume_from_checkpoint", "x"],
         ["--resume_from_checkpoint", "x", "--resume_from_checkpoint", "latest"],
     ]
+
+
+def test_bad_input_of_one_node_is_not_the_crash_of_those_that_waited_for_it(slurm, stub, tmp_path, monkeypatch):
+    """These give up by themselves, before srun kills them."""
+    assert int(re.search(r"--wait=(\d+)", written(tmp_path, "--script", "x.py").read_text())[1]) >= START_SECONDS + 60
+    (tmp_path / "job.sh").unlink()
+    monkeypatch.setattr(slurm_script, "START_SECONDS", 1.0)
+    monkeypatch.setattr(slurm_script, "_BEYOND_SECONDS", 3.0)
+    script = written(tmp_path, "--script", "x.py")
+    status, words = stub(script, "0 0", '[ "$SLURM_NODEID" = 0 ] || exit 2; sleep 1.5; exit 1')
+    assert (status, len(words)) == (2, 1) and "it would end so again" in said(slurm), said(slurm)
+    script.write_text(script.read_text().replace("--wait=4", "--wait=1"))
+    assert stub(script, "0 0", '[ "$SLURM_NODEID" = 0 ] || exit 2; sleep 3')[0] != 2  # as it was
 
 
 def test_never_back_into_the_queue(slurm, stub, tmp_path):

@@ -13,7 +13,7 @@ from arguments import parse_args
 from smp.cli import launch
 from smp.cli import main as smp
 from smp.errors import UserError
-from smp.launch import kubernetes, script
+from smp.launch import kubernetes, script, slurm
 from smp.launch.words import Checked, check_words, comment, value_of
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -23,6 +23,7 @@ POD = ["kubernetes", "--image", "r/smp:1", "--claim", "data"]
 TINY = ["--model", "llama_tiny", "--use_synthetic_data", "1"]
 ENROOT = ["--container", "enroot"]
 DOCKER = ["--container", "docker"]
+IN_DOCKER = [*HERE, *DOCKER, "--image", "smp", "--mount", "/data:/d"]
 
 
 def says(*words):
@@ -68,6 +69,20 @@ def test_a_checkpoint_that_the_config_names_is_where_the_first_start_begins(tmp_
     assert "train+=(--resume_from_checkpoint latest)" in first and "train+=" not in later
     named = configured(tmp_path, resume_from_checkpoint="/x")
     assert "--resume_from_checkpoint" not in written("local", *HERE, "--", *named)
+
+
+@pytest.mark.parametrize("target", [["slurm"], ["local"], POD, [*POD, "--kind", "pytorchjob"], ["hostfile"]])
+def test_a_runs_own_configuration_names_no_checkpoint(target, tmp_path, in_process):
+    """It has null for what was not given."""
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    own = ["--hosts", tmp_path / "hosts"] if target == ["hostfile"] else []
+    workdir = ["--workdir", ROOT] if "kubernetes" not in target else []
+    config = configured(tmp_path, resume_from_checkpoint=None, output_dir=None)
+    text = written(*target, *own, *CPU, *workdir, "--", *config)
+    pairs = re.findall(r"--resume_from_checkpoint\W+latest", text)
+    assert len(pairs) == (1 if "--kind" not in target else len(yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]))
+    assert "train+=" not in text and "SMP_RESTARTS" not in text
+    assert ("/mnt/smp/runs/smp" in text) == ("kubernetes" in target)
 
 
 def test_the_users_own_run_directory_stays(tmp_path, monkeypatch, in_process):
@@ -124,7 +139,7 @@ def test_words_survive_kubernetes(kind):
         assert container["volumeMounts"][0]["mountPath"] == "/\U0001f600"
     read = [as_kubernetes(word, {"HOME": "/root"}) for word in args]
     assert read[2:] == script.with_resume(job) and container["image"] == "smp:\U0001f600"
-    assert read[0].strip() == script.node_script(job, place=kubernetes._PLACE).strip()
+    assert read[0].strip() == script.node_script(job, place=kubernetes._PLACE, first=True).strip()
 
 
 def test_restarts_of_all_pods_are_counted_together():
@@ -156,17 +171,71 @@ REFUSED = {
     "password": (["slurm", *DOCKER, "--image", "user:hunter2@reg.io/i"], "--image looks like a secret"),
     "password of enroot": (["slurm", *ENROOT, "--image", "docker://user:hunter2@reg.io#i"], "--image looks like a"),
     "password with a slash": (["slurm", *DOCKER, "--image", "user:hun/ter2@reg.io/i"], "--image looks like a secret"),
+    "one CPU": (["slurm", *HERE, "--shared", "--", *TINY], "--shared leaves a node's processes one CPU, unless"),
+    "a name with /": (["slurm", *HERE, "--job_name", "a/b", "--", *TINY], "--job_name a/b is not allowed"),
+    "no time": (
+        ["slurm", *HERE, "--time", "2", "--", *TINY],
+        "--time 2 is over before training begins, as the job is asked to stop --signal_seconds 120 before its end",
+    ),
+    "little time": (
+        ["slurm", *HERE, "--time", "1:30:00", "--signal_seconds", "5400", "--", *TINY],
+        "--time 1:30:00 is",
+    ),
+    "output beside the mounts": (
+        ["slurm", *IN_DOCKER, "--", *TINY, "--output_dir", "/shared/x"],
+        f"--output_dir /shared/x is on none of its mounts, so that what is written there ends with the container: "
+        f"choose a directory under {ROOT} or /d, or add --mount HOST:DIR",
+    ),
+    "output above": (["slurm", *IN_DOCKER, "--", *TINY, "--output_dir", "../x"], f", {ROOT.parent / 'x'} of the cont"),
+    "checkpoints of enroot": (
+        ["slurm", *HERE, *ENROOT, "--image", "i", "--", *TINY, "--checkpoint_dir", "/c"],
+        "--checkpoint_dir /c is on none of its mounts",
+    ),
+    "curves on a mount to read": (
+        ["slurm", *IN_DOCKER, "--mount", "/r:/r:ro", "--", *TINY, "--tensorboard_dir", "/d/x", "/r/x"],
+        "--tensorboard_dir /r/x is on none of its mounts",
+    ),
+    "output in the image": (
+        [*POD, *CPU, "--", *TINY, "--output_dir", "runs/x"],
+        "--output_dir runs/x, /opt/smp/runs/x of the container, is on none of its mounts, so that what is written "
+        "there ends with the container: choose a directory under /mnt/smp\n",
+    ),
+    "model in the image": (
+        [*POD, *CPU, "--mount_path", "/v", "--", *TINY, "--output_dir", "/v/x", "--model_dir", "/vx"],
+        "--model_dir /vx is on none",
+    ),
     "help": (["slurm", *HERE, "--", "--help"], "the training flags ask for help instead of a job: leave --help out"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_ignored_or_refused_later_is_a_sentence(case, tmp_path):
+def test_what_would_be_ignored_or_refused_later_is_a_sentence(case, tmp_path, monkeypatch, request):
+    if case != "help":
+        request.getfixturevalue("in_process")
+    monkeypatch.chdir(ROOT)
     words, text = REFUSED[case]
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
     status, out, err = says(*(tmp_path / "hosts" if word == "HOSTS" else word for word in words))
     assert (status, out) == (2, "") and text in err and err.count("\n") == 1, err
     assert "hunter2" not in err and "ter2" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("3", 180), ("3:04", 184), ("1:02:03", 3723), ("2-1", 176400), ("2-1:02", 176520), ("2-1:02:03", 176523),
+        ("infinite", None), ("1:2:3:4", None), ("-5", None), ("", None),
+    ],
+)  # fmt: skip
+def test_times_as_sbatch_reads_them(text, seconds):
+    assert slurm._seconds(text) == seconds
+
+
+def test_output_on_mounts_is_taken(in_process):
+    for place in ("runs/x", ROOT / "runs", "/d", "/d/x"):
+        assert f"--output_dir {place}\n" in written("slurm", *IN_DOCKER, "--", *TINY, "--output_dir", place)
+    apptainer = ["--container", "apptainer", "--image", "i"]  # mounts as the site says
+    assert written("slurm", *HERE, *apptainer, "--", *TINY, "--output_dir", "/shared/x")
 
 
 @pytest.mark.parametrize(

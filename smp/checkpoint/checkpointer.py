@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from smp.checkpoint.files import DTYPE_NAMES, Piece, reason
 from smp.checkpoint.layout import TEMPORARY, checkpoint_name, disk_free
 from smp.checkpoint.manifest import Manifest, problems_of_files
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.writer import finish, start, write_part
+from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start, write_part
 from smp.comm.report import readable
 from smp.errors import RunError, UserError
-from smp.faults.agreement import together
 from smp.mesh import Mesh
 from smp.optimizer import allocate_state
 from smp.sharding import reshard
@@ -97,11 +96,15 @@ def take_snapshot(
 
 
 def snapshot_of(
-    tensors: dict[str, torch.Tensor], *, everything: bool, copy: Callable[[list[Piece]], list[Piece]]
+    tensors: dict[str, torch.Tensor],
+    *,
+    everything: bool,
+    copy: Callable[[list[Piece]], list[Piece]],
+    of_rank0: Collection[str] = (),
 ) -> Snapshot:
-    """What this rank is to write of ``tensors``, and its generators; see :func:`take_snapshot`."""
+    """What this rank is to write of ``tensors``, and its generators; see :func:`take_snapshot`, ``pieces_to_write``."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything)
+    pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything, of_rank0=of_rank0)
     generators = rng_tensors(rank)
     pieces = copy(pieces + [Piece(name, state, (0,)) for name, state in generators.items()])
     # Rank 0 also tells of tensors without elements, which nobody writes.
@@ -162,21 +165,25 @@ def begin(directory: Path, name: str, *, own: bool) -> Path:
         own: every rank makes one for itself.
 
     Raises:
-        RunError: it cannot be made.
-        UserError: a rank does not see the directory that rank 0 made.
+        RunError: it cannot be made, or a rank does not see it; nothing is left behind.
     """
     temporary = directory / (name + TEMPORARY)
     failure = attempt(lambda: start(temporary), directory, 0) if own or dist.get_rank() == 0 else None
-    agree(failure, f"checkpoint {directory / name} could not be begun")
+    said = f"checkpoint {directory / name} could not be begun"
+    agree(failure, said)
 
     def see() -> None:
-        if not temporary.is_dir():
-            raise UserError(
-                f"rank {dist.get_rank()} does not see {temporary}, which rank 0 made: checkpoints must be on a file "
-                f"system that all hosts share"
+        if not appears(temporary):
+            raise RunError(
+                f"it does not see {temporary}, which rank 0 made, within {VISIBLE_WITHIN:g} s: checkpoints must be on "
+                f"a file system that all hosts share"
             )
 
-    together(see)
+    try:
+        agree(attempt(see, directory, 0), said)
+    except RunError:
+        remove_temporary(temporary, own)
+        raise
     return temporary
 
 

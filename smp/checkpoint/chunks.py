@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -41,9 +42,8 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return local, tuple(offsets)
 
 
-def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int) -> bool:
-    """Whether this rank is the one, of all that hold the same part, which writes it; spread by name."""
-    turn = zlib.crc32(name.encode())
+def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int, turn: int) -> bool:
+    """Whether this rank is the one, of all that hold the same part, whose turn it is to write it."""
     if not isinstance(tensor, DTensor):
         return turn % world_size == rank
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -57,15 +57,25 @@ def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int) -
     return True
 
 
-def pieces_to_write(tensors: dict[str, torch.Tensor], *, rank: int, world_size: int, everything: bool) -> list[Piece]:
+def pieces_to_write(
+    tensors: dict[str, torch.Tensor],
+    *,
+    rank: int,
+    world_size: int,
+    everything: bool,
+    of_rank0: Collection[str] = (),
+) -> list[Piece]:
     """What this rank writes, on the tensors' devices.
 
     Args:
         everything: all that the rank holds, instead of its share of what several ranks hold.
+        of_rank0: tensors that may differ among the ranks that hold them, so that the first one's are taken, all of
+            one moment; the others are spread by name.
     """
     pieces = []
     for name, tensor in tensors.items():
-        if everything or _is_writer(name, tensor, rank=rank, world_size=world_size):
+        turn = 0 if name in of_rank0 else zlib.crc32(name.encode())
+        if everything or _is_writer(name, tensor, rank=rank, world_size=world_size, turn=turn):
             local, offsets = local_part(tensor)
             if local.numel():
                 pieces.append(Piece(name, local.detach(), offsets))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from smp.errors import UserError
+from smp.errors import RunError, UserError
+from smp.faults.lock import locked
 from smp.json_input import read_object
 from smp.models.family import Family
 from smp.models.registry import family_of
@@ -37,18 +39,20 @@ def _is_main() -> bool:
 
 def _on_main(action: Callable[[], object]) -> None:
     """Run ``action`` on rank 0; if it fails, every rank raises, so that none waits in a collective."""
-    failure: list[tuple[bool, str] | None] = [None]
+    failure: list[tuple[type[Exception], str] | None] = [None]
     cause: Exception | None = None
     if _is_main():
         try:
             action()
         except Exception as error:
-            cause, failure[0] = error, (isinstance(error, (UserError, OSError)), str(error))
+            kinds = {UserError: UserError, RunError: RunError, OSError: RunError}  # a full disk is no bad input
+            kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), RuntimeError)
+            cause, failure[0] = error, (kind, str(error))
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        is_input, text = failure[0]
-        raise (UserError if is_input else RuntimeError)(f"exporting the model failed: {text}") from cause
+        kind, text = failure[0]
+        raise kind(f"exporting the model failed: {text}") from cause
 
 
 def _beside(directory: pathlib.Path, suffix: str) -> pathlib.Path:
@@ -67,12 +71,14 @@ def refuse_foreign_files(directory: pathlib.Path) -> None:
     """Check that an export to ``directory`` would replace nothing but an earlier export.
 
     Raises:
-        UserError: it is a file, or holds others.
+        UserError: it is a file or a mount point, or holds others.
     """
     if not directory.exists():
         return
     if not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory that does not exist yet")
+    if os.path.ismount(directory.resolve()):  # an export appears by a rename, which cannot replace one
+        raise UserError(f"{directory} is a mount point and must be a directory in one: give {directory / 'final'}")
     present = {path.name for path in directory.iterdir()}
     if foreign := sorted(present - _files_of_export(directory)):
         raise UserError(
@@ -82,14 +88,29 @@ def refuse_foreign_files(directory: pathlib.Path) -> None:
 
 
 def _claim(directory: pathlib.Path) -> None:
-    """Check that ``directory`` may be written, undo what a killed export left, and start an empty one beside it."""
+    """Check that ``directory`` may be written, undo what a killed export left, and start an empty one beside it.
+
+    With the lock on it held: another export at the same time would delete this one's files, or mix with them.
+    """
     partial, old = _beside(directory, "partial"), _beside(directory, "old")
     if old.exists() and not directory.exists():
         old.rename(directory)
     refuse_foreign_files(directory)
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
+
+
+@contextlib.contextmanager
+def _alone(directory: pathlib.Path) -> Iterator[None]:
+    """Hold ``directory`` for an export to it.
+
+    Raises:
+        UserError: another process exports to it, or a file beside it cannot be made.
+    """
+    # The last thing a run does is not to fail for want of locks.
+    with locked(_beside(directory, "lock"), directory, "give another directory", required=False):
+        yield
 
 
 def _plan_files(
@@ -127,11 +148,18 @@ def _write_configs(
 
 
 def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if "I/O error" not in str(error):
+            raise
+        raise RunError(f"{path} cannot be written ({error})") from error
     # safetensors makes private files; config.json was made by open(), under the user's umask.
     path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
+    _flush(path)  # a file at a time: flushing all in the end would take long without a sign of progress
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -156,6 +184,7 @@ def _gather_and_write(
     *,
     max_shard_bytes: int,
     dtype: torch.dtype | None,
+    progress: Callable[[], None],
 ) -> None:
     """Write every parameter, a tied one once, and the index if there are several files."""
     files = _plan_files(parameters, max_shard_bytes=max_shard_bytes, dtype=dtype)
@@ -163,9 +192,11 @@ def _gather_and_write(
     for file, names in files.items():
         tensors = {}
         for name in names:
+            progress()
             tensor = whole(name)
             if _is_main():
                 tensors[family.file_key(name)] = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         weight_map.update(dict.fromkeys(tensors, file))
         total_size += sum(tensor.nbytes for tensor in tensors.values())
@@ -206,6 +237,7 @@ def export_hf(
     tokenizer_dir: pathlib.Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
 
@@ -219,9 +251,11 @@ def export_hf(
         tokenizer_dir: directory whose tokenizer files are copied along.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
+        progress: called before each parameter and each file.
 
     Raises:
-        UserError: the directory holds other files or cannot be written; raised on every rank.
+        UserError: the directory holds other files, is a mount point, or is in use; raised on every rank.
+        RunError: it cannot be written; raised on every rank.
     """
     reshard(model)  # a gathered parameter is in the dtype of the computation
     parameters = dict(model.named_parameters())
@@ -233,6 +267,7 @@ def export_hf(
         tokenizer_dir=tokenizer_dir,
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
+        progress=progress,
     )
 
 
@@ -245,6 +280,7 @@ def export_tensors(
     tokenizer_dir: pathlib.Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """:func:`export_hf` from any source of whole parameters. All ranks call it; without a process group this one alone.
 
@@ -252,22 +288,22 @@ def export_tensors(
         parameters: shape and dtype of each parameter by name, a tied one once; only these two are looked at.
         whole: returns a parameter by name; called once for each, in their order, on every rank.
 
-    Raises:
-        UserError: the directory holds other files or cannot be written; raised on every rank.
+    Raises: as :func:`export_hf`.
     """
-    directory = pathlib.Path(os.path.abspath(directory))
+    directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = _beside(directory, "partial"), family_of(hf_config)
     stored = dtype or next(iter(parameters.values())).dtype
 
-    def prepare() -> None:
-        _claim(directory)
-        _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)
+    with contextlib.ExitStack() as held:
 
-    _on_main(prepare)
-    try:
-        _gather_and_write(parameters, whole, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        def prepare() -> None:
+            held.enter_context(_alone(directory))
+            held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
+            _claim(directory)
+            _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)
+
+        _on_main(prepare)
+        _gather_and_write(
+            parameters, whole, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress
+        )
         _on_main(lambda: _publish(partial, directory))
-    except BaseException:
-        if _is_main():
-            shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -16,12 +16,14 @@ from pathlib import Path
 
 from smp.checkpoint.files import reason, sync_directory
 from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
+from smp.checkpoint.outline import read_outline
 from smp.errors import UserError
 from smp.log import get_logger
 
 LATEST = "latest"
 BEST = "best"
 TEMPORARY = ".tmp"
+_REPLACED = f".old{TEMPORARY}"
 _NAME = re.compile(r"(.+)-(\d+)steps")
 
 logger = get_logger(__name__)
@@ -48,20 +50,21 @@ def step_of(path: Path) -> int | None:
 
 def find_checkpoints(directory: Path, model_name: str) -> list[Checkpoint]:
     """Published checkpoints of ``model_name`` in ``directory``, oldest first."""
-    pattern = re.compile(re.escape(model_name) + r"-(\d+)steps")
-    found = []
-    if directory.is_dir():
-        for path in directory.iterdir():
-            match = pattern.fullmatch(path.name)
-            if match and (path / MANIFEST_FILE).exists():
-                found.append(Checkpoint(path, int(match.group(1))))
+    found = [c for c in _named(directory, model_name) if (c.path / MANIFEST_FILE).exists()]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _named(directory: Path, model_name: str, ending: str = "") -> list[Checkpoint]:
+    """What is called as a checkpoint of ``model_name``, and no other, with ``ending`` behind."""
+    pattern = re.compile(rf"{re.escape(model_name)}-(\d+)steps{ending}")
+    matches = ((path, pattern.fullmatch(path.name)) for path in (directory.iterdir() if directory.is_dir() else ()))
+    return [Checkpoint(path, int(match.group(1))) for path, match in matches if match]
 
 
 def quick_problem(path: Path) -> str | None:
     """What is wrong with a checkpoint as far as its manifest, its name, and names and sizes of files tell."""
     try:
-        manifest = read_manifest(path)
+        manifest = read_outline(path)
     except UserError as error:
         return str(error)
     if manifest.step != step_of(path):
@@ -127,10 +130,10 @@ def _newest_whole(
             f"{present[-1].path.parent}` to see what is wrong, or start anew in another --output_dir"
         )
     for directory in directories:
-        for path in sorted(directory.glob(f"{model_name}-*steps")):
+        for found in sorted(_named(directory, model_name), key=lambda c: c.step):
             raise UserError(
-                f"{path} has no {MANIFEST_FILE}, so nothing can be resumed from it: restore the file, or start anew in "
-                f"another --output_dir"
+                f"{found.path} has no {MANIFEST_FILE}, so nothing can be resumed from it: restore the file, or "
+                f"start anew in another --output_dir"
             )
     return None
 
@@ -171,11 +174,19 @@ def publish(temporary: Path, final: Path) -> None:
     doomed = _doomed(final) if final.exists() else None
     if doomed is not None:
         final.rename(doomed)
-    temporary.rename(final)
+    try:
+        temporary.rename(final)
+    except BaseException:
+        if doomed is not None:
+            doomed.rename(final)
+        raise
     sync_directory(final.parent)
     point(final.parent / LATEST, final.name)
     if doomed is not None:
-        _delete(doomed)
+        try:
+            _delete(doomed)
+        except OSError as error:  # such as a file that another host has open: the checkpoint is published all the same
+            logger.warning("%s could not be deleted: %s", doomed, reason(error))
 
 
 def point(link: Path, name: str) -> None:
@@ -192,7 +203,7 @@ def point(link: Path, name: str) -> None:
 
 def _doomed(path: Path) -> Path:
     """The name under which a checkpoint is deleted, free."""
-    doomed = path.with_name(f"{path.name}.old{TEMPORARY}")
+    doomed = path.with_name(path.name + _REPLACED)
     _delete(doomed)
     return doomed
 
@@ -226,16 +237,39 @@ def set_aside(directory: Path, model_name: str, *, after: int) -> None:
             logger.warning("Set aside: %s is now %s.", checkpoint.path, aside.name)
 
 
-def clean(directory: Path) -> None:
-    """Delete what interrupted saves and deletions have left behind."""
-    if directory.is_dir():
-        for leftover in directory.glob(f"*-*steps*{TEMPORARY}"):
-            if leftover.is_symlink():
-                leftover.unlink()
-            elif leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-        (directory / (LATEST + TEMPORARY)).unlink(missing_ok=True)
-        (directory / (BEST + TEMPORARY)).unlink(missing_ok=True)
+def interrupted_replacements(directory: Path, model_name: str) -> list[tuple[Path, Path]]:
+    """Whole checkpoints whose replacement was cut short, so that nothing has their names; and those names."""
+    found = []
+    for checkpoint in _named(directory, model_name, re.escape(_REPLACED)):
+        final = checkpoint.path.with_name(checkpoint.path.name.removesuffix(_REPLACED))
+        if not final.exists() and _is_whole(checkpoint.path):
+            found.append((checkpoint.path, final))
+    return found
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a directory of whatever name holds a checkpoint, as far as its manifest and names and sizes tell."""
+    try:
+        return not problems_of_files(path, read_manifest(path), content=False)
+    except UserError:
+        return False
+
+
+def clean(directory: Path, model_name: str) -> None:
+    """Delete what interrupted saves and deletions of ``model_name`` have left behind; of use to its only writer.
+
+    A checkpoint that was about to be replaced gets its name back.
+    """
+    for replaced, final in interrupted_replacements(directory, model_name):
+        replaced.rename(final)
+        logger.warning("Brought back: %s, which was about to be replaced or deleted.", final)
+    for leftover in _named(directory, model_name, rf"(\.old)?{re.escape(TEMPORARY)}"):
+        if leftover.path.is_symlink():
+            leftover.path.unlink()
+        elif leftover.path.is_dir():
+            shutil.rmtree(leftover.path, ignore_errors=True)
+    for link in (LATEST, BEST):
+        (directory / (link + TEMPORARY)).unlink(missing_ok=True)
 
 
 def disk_free(path: Path) -> int:

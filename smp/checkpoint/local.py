@@ -63,14 +63,22 @@ def _whole_steps(directories: list[Path], model_name: str) -> dict[int, list[Pat
     return found
 
 
-def _first_was_interrupted(directories: list[Path], everyone: list[list[int]]) -> bool:
-    """Whether the run was ended in its first save: nothing is lost with what some ranks have of it; collective.
+def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[list[int]]) -> bool:
+    """Whether a fresh start loses nothing: no rank has anything, or the run was ended in its first save; collective.
 
-    A rank that has lost its disk has no directory either.
+    A rank that has lost its disk has no directory either, and one whose checkpoint is damaged has had it whole.
+
+    Args:
+        everyone: the steps of which each rank has a whole checkpoint.
     """
-    taken_part: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(taken_part, any(directory.is_dir() for directory in directories))
-    return all(taken_part) and len({step for found in everyone for step in found}) == 1
+    whole = everyone[dist.get_rank()]
+    damaged = any(c.step not in whole for directory in directories for c in find_checkpoints(directory, model_name))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (damaged, any(directory.is_dir() for directory in directories)))
+    if any(damaged for damaged, _ in ranks):
+        return False
+    steps = {step for found in everyone for step in found}
+    return not steps or (len(steps) == 1 and all(has_directory for _, has_directory in ranks))
 
 
 def common_start(directories: list[Path], model_name: str) -> Path | None:
@@ -85,12 +93,12 @@ def common_start(directories: list[Path], model_name: str) -> Path | None:
         dist.all_gather_object(everyone, sorted(mine))
         common = set(everyone[0]).intersection(*everyone[1:])
         if not common:
-            if not any(everyone) or _first_was_interrupted(directories, everyone):
+            if _nothing_is_lost(directories, model_name, everyone):
                 return None
             steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
             raise UserError(
                 f"no step of which every rank has a whole local checkpoint (steps: {steps}): bring back the missing "
-                f"disks, or start anew in another --output_dir"
+                f"disks or a copy of what is damaged, or start anew in another --output_dir"
             )
         step = max(common)
         path = mine[step][0]

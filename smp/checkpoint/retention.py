@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from smp.checkpoint.layout import BEST, discard, find_checkpoints, point, quick_problem
-from smp.checkpoint.manifest import read_manifest
+from smp.checkpoint.outline import read_outline
 from smp.log import get_logger
 
 logger = get_logger(__name__)
@@ -39,6 +39,6 @@ def _best(whole: list, count: int) -> list:
     """The ``count`` checkpoints of the lowest validation loss, best first; the newer of two that are equal."""
     if not count:
         return []
-    losses = {c.path: read_manifest(c.path).run.get("val_loss") for c in whole}
+    losses = {c.path: read_outline(c.path).run.get("val_loss") for c in whole}
     rated = [c for c in whole if losses[c.path] is not None]
     return sorted(rated, key=lambda c: (losses[c.path], -c.step))[:count]

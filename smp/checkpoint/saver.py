@@ -100,7 +100,7 @@ class Saver:
         if local or dist.get_rank() == 0:
             nbytes = state_bytes(self._model, own=local)
             for target in self._targets:
-                clean(target.directory)
+                clean(target.directory, self._model_name)
                 set_aside(target.directory, self._model_name, after=self._first_step)
                 logger.info("A checkpoint in %s: %s.", target.directory, forecast(target.directory, nbytes))
 
@@ -159,14 +159,19 @@ class Saver:
             raise failure
 
     @contextlib.contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Publish the checkpoint that is being written, if all ranks end together in what is done inside."""
+    def finishing(self, enter: Callable[[str], None] = lambda phase: None) -> Iterator[None]:
+        """Publish the checkpoint that is being written, if all ranks end together in what is done inside.
+
+        Args:
+            enter: called with the name of the phase in which it is waited for.
+        """
         try:
             yield
         except RunError:
             if self._writing is not None:
                 write, target = self._writing
                 self._writing = None
+                enter("checkpoint")
                 write.wait()
                 with contextlib.suppress(RunError):  # the first one is the cause of the end
                     self._publish(write, target)
@@ -176,7 +181,11 @@ class Saver:
         started = time.perf_counter()
         try:
             if background:
-                self._finish_write(lambda: manifest, manifest.step)  # at most one at a time
+                try:
+                    self._finish_write(lambda: manifest, manifest.step)  # at most one at a time
+                except RunError:  # of another directory, which may be on another disk
+                    self._start_write(target, manifest)
+                    raise
                 self._start_write(target, manifest)
                 return
             path = save_checkpoint(

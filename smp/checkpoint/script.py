@@ -34,12 +34,15 @@ from smp.checkpoint.checkpointer import (
     verify_together,
     write_snapshot,
 )
-from smp.checkpoint.files import Piece
-from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, clean, set_aside
+from smp.checkpoint.files import Piece, reason
+from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
+from smp.checkpoint.owner import bring_back, own
 from smp.checkpoint.retention import prune
 from smp.checkpoint.script_state import (
+    alike,
     allocate,
+    buffers_of,
     changed_by,
     check_optimizer,
     extra_states,
@@ -75,8 +78,9 @@ class Checkpoints:
     at any other number of ranks, sharding or tensor-parallel degree.
 
     Args:
-        directory: on a file system that all hosts share; made if it is not there. For one script at a time: what
-            interrupted saves have left in it is deleted.
+        directory: on a file system that all hosts share; made if it is not there. One process at a time saves into
+            it: the first save takes its lock until the process ends, and deletes what interrupted saves of this name
+            have left. Loading needs no lock.
         model: of :func:`smp.parallelize`, :class:`smp.FullyShardedDataParallel`, torch's ``fully_shard`` or DDP, or a
             plain module that is the same on all ranks.
         optimizer: any whose state is tensors of its parameters' shapes, and scalars; over the model's parameters.
@@ -85,7 +89,8 @@ class Checkpoints:
         verify: read every file back before it is published.
 
     Raises:
-        UserError: torch's FSDP1 or DeepSpeed shards the model in a way of its own; a name or a number is not allowed.
+        UserError: torch's FSDP1 or DeepSpeed shards the model in a way of its own; a tensor, a name or a number is not
+            allowed.
     """
 
     def __init__(
@@ -109,11 +114,14 @@ class Checkpoints:
         self._model, self._optimizer = plain(model), optimizer
         self._copies = HostCopies()
         self._writing: BackgroundWrite | None = None
+        self._owned = False
+        self._at: int | None = None  # the step last loaded or saved
         together(self._prepare)
         # The update waits for the copy of what it is about to change.
         optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
     def _prepare(self) -> None:
+        state_tensors(self._model, self._optimizer)  # refused now, and not at the first save
         if dist.get_rank() == 0:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -121,14 +129,22 @@ class Checkpoints:
                 raise UserError(
                     f"Checkpoints: {self._directory} cannot be made ({error.strerror}): choose another directory"
                 ) from None
-            clean(self._directory)
 
     def _wait_for_copy(self) -> None:
         if self._writing is not None:
             self._writing.wait_for_copy()
 
+    def _own(self) -> None:
+        """Take the directory's lock before the first save; collective."""
+        if not self._owned:
+            together(lambda: own(self._directory, self._name) if dist.get_rank() == 0 else None)
+            self._owned = True
+
     def save(self, step: int, extra: Any = None, *, wait: bool = True) -> Path:
         """Save the state after ``step`` updates; collective.
+
+        Checkpoints of later steps than the one that this script goes on from are of another branch: they are renamed
+        (``.aside1``), with a line in the log, and no longer found.
 
         Args:
             step: updates done; in the checkpoint's name.
@@ -141,18 +157,21 @@ class Checkpoints:
             Where it is, or will be.
 
         Raises:
-            UserError: something else is in ``extra``, the optimizer's state cannot be described, or the ranks disagree
-                on the step, the directory or what there is to save.
+            UserError: something else is in ``extra``, the optimizer's state cannot be described, the ranks disagree
+                on the step, the directory or what there is to save, or another process saves into the directory.
             RunError: a rank could not write; nothing is published.
         """
         self.finish()
         manifest = together(lambda: self._manifest(step, extra))
         tensors = together(lambda: state_tensors(self._model, self._optimizer))
         self._require_agreement(step, tensors)
+        self._own()
         temporary = begin(self._directory, checkpoint_name(self._name, step), own=False)
         final = temporary.with_name(checkpoint_name(self._name, step))
         rank = dist.get_rank()
-        snapshot = snapshot_of(tensors, everything=False, copy=to_host if wait else self._copy_what_waits_for_nobody)
+        copy = to_host if wait else self._copy_what_waits_for_nobody
+        first = {f"model.{name}" for name, _ in buffers_of(self._model)}
+        snapshot = snapshot_of(tensors, everything=False, copy=copy, of_rank0=first)
         if not wait:
             self._writing = BackgroundWrite(
                 temporary, manifest, snapshot, copies=self._copies, rank=rank, check=self._verify
@@ -191,20 +210,30 @@ class Checkpoints:
         said = f"checkpoint {self._directory / checkpoint_name(self._name, manifest.step)} could not be written"
         try:
             agree(failure, said)
-            agree(attempt(lambda: publish_snapshot(temporary, manifest), self._directory, 0), said)
+            agree(attempt(lambda: self._put(temporary, manifest), self._directory, 0), said)
         except Exception:
             remove_temporary(temporary, own=False)
             raise
-        failure = None
+        self._at = manifest.step
         if dist.get_rank() == 0:
             failure = attempt(lambda: prune(self._directory, self._name, keep=self._keep), self._directory, 0)
-        agree(failure, f"older checkpoints in {self._directory} could not be deleted")
+            if failure is not None:  # the next save tries again
+                logger.warning("Old checkpoints in %s could not be deleted: %s", self._directory, reason(failure))
+        agree(None, "")  # deleting may take long, and the others are to wait for it here
+
+    def _put(self, temporary: Path, manifest: Manifest) -> None:
+        if dist.get_rank() == 0:
+            # Found before this one, they would be loaded instead of it, and kept while it is deleted.
+            after = manifest.step if self._at is None else min(self._at, manifest.step)
+            set_aside(self._directory, self._name, after=after)
+        publish_snapshot(temporary, manifest)
 
     def load(self, path: str | Path = LATEST) -> Saved | None:
         """Fill model, optimizer and generators; collective.
 
         With ``latest``, a damaged checkpoint is passed over, with a line in the log, for the newest one before it.
-        The generators are restored at the saved number of ranks; at another they are seeded by (step, rank).
+        The generators are restored at the saved number of ranks and tensor-parallel degree; at another they are seeded
+        by the step and the rank, alike in a tensor-parallel group.
 
         Args:
             path: of a checkpoint, or ``latest``.
@@ -227,18 +256,23 @@ class Checkpoints:
         state = together(lambda: allocate(self._model, self._optimizer, manifest))
         tensors = together(lambda: state_tensors(self._model, self._optimizer, state))
         together(lambda: check_tensors(chosen, manifest, tensors))
-        if str(path) == LATEST and dist.get_rank() == 0:
-            set_aside(self._directory, self._name, after=manifest.step)
-        fill(chosen, manifest, tensors)
+        together(lambda: fill(chosen, manifest, tensors))
         restore_optimizer(self._model, self._optimizer, state, manifest.run["optimizer"])
         restore_extra_states(self._model, manifest.run.get("extra_states", {}))
-        same_layout = manifest.world_size == dist.get_world_size()
-        restore_generators(chosen, manifest, same_layout=same_layout, otherwise=f"{manifest.step}:{dist.get_rank()}")
+        together(lambda: self._restore_generators(chosen, manifest))
+        self._at = manifest.step
         return Saved(chosen, manifest.step, decode(manifest.run["extra"]))
+
+    def _restore_generators(self, chosen: Path, manifest: Manifest) -> None:
+        group = alike(self._model)
+        same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(group))
+        restore_generators(chosen, manifest, same_layout=same_layout, otherwise=f"{manifest.step}:{group[0]}")
 
     def _choose(self, wanted: str) -> tuple[Path | None, Manifest | None]:
         """The checkpoint that all ranks have found whole; collective."""
         damaged: list[Path] = []
+        if dist.get_rank() == 0:
+            bring_back(self._directory, self._name)
         while True:
             # Rank 0 chooses for all: another rank's view of the directory may be older.
             chosen = _from_rank0(lambda: choose_checkpoint(wanted, [self._directory], self._name, damaged=damaged))
@@ -269,7 +303,8 @@ class Checkpoints:
             model_entry(self._name, config) if hasattr(config, "to_json_string") else {"name": self._name, "config": {}}
         )
         return Manifest(
-            kind="sharded", step=step, world_size=dist.get_world_size(), degrees={}, model=entry,
+            kind="sharded", step=step, world_size=dist.get_world_size(), degrees={"tp": len(alike(self._model))},
+            model=entry,
             run={"script": True, "extra": extra, "optimizer": settings_of(self._model, self._optimizer),
                  "extra_states": extra_states(self._model)},
             saved_at=now(), versions=versions(),
@@ -287,8 +322,19 @@ def _read(path: Path) -> Manifest:
 
 
 def _from_rank0(choose: Callable[[], Path | None]) -> Path | None:
-    """What rank 0 chooses, on all ranks; collective."""
-    chosen: list[Path | None] = [together(lambda: choose() if dist.get_rank() == 0 else None)]
+    """What rank 0 chooses, on all ranks; collective.
+
+    Raises:
+        UserError: what ``choose`` raises, or the directory cannot be read.
+    """
+
+    def look() -> Path | None:
+        try:
+            return choose() if dist.get_rank() == 0 else None
+        except OSError as error:
+            raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that and start again") from None
+
+    chosen: list[Path | None] = [together(look)]
     dist.broadcast_object_list(chosen)
     return chosen[0]
 

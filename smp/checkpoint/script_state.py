@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.tensor import DTensor, zeros
 
+from smp.checkpoint.files import DTYPE_NAMES
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.tagged_json import decode, encode
 from smp.errors import UserError
@@ -20,8 +22,13 @@ def plain(model: nn.Module) -> nn.Module:
     """The model whose names go into a checkpoint: DDP's own module.
 
     Raises:
-        UserError: something else than DTensor shards it, so that a rank's tensors do not say what they are part of.
+        UserError: it is no module, or something else than DTensor shards it, so that a rank's tensors do not say what
+            they are part of.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"Checkpoints takes a torch.nn.Module, got a {type(model).__name__}: put several into an nn.ModuleList"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     # Not by isinstance: smp's own drop-in answers to that name, too.
@@ -49,7 +56,10 @@ def require_known(optimizer: torch.optim.Optimizer) -> None:
             f"it the plain optimizer"
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise UserError(f"Checkpoints: {name} is no torch.optim.Optimizer: give the optimizer that it wraps")
+        raise UserError(
+            f"Checkpoints: a {name} is no torch.optim.Optimizer: give the one that it wraps, or of several each to its "
+            f"own Checkpoints of another name"
+        )
 
 
 # What wrappers put into names; a checkpoint has the names of the model itself.
@@ -62,12 +72,24 @@ def _clean(name: str) -> str:
     return name
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a state dict would hold, by name."""
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a state dict would hold, by name; complex ones as real numbers, of which a last axis has two."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield _clean(f"{prefix}.{name}" if prefix else name), buffer
+                real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                yield _clean(f"{prefix}.{name}" if prefix else name), real
+
+
+def alike(model: nn.Module) -> list[int]:
+    """The ranks of this one's tensor-parallel group, which must draw alike; itself alone where there is none."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
+            mesh, place = parameter.device_mesh.mesh, parameter.device_mesh.get_coordinate()
+            if place is not None:
+                here = tuple(slice(None) if axis == "tp" else index for axis, index in zip(names, place, strict=True))
+                return mesh[here].tolist()
+    return [dist.get_rank()]
 
 
 def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
@@ -96,12 +118,13 @@ def state_tensors(
         state: of the optimizer, instead of what it holds.
 
     Raises:
-        UserError: a tensor of the optimizer's state is a rank's own, so that its part of the whole is not known.
+        UserError: a tensor of the optimizer's state is a rank's own, so that its part of the whole is not known, or one
+            has a dtype that files have no name for.
     """
     reshard(model)
     names = _named(model, optimizer)
     tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    tensors |= {f"model.{name}": buffer for name, buffer in _buffers(model)}
+    tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(model)}
     for parameter, entries in (optimizer.state if state is None else state).items():
         if parameter not in names:
             raise UserError(
@@ -121,6 +144,12 @@ def state_tensors(
                         f"that is sharded: use an optimizer whose state is sharded alike, such as those of torch.optim"
                     )
                 tensors[name] = value
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UserError(
+                f"Checkpoints: {name} is of {tensor.dtype}, which cannot be saved: use one of "
+                f"{', '.join(DTYPE_NAMES.values())}"
+            )
     return tensors
 
 

@@ -36,6 +36,7 @@ from smp.checkpoint.manifest import (
     coverage_problem,
     encode,
     problems_of_files,
+    size_problem,
 )
 from smp.checkpoint.read_back import ReadBack
 from smp.errors import RunError
@@ -43,7 +44,7 @@ from smp.errors import RunError
 # Of tensors per file: a damaged file is named and read by itself, and many hash in parallel.
 FILE_BYTES = 4 << 30
 # A network file system may show another host's file late.
-_VISIBLE_WITHIN = 60.0
+VISIBLE_WITHIN = 60.0
 
 
 def part_name(rank: int) -> str:
@@ -101,15 +102,19 @@ def _write_and_read_back(path: Path, pieces: list[Piece]) -> Written:
     return written
 
 
+def appears(path: Path) -> bool:
+    """Whether what another host has made is seen here, at once or after a while."""
+    end = time.monotonic() + VISIBLE_WITHIN
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def _read_part(path: Path) -> dict[str, Any]:
-    end = time.monotonic() + _VISIBLE_WITHIN
-    while True:
-        try:
-            return strict_json(path.read_bytes())
-        except FileNotFoundError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
+    appears(path)
+    return strict_json(path.read_bytes())
 
 
 def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manifest:
@@ -149,7 +154,13 @@ def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -
         (temporary / part_name(rank)).unlink()
     if problems := problems_of_files(temporary, whole, content=False):
         raise RunError(f"checkpoint {final} was not published: {'; '.join(problems[:3])}")
-    write_bytes(temporary / MANIFEST_FILE, encode(whole))
+    content = encode(whole)
+    if problem := size_problem(temporary, content):
+        raise RunError(
+            f"checkpoint {final} was not published, as it could not be read: its {MANIFEST_FILE} {problem}; keep "
+            f"large things out of what is saved beside the tensors, or save on fewer processes"
+        )
+    write_bytes(temporary / MANIFEST_FILE, content)
     publish(temporary, final)
     return whole
 

@@ -85,13 +85,18 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     return found
 
 
-def _open(text: str, stack: contextlib.ExitStack) -> Side:
+def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     directory = existing_directory(text)
     if is_model(directory) and not is_checkpoint(directory):
         tensors = stack.enter_context(ModelTensors(directory))
         return Side(flat(read_object(directory / "config.json"), "model"), tensors, True)
     path = one_checkpoint(text)
     manifest = verified(path, content=False)
+    if values and manifest.kind != "sharded":
+        raise UserError(
+            f"{text} is a {manifest.kind} checkpoint, which holds what one rank had: --values needs sharded ones; "
+            f"leave --values out, or resume from it and save a sharded one"
+        )
     return Side(_facts(manifest), stack.enter_context(CheckpointTensors(path, manifest)), False)
 
 
@@ -211,7 +216,7 @@ def run(options: argparse.Namespace) -> int:
     if options.show < 1:
         raise UserError(f"--show must be at least 1, got {options.show}")
     with contextlib.ExitStack() as stack:
-        a, b = _open(options.a, stack), _open(options.b, stack)
+        a, b = (_open(text, stack, values=options.values) for text in (options.a, options.b))
         print(f"A: {shown(Path(options.a))}\nB: {shown(Path(options.b))}")
         rows, different = compare_facts(a, b)
         if rows:

@@ -19,8 +19,16 @@ from smp.errors import UserError
 from smp.launch.hostfile import hostfile_script, read_hosts
 from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
 from smp.launch.script import RESUME, Job, local_command, local_script
-from smp.launch.slurm import SlurmOptions, slurm_script
-from smp.launch.words import Checked, check_words, require_name, require_plain, require_plain_words, value_of
+from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
+from smp.launch.words import (
+    Checked,
+    check_words,
+    require_kept,
+    require_name,
+    require_plain,
+    require_plain_words,
+    value_of,
+)
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8
@@ -68,7 +76,9 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="X", help=f"sbatch's --{name.replace('_', '-')}")
     parser.add_argument("--log", default="%x-%j.out", metavar="FILE", help="sbatch's --output; default %%x-%%j.out")
     parser.add_argument("--cpus_per_task", type=int, metavar="N", help="CPUs of each node for the job; default: all")
-    parser.add_argument("--shared", action="store_true", help="other jobs may use the nodes, too")
+    parser.add_argument(
+        "--shared", action="store_true", help="other jobs may use the nodes, too; needs --cpus_per_task"
+    )
     parser.add_argument("--no_gres", action="store_true", help="the cluster's Slurm does not count GPUs")
     parser.add_argument(
         "--signal_seconds", type=int, default=120, metavar="S", help="for the last checkpoint; default 120"
@@ -198,7 +208,9 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
     words = _words_of(options)
     processes, gpus = _processes(options, slots)
     found = _checked(options, words, options.workdir)
-    given = found.given if found is not None else frozenset(_flags(words))
+    given = found.named if found is not None else frozenset(_flags(words))
+    if found is not None:
+        _require_kept(options, found)
     title = f"Made by `smp launch {options.target}`: {nodes} node(s)"
     chosen: list[str] = []
     if found is None:
@@ -221,6 +233,16 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
         image=getattr(options, "image", None), container=getattr(options, "container", None),
         mounts=tuple(getattr(options, "mount", [])),
     )  # fmt: skip
+
+
+def _require_kept(options: argparse.Namespace, found: Checked) -> None:
+    """Refuse to write where only the container is."""
+    if options.target == "kubernetes":
+        require_kept(found, options.workdir, [options.mount_path], advice="")
+    elif getattr(options, "container", None) in ("docker", "enroot"):
+        mounts = [mount.split(":") for mount in options.mount]
+        roots = [options.workdir, *(words[1] for words in mounts if "ro" not in ",".join(words[2:]).split(","))]
+        require_kept(found, options.workdir, roots, advice=", or add --mount HOST:DIR")
 
 
 def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int]:
@@ -283,15 +305,13 @@ def _name(options: argparse.Namespace, words: list[str]) -> str:
 def _slurm(options: argparse.Namespace) -> str:
     job = _job(options, nodes=options.nodes)
     own = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "time")}
-    return slurm_script(
-        job,
-        SlurmOptions(
-            job_name=_name(options, job.words), output=options.log, cpus_per_task=options.cpus_per_task,
-            exclusive=not options.shared, gres=not options.no_gres,
-            signal_seconds=options.signal_seconds, max_requeues=options.max_requeues,
-            max_failures=options.max_failures, **own,
-        ),
+    known = SlurmOptions(
+        job_name=_name(options, job.words), output=options.log, cpus_per_task=options.cpus_per_task,
+        exclusive=not options.shared, gres=not options.no_gres, signal_seconds=options.signal_seconds,
+        max_requeues=options.max_requeues, max_failures=options.max_failures, **own,
     )  # fmt: skip
+    require_possible(known)
+    return slurm_script(job, known)
 
 
 def _kubernetes(options: argparse.Namespace) -> str:

@@ -1,7 +1,7 @@
 """Check that checkpoints are as they were written: names, sizes and digests of all files, that the files hold the
 tensors which the manifest lists, and that these cover every parameter.
 
-Exit status 0: all are whole; 1: at least one is damaged; 2: nothing to check.
+Exit status 0: all are whole; 1: at least one is damaged or has no manifest; 2: nothing to check.
 """
 
 from __future__ import annotations
@@ -99,11 +99,9 @@ def run(options: argparse.Namespace) -> int:
     """Check what ``options.directory`` names, a line each."""
     directory = existing_directory(options.directory)
     found = checkpoints_at(directory)
-    if found == [directory]:
-        return 0 if _report(directory, directory.name, content=not options.quick) else 1
     good = 0
     for path in found:
-        name = str(path.relative_to(directory))
+        name = directory.name if path == directory else str(path.relative_to(directory))
         try:
             good += _report(path, name, content=not options.quick)
         except UserError as error:
@@ -111,6 +109,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"  {shown(error, 400)}")
     for path in interrupted_at(directory):
         print(f"{shown(path.relative_to(directory))}: left by an interrupted save, and removed by the next start")
-    if good != len(found):
+    if good != len(found) and found != [directory]:
         print(f"{len(found) - good} of {len(found)} checkpoints cannot be resumed from")
     return 0 if good == len(found) else 1

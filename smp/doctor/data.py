@@ -270,9 +270,13 @@ def _take_line(line: bytes, where: str, sample: Sample) -> None:
 
 
 def _arrow_rows(fs: Any, name: str, size: int, sample: Sample, full: bool) -> int:
-    """Take in the first and the last batch of parquet or of a saved dataset, or all; bytes that they stand for."""
+    """Take in the first and the last batch of parquet or of a saved dataset, or all; bytes that they stand for.
+
+    Of a saved dataset that is not on this machine's file systems: the first two.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from fsspec.implementations.local import LocalFileSystem
 
     with fs.open(name, "rb") as raw:
         if name.endswith(".parquet"):
@@ -281,11 +285,17 @@ def _arrow_rows(fs: Any, name: str, size: int, sample: Sample, full: bool) -> in
             total, groups = file.metadata.num_rows, range(file.num_row_groups)
             chosen = groups if full or len(groups) < 3 else (groups[0], groups[-1])
             batches: Iterable[Any] = (file.read_row_group(i, columns=["input_ids"]) for i in chosen)
-        else:
-            table = pa.ipc.open_stream(raw).read_all()
+        elif isinstance(fs, LocalFileSystem):  # mapped: only what is looked at is read
+            table = pa.ipc.open_stream(pa.memory_map(name)).read_all()
             _require_ids(name, table.column_names)
             total, parts = len(table), table.to_batches()
             batches = parts if full or len(parts) < 3 else (parts[0], parts[-1])
+        else:
+            reader = pa.ipc.open_stream(raw)
+            _require_ids(name, reader.schema.names)
+            batches = parts = list(itertools.islice(reader, None if full else 2))
+            total = sum(len(part) for part in parts)
+            size = size if full or len(parts) < 2 else min(size, raw.tell())
         rows = 0
         for batch in batches:
             column = batch.column("input_ids")

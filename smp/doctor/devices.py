@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import sys
-from pathlib import PurePosixPath
 
 import torch
 
@@ -16,6 +15,7 @@ from smp.doctor.environment import set_by_user
 from smp.doctor.room import Room
 from smp.errors import UserError
 from smp.instruction_set import ensure_bf16_works
+from smp.memory_plan import control_group, memory_limit
 from smp.prepare import compute_dtype
 from smp.runtime import choose_device
 
@@ -27,21 +27,10 @@ _SMALL_SHM = 256 << 20  # docker gives 64 MiB
 def cores(room: Room) -> int:
     """Cores that this process may use: by its affinity, and by the quota of its control group."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    words = (room.read(f"{control_group(room)}/cpu.max") or "").split()
+    words = (room.read(f"{control_group(room.request.root)}/cpu.max") or "").split()
     if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
         return max(1, min(here, math.ceil(int(words[0]) / int(words[1]))))
     return here
-
-
-def control_group(room: Room) -> str:
-    """Where the files of this process's control group are, version 2."""
-    for line in (room.read("proc/self/cgroup") or "").splitlines():
-        number, _, path = line.split(":", 2)
-        if number == "0":
-            own = PurePosixPath("sys/fs/cgroup") / path.lstrip("/")
-            if (room.request.root / own).is_dir():
-                return str(own)
-    return "sys/fs/cgroup"
 
 
 def check_devices(room: Room) -> None:
@@ -135,14 +124,11 @@ def check_memory(room: Room) -> None:
     """The host's memory, and what a container or a limit leaves of it."""
     total = _of_meminfo(room, "MemTotal")
     free = _of_meminfo(room, "MemAvailable")
-    group = control_group(room)
-    text = room.read(f"{group}/memory.max") or room.read("sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
-    used = room.read(f"{group}/memory.current") or room.read("sys/fs/cgroup/memory/memory.usage_in_bytes") or ""
-    limit = int(text) if text.isdigit() and (total is None or int(text) < total) else None
+    group = memory_limit(room.request.root)
+    limit, left = group if group is not None and (total is None or group[0] < total) else (None, 0)
     data = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
     room.measure("host_memory", data)
     if limit is not None:
-        left = max(0, limit - int(used)) if used.isdigit() else limit
         share = "" if total is None else f" of the host's {readable(total)}"
         message = f"this container may use {readable(limit)}{share}, {readable(left)} are left"
         if left < _GIB * room.launch.local_world_size:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from smp.checkpoint.files import reason
 from smp.checkpoint.layout import disk_free
@@ -19,6 +20,7 @@ _BLOCK = 4 << 20
 _PROBE = 64 << 20
 _FULL_PROBE = 1 << 30
 _PROBE_SECONDS = 10.0  # after which the speed is known well enough
+_WRITING_SHARE = 0.25  # of the check's time that is given to writing, for all directories together
 _SLOW = 50 << 20  # bytes per second
 _LONG_SECONDS = 600.0  # of one checkpoint
 _FEW_FILES = 1000
@@ -63,24 +65,25 @@ def check_disk(room: Room) -> None:
         return
     results = []
     for flag, directory, kept in places:
-        if (speed := _check_writing(room, flag, directory)) is None:
+        seconds = room.request.timeout * _WRITING_SHARE / len(places)
+        if (speed := _check_writing(room, flag, directory, seconds=seconds)) is None:
             continue
         results.append({"directory": str(directory), "bytes_per_second": speed, "free_bytes": disk_free(directory)})
         _check_room(room, flag, directory, kept=kept, speed=speed)
     room.measure("disk", results)
 
 
-def _check_writing(room: Room, flag: str, directory: Path) -> float | None:
-    """Bytes per second, or None where it cannot be written."""
+def _check_writing(room: Room, flag: str, directory: Path, *, seconds: float) -> float | None:
+    """Bytes per second, or None where it cannot be written; at most so many seconds are spent on writing."""
     place = existing(directory)
     if not place.is_dir():
         room.problem(f"--{flag} {directory}: {place} is a file: choose another directory")
         return None
     size = min(_FULL_PROBE if room.request.full else _PROBE, max(_BLOCK, disk_free(place) // 4))
     try:
-        with _probe(place) as path:
-            speed = write_speed(path, size, seconds=_PROBE_SECONDS * (6 if room.request.full else 1))
-            _check_abilities(room, flag, path)
+        with _probe(place) as file:
+            speed = write_speed(file, size, seconds=min(seconds, _PROBE_SECONDS * (6 if room.request.full else 1)))
+            _check_abilities(room, flag, place, file)
     except OSError as error:
         room.problem(
             f"--{flag} {directory} cannot be written ({reason(error)}; {readable(disk_free(place))} are free): free "
@@ -109,46 +112,48 @@ def _check_writing(room: Room, flag: str, directory: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def _probe(directory: Path) -> Iterator[Path]:
+def _probe(directory: Path) -> Iterator[BinaryIO]:
+    """A file that is gone when this process is, however it ends: it has no name any more."""
     path = directory / f".doctor-{os.getpid()}-{time.time_ns()}"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+    with path.open("wb", buffering=0) as file:
+        path.unlink()
+        yield cast(BinaryIO, file)
 
 
-def write_speed(path: Path, size: int, *, seconds: float) -> float:
-    """Bytes per second of a file that is written and flushed to the disk; fewer bytes where time is over.
+def write_speed(file: BinaryIO, size: int, *, seconds: float) -> float:
+    """Bytes per second of what is written and flushed to the disk; fewer bytes where time is over.
+
+    Flushed in parts, each twice as large as the one before: a slow disk takes little more than twice the time given.
 
     Raises:
         OSError: it cannot be written.
     """
-    block = os.urandom(_BLOCK)
+    block, part, written = os.urandom(_BLOCK), _BLOCK, 0
     started = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        written = 0
-        while written < size and time.perf_counter() - started < seconds:
-            written += file.write(block[: size - written]) or 0
+    while written < size and time.perf_counter() - started < seconds:
+        end = min(size, written + part)
+        while written < end:
+            written += file.write(block[: end - written]) or 0
         os.fsync(file.fileno())
+        part *= 2
     return written / max(time.perf_counter() - started, 1e-9)
 
 
-def _check_abilities(room: Room, flag: str, path: Path) -> None:
+def _check_abilities(room: Room, flag: str, place: Path, file: BinaryIO) -> None:
     """Locks, without which a run is refused, and links, by which ``latest`` is named."""
-    with path.open("rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            room.problem(
-                f"--{flag} {path.parent} is on a file system without flock ({reason(error)}), by which a run keeps "
-                f"others out: mount it with locks, or choose another directory"
-            )
-    link = path.with_name(f"{path.name}-link")
     try:
-        link.symlink_to(path.name)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        room.problem(
+            f"--{flag} {place} is on a file system without flock ({reason(error)}), by which a run keeps others out: "
+            f"mount it with locks, or choose another directory"
+        )
+    link = place / f".doctor-{os.getpid()}-{time.time_ns()}-link"
+    try:
+        link.symlink_to("nowhere")
         link.unlink()
     except OSError as error:
-        room.warn(f"--{flag} {path.parent} takes no symbolic links ({reason(error)}): there will be no `latest`")
+        room.warn(f"--{flag} {place} takes no symbolic links ({reason(error)}): there will be no `latest`")
 
 
 def file_system_of(room: Room, path: Path) -> str:

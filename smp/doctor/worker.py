@@ -140,15 +140,17 @@ class Worker:
     def _wait(self) -> int:
         """The worker's wait status; its pipe is closed, or it has been killed."""
         os.close(self._pipe)
-        end = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < end:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return status
-            time.sleep(0.01)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        return os.waitpid(self.pid, 0)[1]
+        for killed in (False, True):
+            if killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            end = time.monotonic() + _GRACE_SECONDS
+            while time.monotonic() < end:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    return status
+                time.sleep(0.01)
+        return signal.SIGKILL  # it is in a call to a disk or a device that does not answer, and dies only after that
 
     def _end(self, why: str = "") -> None:
         """The worker is gone, or is killed: note how, and go on with what is left."""

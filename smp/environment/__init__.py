@@ -44,7 +44,9 @@ def read_launch(environment: Environment | None = None) -> Launch:
     if values["RANK"] is None and values["WORLD_SIZE"] is None:
         if native is None:
             _refuse_lost_processes(env)
-        return native.launch if native is not None else Launch()
+            return Launch()
+        _is_meant(env, native)  # or refused: a local rank or size that was left there would reach other libraries
+        return native.launch
     if native is not None and _is_meant(env, native):
         if values["WORLD_SIZE"] is None:  # exported for all, it would be right on one rank, which would wait for others
             raise UserError(
@@ -144,7 +146,9 @@ def _sagemaker(env: Environment) -> Said | None:
             f"SM_CURRENT_HOST={current or ''} is not one of SM_HOSTS={env['SM_HOSTS']}: mend them, or unset both for "
             f"one process"
         )
-    return Said(Launch(hosts.index(current), len(hosts), 0, 1, launcher=_SAGEMAKER), NAMES)
+    names = ("the place of SM_CURRENT_HOST", "the hosts of SM_HOSTS", "the local rank of one process a host",
+             "processes on each host")  # fmt: skip
+    return Said(Launch(hosts.index(current), len(hosts), 0, 1, launcher=_SAGEMAKER), names)
 
 
 def _is_meant(env: Environment, native: Said) -> bool:
@@ -158,7 +162,7 @@ def _is_meant(env: Environment, native: Said) -> bool:
              native.launch.numbers[index]]  # fmt: skip
     if not wrong:
         return True
-    if native.launch.launcher == _SAGEMAKER:  # which says nothing of processes
+    if native.launch.launcher == _SAGEMAKER and mine.keys() & {"RANK", "WORLD_SIZE"}:  # it says nothing of processes
         return False
     if len(mine) == len(NAMES):
         rank, world_size, local_rank, inside = mine.values()

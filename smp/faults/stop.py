@@ -10,6 +10,7 @@ waits. So signals are read from a pipe, by a thread: a second signal works whate
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -29,7 +30,8 @@ _active: weakref.WeakSet[StopRequest] = weakref.WeakSet()
 
 def say(text: str) -> None:
     """Write a line to standard error, past all locks and buffers: for threads that may have to end the process."""
-    os.write(2, f"{text}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk that it goes to is full
+        os.write(2, f"{text}\n".encode())
 
 
 class StopRequest:

@@ -9,8 +9,42 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+
+from smp.errors import UserError
+
+
+class Shard(FSDPParam):
+    """A parameter's shard, which knows whether somebody has assigned to its ``.data``.
+
+    Of a DTensor that exchanges the storage which it names, and not the local tensor that is computed with: the value
+    would be lost. It cannot be found again either, so it is refused.
+    """
+
+    _storage: torch.UntypedStorage  # kept, so that no other one has its address
+
+    def note_storage(self) -> None:
+        """Take the parameter for unassigned as it is now."""
+        self._storage = self.sharded_param.untyped_storage()
+
+    def reset_sharded_param(self) -> None:
+        """torch's own after ``load_state_dict`` and conversions."""
+        if not isinstance(getattr(self._module_info.module, self._module_info.param_name), DTensor):
+            return  # summon_full_params shows the whole, and writes what was loaded back at its end
+        super().reset_sharded_param()
+        self.note_storage()
+
+    def refuse_assigned(self) -> None:
+        """Raise UserError if ``.data`` was assigned."""
+        if self.sharded_param.untyped_storage()._cdata != self._storage._cdata:
+            where = f"{self._module_info.param_name} of a {type(self._module_info.module).__name__}"
+            raise UserError(
+                f"FSDP: .data of {self._param_fqn or where} was assigned, which has no effect on a sharded parameter: "
+                f"write param.data.copy_(value), with backups as param.data.clone(), or assign inside "
+                f"FSDP.summon_full_params"
+            )
 
 
 class ParameterGroup(FSDPParamGroup):
@@ -25,6 +59,8 @@ class ParameterGroup(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """``fully_shard``'s own, with zeros for what this rank did not use: another may have."""
+        if self._orig_dtype is None:  # all was frozen at the first forward
+            self._init_mp_dtypes()
         if self.reduce_grads:
             self._hide_zeros()
             self._fill_unused()
@@ -98,6 +134,12 @@ class ParameterGroup(FSDPParamGroup):
             if hasattr(parameter, "_unsharded_param"):
                 del parameter._unsharded_param
 
+    def refuse_assigned(self) -> None:
+        """Raise UserError if ``.data`` of a parameter was assigned."""
+        for parameter in self.fsdp_params:
+            if isinstance(parameter, Shard):
+                parameter.refuse_assigned()
+
     @property
     def accumulates(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
@@ -132,6 +174,7 @@ def drop_accumulated(module: nn.Module) -> None:
 @torch.no_grad()
 def drop_cleared(module: nn.Module) -> None:
     """Forget what was accumulated of parameters whose gradients somebody has cleared since."""
+    found: list[tuple[ParameterGroup, list[Any], list[Any], list[Any]]] = []
     for group in _groups(module):
         cleared, kept, unknown = [], [], []
         for parameter, (shown, ours) in group._shown.items():
@@ -144,8 +187,11 @@ def drop_cleared(module: nn.Module) -> None:
                 cleared.append(parameter)
             else:
                 kept.append(parameter)
-        # Zeroing shows nothing where a rank holds no element: what holds of the unit's others holds of it.
-        group.drop_accumulated([*cleared, *unknown] if cleared and not kept else cleared)
+        found.append((group, cleared, kept, unknown))
+    # Zeroing shows nothing where a rank holds no element: what holds of the others holds of it, the unit's first.
+    all_cleared = any(cleared for _, cleared, _, _ in found) and not any(kept for _, _, kept, _ in found)
+    for group, cleared, kept, unknown in found:
+        group.drop_accumulated([*cleared, *unknown] if all_cleared or (cleared and not kept) else cleared)
 
 
 def accumulates(module: nn.Module) -> bool:
@@ -175,9 +221,17 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         return
     drop_cleared(module)
     for group in _groups(module):
+        group.refuse_assigned()
         # One rank has it all: to take the parameters as they are now exchanges nothing.
         if group.is_unsharded and group.reshard_after_backward and _is_whole(group):
             group.reshard()
+
+
+def refuse_assigned(module: Any) -> None:
+    """Raise UserError if ``.data`` of a parameter of this unit was assigned."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        if isinstance(group, ParameterGroup):
+            group.refuse_assigned()
 
 
 def _is_whole(group: FSDPParamGroup) -> bool:
@@ -203,5 +257,8 @@ def keep_promises(module: Any) -> None:
     """Make one unit keep them; ``fully_shard`` was applied to it."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         group.__class__, group._shown = ParameterGroup, {}
+        for parameter in group.fsdp_params:
+            parameter.__class__ = Shard
+            Shard.note_storage(parameter)
     module.register_forward_pre_hook(_before_forward, prepend=True)
     module.register_forward_hook(_after_forward)

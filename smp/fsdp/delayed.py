@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,9 +36,10 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _unwritten(tensor: torch.Tensor) -> float | int | bool | None:
     """A value that no initialisation leaves, or None for a dtype without one."""
-    if tensor.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return float("nan")
-    return None if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+    # The least unsigned number is 0, which many an initialisation leaves.
+    return torch.iinfo(tensor.dtype).min if tensor.dtype.is_signed and tensor.dtype != torch.bool else None
 
 
 class DelayedParamIniter:
@@ -145,8 +147,7 @@ class DelayedParamIniter:
     def _check_written(self, name: str, tensor: torch.Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         mark = _unwritten(local)
-        unwritten = local.isnan() if local.is_floating_point() else torch.eq(local, mark if mark is not None else 0)
-        if mark is not None and bool(unwritten.any()):
+        if mark is not None and bool((local.isnan() if math.isnan(mark) else local == mark).any()):
             raise UserError(
                 f"{name} was on the meta device, and the model's own initialisation does not fill it: give "
                 f"DelayedParamIniter an init_method_using_config that does, or build the model with real buffers"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from smp.errors import UserError
+from smp.fsdp.between_steps import refuse_assigned
 from smp.fsdp.units import Unit, local_box, units_below, whole_tensor
 
 
@@ -22,6 +23,7 @@ class _Summoned:
     def __init__(
         self, module: FSDPModule, unit: Unit, *, writeback: bool, show: bool, offload_to_cpu: bool, with_grads: bool
     ):
+        refuse_assigned(module)
         module.reshard()
         self._unit, self._writeback, self._ended = unit, writeback, False
         self._places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
@@ -76,7 +78,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, in the places of the shards; collective.
 
-    A forward inside ends it for the module that it runs and the units below: they gather by themselves.
+    A forward inside ends it for the module that it runs and the units below: they gather by themselves. So with
+    ``rank0_only`` it is refused.
 
     Args:
         module: a unit, or a module with units in it.
@@ -103,22 +106,28 @@ def summon_full_params(
             settings: dict[str, Any] = {"offload_to_cpu": offload_to_cpu, "with_grads": with_grads}
             show = unit.first_rank or not rank0_only
             summoned.append(_Summoned(inner, unit, writeback=writeback, show=show, **settings))
-        _end_before_forward([inner for inner, _ in chosen], summoned)
+        _end_before_forward(chosen, summoned, rank0_only=rank0_only)
         yield
     finally:
         for each in summoned:
             each.end()
 
 
-def _end_before_forward(modules: list[FSDPModule], summoned: list[_Summoned]) -> None:
+def _end_before_forward(chosen: list[tuple[FSDPModule, Unit]], summoned: list[_Summoned], *, rank0_only: bool) -> None:
     """A forward gathers and frees by itself: the shards of all that it runs have to be in place by then."""
-    for module, own in zip(modules, summoned, strict=True):
+    for (module, _), own in zip(chosen, summoned, strict=True):
         assert isinstance(module, nn.Module)
         inside = set(module.modules())
-        below = [each for inner, each in zip(modules, summoned, strict=True) if inner in inside]
+        below = [(unit, each) for (inner, unit), each in zip(chosen, summoned, strict=True) if inner in inside]
+        exchanges = any(unit.mesh.size(unit.mesh.ndim - 1) > 1 for unit, _ in below)
 
-        def end(*unused: Any, below: list[_Summoned] = below) -> None:
-            for each in below:
+        def end(*unused: Any, below: list[Any] = below, alone: bool = rank0_only and exchanges) -> None:
+            if alone:  # the first rank would wait for the others, or take their next exchange for its own
+                raise UserError(
+                    "FSDP.summon_full_params: with rank0_only the model cannot be called inside, a forward gathers "
+                    "over all ranks: leave rank0_only out and call it on every rank"
+                )
+            for _, each in below:
                 each.end()
 
         own.handle = module.register_forward_pre_hook(end, prepend=True)

@@ -116,8 +116,9 @@ def take_from_first_rank(
         if id(tensor) in done:
             continue
         done.add(id(tensor))
-        if tensor.device != device and not isinstance(tensor, DTensor):
-            tensor.data = tensor.to(device)
+        if not isinstance(tensor, DTensor) and (tensor.device != device or not tensor.is_contiguous()):
+            # Row by row, as memory is sent as it lies, and may lie otherwise on another rank.
+            tensor.data = tensor.detach().to(device).contiguous()
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
         # Replicas first: each sharding group then finds its values at its own first rank.
         for axis in range(mesh.ndim):

@@ -200,6 +200,13 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
             f"FSDP: device_mesh has {mesh.ndim} dimensions, and sharding_strategy {strategy.name} takes {wanted}: "
             f"give {axes}, or another strategy"
         )
+    if wanted == 2 and not mesh.mesh_dim_names:  # fully_shard knows axes by their names
+        replicate, shard = mesh.get_all_groups()
+        return _cached(
+            shard,
+            ("named", replicate.group_name, mesh.device_type),
+            lambda: DeviceMesh.from_group([replicate, shard], mesh.device_type, mesh.mesh, mesh_dim_names=_HYBRID_AXES),
+        )
     return mesh
 
 

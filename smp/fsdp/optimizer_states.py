@@ -249,6 +249,11 @@ def rekey_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
 ) -> State:
     """Names instead of numbers or the reverse, for a model that is not wrapped."""
+    if not isinstance(optim_state_key_type, OptimStateKeyType):
+        raise UserError(
+            f"FSDP.rekey_optim_state_dict: the key type is a {type(optim_state_key_type).__name__}: give "
+            f"OptimStateKeyType.PARAM_NAME or OptimStateKeyType.PARAM_ID"
+        )
     groups = _groups("rekey_optim_state_dict", model, optim, optim_input)
     names = [name for group in groups for name, _ in group]
     keys = list(optim_state_dict["state"])

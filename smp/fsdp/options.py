@@ -77,6 +77,12 @@ def _instance(name: str, value: Any, kind: type, what: str) -> Any:
     return value
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"FSDP: {name} is {value!r}: give True or False")
+    return value
+
+
 def _function(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise UserError(f"FSDP: {name} is a {type(value).__name__}: give a function that takes a module, or None")
@@ -100,6 +106,13 @@ def _mixed_precision(value: Any) -> MixedPrecision | None:
             "FSDP: MixedPrecision(keep_low_precision_grads=True) is not available, gradients are in the parameters' "
             "dtype when the optimizer reads them: leave it out"
         )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(mixed, name, None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UserError(
+                f"FSDP: mixed_precision has the {name} {dtype!r}: give a floating-point dtype such as torch.bfloat16, "
+                f"or leave it out"
+            )
     return mixed
 
 
@@ -136,8 +149,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "param_init_fn": lambda value: _function("param_init_fn", value),
     "post_param_init_fn": lambda value: _function("post_param_init_fn", value),
     "device_id": _device,
-    "sync_module_states": bool,
-    "forward_prefetch": bool,
+    "sync_module_states": lambda value: _flag("sync_module_states", value),
+    "forward_prefetch": lambda value: _flag("forward_prefetch", value),
 }
 
 # Arguments that nothing depends on: their defaults, and what holds instead.

@@ -23,6 +23,11 @@ from smp.log import get_logger
 
 _logger = get_logger("smp.fsdp")
 
+_EXAMPLE = (
+    "a policy of torch.distributed.fsdp.wrap, such as functools.partial(transformer_auto_wrap_policy, "
+    "transformer_layer_cls={Block})"
+)
+
 # A module that becomes a unit, and its arguments.
 Chosen = dict[nn.Module, dict[str, Any]]
 
@@ -52,10 +57,7 @@ def choose_units(
     if policy is None:
         return {}
     if not callable(policy) and not isinstance(policy, _Policy):
-        raise UserError(
-            f"FSDP: auto_wrap_policy is a {type(policy).__name__}: give a policy of torch.distributed.fsdp.wrap, such "
-            f"as functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={{Block}})"
-        )
+        raise UserError(f"FSDP: auto_wrap_policy is a {type(policy).__name__}: give {_EXAMPLE}")
     for name, inner in module.named_modules():
         if nested(inner):
             raise UserError(
@@ -78,11 +80,15 @@ def is_container(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
+def _does_not_work(error: Exception) -> UserError:
+    return UserError(f"FSDP: auto_wrap_policy does not work: {error}: give {_EXAMPLE}")
+
+
 def _by_object(module: nn.Module, policy: _Policy, arguments: dict[str, Any], ignored: set[nn.Module]) -> Chosen:
     try:
         found = policy._run_policy(module, ignored, dict(arguments))
-    except ValueError as error:
-        raise UserError(f"FSDP: auto_wrap_policy does not work: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise _does_not_work(error) from error
     mixed = arguments.get("mixed_precision")
     if isinstance(mixed, MixedPrecision):
         classes = mixed._module_classes_to_ignore
@@ -116,15 +122,18 @@ def _by_function(
         found.setdefault(inner, kwargs)
         return inner
 
-    _recursive_wrap(
-        module,
-        auto_wrap_policy=policy,
-        wrapper_cls=note,
-        ignored_modules=ignored_modules,
-        ignored_params=ignored_parameters,
-        only_wrap_children=True,
-        **arguments,
-    )
+    try:
+        _recursive_wrap(
+            module,
+            auto_wrap_policy=policy,
+            wrapper_cls=note,
+            ignored_modules=ignored_modules,
+            ignored_params=ignored_parameters,
+            only_wrap_children=True,
+            **arguments,
+        )
+    except TypeError as error:
+        raise _does_not_work(error) from error
     return found
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FullStateDictConfig as TorchFullStateDictConf
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.fsdp.between_steps import refuse_assigned
 from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
 from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
 
@@ -81,9 +83,14 @@ def set_state_dict_type(
     Raises:
         UserError: the type is LOCAL_STATE_DICT, which is FSDP1's own flat storage, or a configuration is another's.
     """
+    if not isinstance(state_dict_type, StateDictType):
+        raise UserError(
+            f"FSDP.state_dict_type: the type is a {type(state_dict_type).__name__}: give a member of torch's "
+            f"StateDictType, after the model"
+        )
     if state_dict_type not in _KINDS:
         raise UserError(
-            f"FSDP.state_dict_type: {getattr(state_dict_type, 'name', state_dict_type)} is not available, there are no "
+            f"FSDP.state_dict_type: {state_dict_type.name} is not available, there are no "
             f"flat parameters: use StateDictType.SHARDED_STATE_DICT, which exchanges nothing either"
         )
     model_kind, optim_kind = _KINDS[state_dict_type]
@@ -141,6 +148,7 @@ def register_hooks(module: nn.Module, unit: Unit) -> None:
 
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     assert isinstance(module, FSDPModule)
+    refuse_assigned(module)
     module.reshard()  # a forward without a backward leaves parameters gathered
 
 
@@ -152,18 +160,20 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
     config = unit.state_dict_config
     if unit.state_dict_type == StateDictType.FULL_STATE_DICT:
         assert isinstance(config, TorchFullStateDictConfig)
-        gathered: dict[int, Any] = {}  # places of a tied parameter have one storage
+        parameters = {prefix + clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+        gathered: dict[Any, Any] = {}  # by parameter: the places of a tied one share a tensor
         for key in own:
             value = state_dict[key]
             if isinstance(value, DTensor):
-                storage = value.to_local().untyped_storage()._cdata
-                if storage not in gathered:
-                    gathered[storage] = whole_tensor(value)
+                parameter = parameters.get(key)
+                source = parameter if parameter is not None and _shows(value, parameter) else key
+                if source not in gathered:
+                    gathered[source] = whole_tensor(value)
                     if config.offload_to_cpu:
-                        gathered[storage] = gathered[storage].cpu()
+                        gathered[source] = gathered[source].cpu()
                     if config.rank0_only and not unit.first_rank:
-                        gathered[storage] = None
-                state_dict[key] = gathered[storage]
+                        gathered[source] = None
+                state_dict[key] = gathered[source]
             elif config.offload_to_cpu and hasattr(value, "cpu"):
                 state_dict[key] = value.cpu()
             if config.rank0_only and not unit.first_rank:
@@ -172,6 +182,16 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
         for key in own:
             if hasattr(state_dict[key], "cpu"):
                 state_dict[key] = state_dict[key].cpu()
+
+
+def _shows(value: DTensor, parameter: nn.Parameter) -> bool:
+    """Whether a value is a parameter as it is, and not what somebody's state dict hook made of it."""
+    return (
+        isinstance(parameter, DTensor)
+        and value.shape == parameter.shape
+        and value.placements == parameter.placements
+        and value.to_local().untyped_storage()._cdata == parameter.to_local().untyped_storage()._cdata
+    )
 
 
 def _restore_buffers(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
@@ -189,7 +209,8 @@ def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
     """Take this rank's part of every whole tensor."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         key, value = prefix + name, state_dict.get(prefix + name)
-        if value is None or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        # What is no tensor torch refuses itself, and a DTensor is placed by it.
+        if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
             continue
         if value.size() == parameter.shape:  # else torch says what does not fit
             state_dict[key] = as_dtensor(value, parameter) if is_sharded_tensor(value) else local_part(value, parameter)

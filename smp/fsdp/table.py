@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
 
 ARGUMENTS = (
-    Row("module", "yes", "changed in place and returned; `.module` is the module itself"),
+    Row("module", "yes", "changed in place and returned; `.module` is the module itself: a loop over it never ends"),
     Row("process_group", "yes", "a group, or (group to shard over, group to replicate over) for hybrid sharding"),
     Row("sharding_strategy", "yes", "all five, as torch's enum or by name; see *Over which ranks* below"),
     Row("cpu_offload", "yes", "accumulation without `no_sync` is right, too"),
@@ -55,7 +55,7 @@ METHODS = (
     Row(
         "clip_grad_norm_",
         "yes",
-        "any p and infinity; the norm is fp32 or finer. Not finite, it scales nothing. Refused after `no_sync` alone",
+        "any p above 0; the norm is fp32 or finer. Not finite, it scales nothing. Refused after `no_sync` alone",
     ),
     Row(
         "no_sync",
@@ -83,7 +83,11 @@ METHODS = (
     Row("flatten_sharded_optim_state_dict", "yes", "nothing is flat: DTensors stay"),
     Row("scatter_full_optim_state_dict", "yes", "from rank 0; `optim_input` is refused: give `optim`"),
     Row("rekey_optim_state_dict", "yes", "`optim_input` is refused: give `optim`"),
-    Row("summon_full_params", "yes", "a forward inside ends it; gradients (`with_grads`) are to be read"),
+    Row(
+        "summon_full_params",
+        "yes",
+        "a forward inside ends it, and with `rank0_only` is refused; gradients (`with_grads`) are to be read",
+    ),
     Row("fsdp_modules", "yes", "outer ones first"),
     Row("check_is_root", "yes", "changes nothing"),
     Row(

@@ -82,9 +82,15 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(module, nn.Module):
+        raise UserError(f"FSDP: a {type(module).__name__} is given as the model: give the model that FSDP returned")
+    return module.modules()
+
+
 def units_below(module: nn.Module) -> Iterator[tuple[FSDPModule, Unit]]:
     """The units in a module tree, outer ones first, ``module`` included."""
-    for inner in module.modules():
+    for inner in _modules(module):
         if (unit := unit_of(inner)) is not None:
             assert isinstance(inner, FSDPModule)
             yield inner, unit
@@ -97,7 +103,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def reshard_below(module: nn.Module) -> None:
     """Free gathered parameters, so that a module shows those that the optimizer knows."""
-    for inner in module.modules():
+    for inner in _modules(module):
         if isinstance(inner, FSDPModule):
             inner.reshard()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -34,14 +35,17 @@ def read_hosts(path: Path) -> tuple[list[str], int | None]:
         match = _LINE.fullmatch(text)
         if match is None:
             raise UserError(f"{path}:{number}: {text!r} is no host: write `node1 slots=8` or `user@node1`")
-        if match["host"] in hosts:
-            raise UserError(
-                f"{path}:{number}: {match['host']} is there twice: give each host one line with all its slots"
-            )
+        name = match["host"].rpartition("@")[2]
+        if name in (host.rpartition("@")[2] for host in hosts):
+            raise UserError(f"{path}:{number}: {name} is there twice: give each host one line with all its slots")
         hosts.append(match["host"])
         slots.add(int(match["slots"]) if match["slots"] else None)
     if not hosts:
         raise UserError(f"{path} names no host: give lines such as `node1 slots=8`")
+    if len(hosts) > 1 and (own := next((host for host in hosts if host.rpartition("@")[2] == "localhost"), None)):
+        raise UserError(
+            f"{path}: {own} is another host for each of the {len(hosts)} hosts: give the name by which all reach it"
+        )
     if len(slots) > 1:
         shown = ", ".join(str(value or "none") for value in sorted(slots, key=lambda value: value or 0))
         raise UserError(f"{path}: hosts differ in slots ({shown}): give all the same, as each gets as many processes")
@@ -55,12 +59,14 @@ def hostfile_script(job: Job, hosts: list[str], port: int) -> str:
         hosts: as ``ssh`` takes them; the first one has rank 0.
         port: free on the first host.
     """
+    # A container of the same name is one that an earlier start has left: no other job may come to it.
+    own = hashlib.sha256(repr((hosts, job)).encode()).hexdigest()[:12]
     place = "nnodes=$1 node_rank=$2 address=$3 port=$4\nshift 4"
     values = {
         "COMMENTS": comment(job.comments),
         "HOSTS": quoted(hosts),
         "PORT": str(port),
         "WORDS": quoted_lines(with_resume(job)),
-        "NODE": node_script(job, place=place, name='"smp-$port-$node_rank"', controlled=True),
+        "NODE": node_script(job, place=place, name=f'"smp-{own}-$port-$node_rank"', controlled=True),
     }
     return filled("hostfile.sh", values)

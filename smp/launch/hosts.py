@@ -107,21 +107,28 @@ class Attempt:
         self._store, self._identity = store, identity
         return ""
 
-    def leave(self, status: int, *, in_order: bool) -> None:
+    def leave(self, status: int, *, in_order: bool) -> int:
         """Tell host 0 that this one has ended; there, wait for the others, which need the store until then.
 
         Args:
             status: of this host.
             in_order: whether the processes ended as they were meant to, and the others may take longer.
+
+        Returns:
+            The status; on host 0, where that is 0, the first other one of the hosts that have ended.
         """
         if self._host.hosts == 1 or self._store is None:
-            return
+            return status
         patience = datetime.timedelta(seconds=ENDING_SECONDS if in_order else SURVIVORS_SECONDS)
         keys = [f"launcher/{self._identity}/ended/{number}" for number in range(self._host.hosts)]
         with contextlib.suppress(RuntimeError, ValueError):  # then there is nobody to tell, or to wait for
             self._store.set(keys[self._host.number], str(status))
             if self._host.number == 0:
-                self._store.wait(keys, patience)
+                with contextlib.suppress(RuntimeError):  # not all in time
+                    self._store.wait(keys, patience)
+                others = [int(self._store.get(key)) for key in keys if self._store.check([key])]
+                return status or next((other for other in others if other), 0)
+        return status
 
     def close(self) -> None:
         """Let go of the store; on host 0 it ends."""

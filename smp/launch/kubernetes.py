@@ -111,7 +111,7 @@ def _common(job: Job, options: KubernetesOptions) -> dict[str, str]:
 
 
 def _node(job: Job, place: str = _PLACE) -> str:
-    return node_script(dataclasses.replace(job, container=None), place=place) + "\n"
+    return node_script(dataclasses.replace(job, container=None), place=place, first=True) + "\n"
 
 
 def _escaped(word: str) -> str:

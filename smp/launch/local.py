@@ -23,6 +23,7 @@ import threading
 import time
 from types import FrameType
 
+from smp.faults.stop import say
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.launch.orphans import end_with_parent
 from smp.runtime import environment_with, set_default_threads
@@ -30,6 +31,7 @@ from smp.runtime import environment_with, set_default_threads
 FINAL = (0, 2, 75, 130)
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 POLL_SECONDS = 0.02
+KILLED_SECONDS = 10.0  # for one that was killed to be gone: in a call to a broken disk or device it stays
 
 
 class LocalJob:
@@ -57,7 +59,7 @@ class LocalJob:
         self._command, self._processes, self._max_restarts = command, processes, max_restarts
         self._host, self._controlled, self._no_gpus = host, controlled, no_gpus
         self._running: list[subprocess.Popen[bytes]] = []
-        self._asked_to_stop = False
+        self._asked_to_stop = self._stuck = False
         self._abandoned = float("inf")  # when what controls this job is gone for too long
 
     def run(self) -> int:
@@ -71,12 +73,9 @@ class LocalJob:
         try:
             for attempt in range(self._max_restarts + 1):
                 status = self._attempt(attempt)
-                if status in FINAL or self._asked_to_stop or attempt == self._max_restarts:
+                if status in FINAL or self._asked_to_stop or self._stuck or attempt == self._max_restarts:
                     break
-                print(
-                    f"launcher: the job has ended with status {status}: restart {attempt + 1} of {self._max_restarts}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                say(f"launcher: the job has ended with status {status}: restart {attempt + 1} of {self._max_restarts}")
             return status
         finally:
             for process in self._running:
@@ -117,8 +116,7 @@ class LocalJob:
                 if self._asked_to_stop:
                     self._running[-1].terminate()
             status = self._wait()
-            together.leave(status, in_order=status in FINAL)
-            return status
+            return together.leave(status, in_order=status in FINAL)
         finally:
             together.close()
 
@@ -135,7 +133,7 @@ class LocalJob:
         return {name: str(value) for name, value in values.items()}
 
     def _wait(self) -> int:
-        status, deadline = 0, float("inf")
+        status, deadline, killed = 0, float("inf"), float("inf")
         left = list(self._running)
         while left:
             ended = [process for process in left if process.poll() is not None]
@@ -149,6 +147,14 @@ class LocalJob:
             if time.monotonic() > min(deadline, self._abandoned):
                 for process in left:
                     process.kill()
+                killed = min(killed, time.monotonic())
+            if left and time.monotonic() > killed + KILLED_SECONDS:
+                pids = ", ".join(str(process.pid) for process in left)
+                say(
+                    f"launcher: pid {pids} killed and not gone: a disk or device does not answer, see dmesg; left there"
+                )
+                self._stuck = True
+                return status or 128 + signal.SIGKILL
             if left:
                 time.sleep(POLL_SECONDS)
         return status

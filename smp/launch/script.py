@@ -67,23 +67,26 @@ def filled(name: str, values: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def node_script(job: Job, *, place: str, name: str = "", controlled: bool = False) -> str:
+def node_script(job: Job, *, place: str, name: str = "", controlled: bool = False, first: bool = False) -> str:
     """What bash runs on each node, with the training flags as its arguments: no secret and no value unquoted in it.
 
     Args:
         place: sets ``nnodes``, ``node_rank``, ``address`` and ``port``.
         name: of a docker container, in bash, unique on the node.
         controlled: whether standard input names the signals to hand on.
+        first: whether this is a container's first process.
     """
+    stays = first or job.container == "docker"
     values = {
         "NETWORK": template("network.sh"),
         "PLACE": place,
         "WORKDIR": shlex.quote(job.workdir),
         "ENVIRONMENT": _environment(job, name, controlled=controlled),
         "INSIDE": '"${inside[@]}" ' if job.container in ("docker", "apptainer") else "",
-        "EXEC": "" if job.container == "docker" else "exec ",
-        "BESIDE": " <&0 &" if job.container == "docker" else "",
-        "AFTER": template("docker.sh") if job.container == "docker" else "",
+        "TRAPS": template("hand_on.sh") if stays else "",
+        "EXEC": "" if stays else "exec ",
+        "BESIDE": " <&0 &" if stays else "",
+        "AFTER": template("wait.sh") if stays else "",
         "PROCESSES": str(job.processes),
         "NO_GPUS": "" if job.gpus else "--no_gpus ",
         "CONTROLLED": "--controlled " if controlled else "",

@@ -79,9 +79,14 @@ def choose_sizes(
             return _choice(resolved, shape, layout, given, gpu_memory_gib=gpu_memory_gib, needed=needed)
         smallest = min(smallest or layout, layout, key=lambda tried: tried.bytes(shape))
     if smallest is None:
+        samples = settings["global_batch_size"]
+        fewer = (
+            "" if samples is None else f", and each data-parallel process needs one of --global_batch_size {samples}"
+        )
         raise UserError(
             f"{resolved.name} cannot be split over {nodes} node(s) of {gpus} GPU(s) as asked: the sharding and "
-            f"tensor-parallel degrees must divide them; choose other degrees, or leave them out"
+            f"tensor-parallel degrees must divide them{fewer}; choose other degrees, or leave them out"
+            + (", or fewer nodes, or a larger batch" if fewer else "")
         )
     enough = processes_that_fit(shape, smallest.work, budget, tp=smallest.degrees.tp)
     more = f"use {-(-enough // gpus)} nodes" if enough and enough > nodes * gpus else "use GPUs of more memory"
@@ -99,6 +104,9 @@ def _layouts(
     tps = [tp for tp in range(1, gpus + 1) if gpus % tp == 0]
     if "tensor_parallel_degree" in given:
         tps = [settings["tensor_parallel_degree"]]
+    samples = settings["global_batch_size"]
+    # The job refuses more data-parallel processes than samples.
+    tps = [tp for tp in tps if samples is None or nodes * gpus // tp <= samples]
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
     extras: list[tuple[str, ...]] = [()]
     if "offload_activations" not in given and settings["activation_checkpointing"]:
@@ -109,8 +117,7 @@ def _layouts(
                 for batch in batches:
                     tokens = batch * settings["gradient_accumulation_steps"] * (nodes * gpus // tp)
                     tokens *= resolved.sequence_length
-                    fixed = settings["global_batch_size"] is not None
-                    if (tokens > most_tokens and not fixed) or nodes * gpus % tp:
+                    if (tokens > most_tokens and samples is None) or nodes * gpus % tp:
                         continue
                     work = _workload(resolved, settings, batch, offload=bool(extra))
                     for degrees in _degrees(resolved, settings, given, world=nodes * gpus, local=gpus, tp=tp):

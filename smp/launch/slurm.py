@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
+from smp.errors import UserError
 from smp.launch.script import RESUME, Job, filled, node_script, with_resume
 from smp.launch.words import comment, quoted_lines
+from smp.runtime import START_SECONDS
 
+_BEYOND_SECONDS = 120.0  # for processes that give up after START_SECONDS to end by themselves
 _NAME = '"smp-$SLURM_JOB_ID-$SLURM_NODEID"'
 # A task that was killed could not remove its container.
 _CLEANUP = """if [ "$status" -ne 0 ]; then
@@ -43,6 +46,44 @@ class SlurmOptions:
     max_failures: int = 3
 
 
+def require_possible(options: SlurmOptions) -> None:
+    """Refuse what Slurm would take, and what would then not work.
+
+    Raises:
+        UserError: saying what, and what to do.
+    """
+    if not options.exclusive and options.cpus_per_task is None:
+        raise UserError(
+            "--shared leaves a node's processes one CPU, unless --cpus_per_task says how many: add it, such as "
+            "--cpus_per_task 32"
+        )
+    if "/" in options.job_name:
+        raise UserError(
+            f"--job_name {options.job_name} is not allowed: its log file is named after it, and / is a directory's: "
+            f"give another name"
+        )
+    seconds = None if options.time is None else _seconds(options.time)
+    if seconds is not None and seconds <= options.signal_seconds:
+        raise UserError(
+            f"--time {options.time} is over before training begins, as the job is asked to stop --signal_seconds "
+            f"{options.signal_seconds} before its end: give more time, or fewer seconds"
+        )
+
+
+def _seconds(time: str) -> int | None:
+    """As ``sbatch`` reads a time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for words such as ``infinite``."""
+    days, dash, rest = time.rpartition("-")
+    parts = rest.split(":")
+    if len(parts) > 3 or not all(part.isdecimal() for part in (*parts, *([days] if dash else []))):
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers], 3: numbers}[len(numbers)]
+    return hours * 3600 + minutes * 60 + seconds
+
+
 def slurm_script(job: Job, options: SlurmOptions) -> str:
     """The script's text."""
     place = "nnodes=$SLURM_NNODES node_rank=$SLURM_NODEID address=$MASTER_ADDR port=$MASTER_PORT"
@@ -64,6 +105,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         "RESUME": later if job.resumes else "",
         "NODE": node_script(job, place=place, name=_NAME),
         "NODES": str(job.nodes),
+        "WAIT": str(int(START_SECONDS + _BEYOND_SECONDS)),
         "STEP_OPTIONS": step.rstrip("\n"),
         "CLEANUP": _CLEANUP.format(name=_NAME, nodes=job.nodes) if job.container == "docker" else "",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -41,6 +42,11 @@ class Checked:
 
     settings: dict[str, Any]
     given: frozenset[str]
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Those that were given a value: every run's own ``config.yaml`` names all, with null for none."""
+        return frozenset(name for name in self.given if self.settings.get(name))
 
 
 def check_words(words: Sequence[str], directory: Path) -> Checked:
@@ -123,6 +129,31 @@ def require_name(name: str, value: str, pattern: str = r"[\w.@%+:,=/-]+") -> str
     if re.fullmatch(pattern, value, re.ASCII) is None:
         raise UserError(f"{name} {value!r} is not allowed: give letters, digits and the characters . _ @ % + : , = / -")
     return value
+
+
+_WRITTEN = ("output_dir", "checkpoint_dir", "model_dir", "tensorboard_dir")
+
+
+def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: str) -> None:
+    """Refuse directories that are gone when the job's container is.
+
+    Args:
+        workdir: where relative ones are, in the container.
+        roots: directories of the container that outlive it.
+        advice: what else to do.
+
+    Raises:
+        UserError: the job is to write to another one.
+    """
+    for name in _WRITTEN:
+        for given in _texts(found.settings.get(name)):
+            place = os.path.normpath(os.path.join(workdir, given))
+            if not any(Path(place).is_relative_to(os.path.normpath(root)) for root in roots):
+                where = "" if place == given else f", {place} of the container,"
+                raise UserError(
+                    f"--{name} {given}{where} is on none of its mounts, so that what is written there ends with the "
+                    f"container: choose a directory under {' or '.join(roots)}{advice}"
+                )
 
 
 def value_of(words: Sequence[str], flag: str) -> str | None:

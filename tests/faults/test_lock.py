@@ -33,6 +33,25 @@ def test_a_held_directory_is_refused_with_its_holder(tmp_path):
         pass
 
 
+def test_a_directory_is_one_by_any_of_its_names(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with (
+        lock_directories([tmp_path / "run", tmp_path / "link", tmp_path / "link" / ".." / "run"]),
+        pytest.raises(RankError, match="run is in use"),
+        lock_directories([tmp_path / "link"]),
+    ):
+        pass
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("data")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
+    with pytest.raises(RankError, match=r"\.lock is a link .*: delete it"), lock_directories([tmp_path]):
+        pass
+    assert (tmp_path / "precious").read_text() == "data"
+
+
 def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path):
     child = os.fork()
     if child == 0:

@@ -18,6 +18,8 @@ from smp import runtime
 from smp.errors import RankError, UserError
 from smp.faults.members import process_state
 from smp.faults.restart import is_crash_loop
+from smp.launch import local
+from smp.launch.local import LocalJob
 from smp.runtime import Launch
 from tests.faults.jobs import JOB, LONG, checkpoints, last_step
 from tests.faults.test_lost_ranks import children
@@ -83,6 +85,43 @@ def test_the_local_launcher_hands_a_request_to_stop_on_and_waits(tmp_path):
         waiting += process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGUSR1)
     assert process.wait(30) == 75
+
+
+def test_a_launcher_that_nobody_reads_restarts_all_the_same(tmp_path):
+    with open("/dev/full", "w") as full:
+        (tmp_path / "script.py").write_text(SCRIPT)
+        words = ["--nproc_per_node", "2", "--max_restarts", "2", str(tmp_path / "script.py"), "1"]
+        command = [sys.executable, "-m", "smp.launch.local", *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout.count("attempt") == 6, done
+
+
+class Stuck:
+    """A process that is in a call to a broken disk: it does not die when it is killed."""
+
+    pid, returncode, kills = 4711, None, 0
+
+    def poll(self):
+        return None
+
+    def kill(self):
+        self.kills += 1
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_process_that_cannot_be_killed_is_named_and_left(failed, monkeypatch, capfd):
+    monkeypatch.setattr(local, "KILLED_SECONDS", 0.1)
+    monkeypatch.setattr(local, "SURVIVORS_SECONDS", 0.0)
+    job = LocalJob([sys.executable, "-c", "import sys; sys.exit(3)"], 1, max_restarts=5)
+    stuck = Stuck()
+    ended = subprocess.Popen([sys.executable, "-c", f"import sys; sys.exit({3 if failed else 0})"])
+    job._running = [ended, stuck]
+    if not failed:
+        job._abandoned = 0.0  # nobody controls it any more
+    assert job._wait() == (3 if failed else 137) and stuck.kills
+    assert "launcher: pid 4711 killed and not gone" in capfd.readouterr().err
+    job._attempt = lambda attempt: 3
+    assert job.run() == 3  # and nothing is started beside it
 
 
 # --- real jobs
@@ -173,10 +212,16 @@ def test_torchrun_with_a_static_rendezvous_recovers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "local"])
-def test_a_killed_launcher_leaves_no_workers_and_the_next_run_goes_on(launcher, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "heard"), [("torchrun", True), ("local", True), ("torchrun", False), ("local", False)]
+)
+def test_a_killed_launcher_leaves_no_workers_and_the_next_run_goes_on(launcher, heard, tmp_path):
+    """Also where nobody reads what they say: standard error is a pipe that was closed."""
     run, log = tmp_path / "run", tmp_path / "log"
     words = [*TORCHRUN, "--standalone"] if launcher == "torchrun" else [sys.executable, "-m", "smp.launch.local"]
+    if not heard:
+        deaf = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 2); os.execv(sys.argv[1], sys.argv[1:])"
+        words = [sys.executable, "-c", deaf, *words]
     process = started([*words, "--nproc_per_node", "2"], run, log)
     wait_until(lambda: last_step(run) >= 5, process, log)
     pids = workers(process)

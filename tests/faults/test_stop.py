@@ -11,6 +11,7 @@ import torch
 
 from smp.faults import stop
 from smp.faults.stop import StopRequest
+from smp.faults.watchdog import Watchdog
 from tests.faults.jobs import JOB, LONG, checkpoints, last_step, slowly, wrapped
 from tests.faults.test_lost_ranks import data_workers
 from tests.job import losses, run_job, running_job
@@ -128,6 +129,33 @@ def test_ctrl_c_leaves_data_workers_at_work_until_the_checkpoint(tmp_path):
         outcome = job.wait(30)
     assert outcome.statuses == [130, 130] and "Traceback" not in outcome.output, outcome.output
     assert checkpoints(run) == [last_step(run)]
+
+
+def deaf(end):
+    """The exit status of a process whose standard error is a pipe that nobody reads any more."""
+    child = os.fork()
+    if child == 0:
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 2)
+        end()
+        time.sleep(20)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_threads_that_end_the_process_do_so_though_nobody_hears_them(monkeypatch):
+    assert deaf(Watchdog(0, timeout=0, parent=1 << 30).start) == 1
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.0)
+
+    def asked_twice():
+        with StopRequest(0) as request:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+            os._exit(request.raised)
+
+    assert deaf(asked_twice) == 143
 
 
 def test_handlers_are_given_back(monkeypatch):

@@ -137,6 +137,15 @@ def test_one_process_that_hangs_is_ended_with_its_stacks(tmp_path):
     assert "Stacks of rank 0:" in outcome.output and 'jobs.py", line' in outcome.output
 
 
+def test_each_batch_of_a_validation_has_the_time_of_a_phase(tmp_path):
+    def prepare(rank: int) -> None:
+        wrapped("forward", lambda: time.sleep(0.4))
+
+    words = [*JOB, "--max_steps", 1, "--validation_freq", 1, "--validation_batches", 10, "--watchdog_timeout", 2]
+    with running_job(*words, "--output_dir", tmp_path / "run", prepare=prepare) as job:
+        job.wait(90).succeeded()
+
+
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])

@@ -14,17 +14,7 @@ while read -r variable; do
     *) variables+=(--env "$variable") ;;
     esac
 done < <(compgen -e)
-inside=(docker run --rm@@INTERACTIVE@@ --name "$name" --network host --ipc host@@GPUS@@ "${devices[@]}" "${variables[@]}"
+# With --init, as the first process of a container does not end by a signal that it has not asked for.
+inside=(docker run --rm --init@@INTERACTIVE@@ --name "$name" --network host --ipc host@@GPUS@@ "${devices[@]}" "${variables[@]}"
     --volume "$PWD:$PWD" --workdir "$PWD"@@MOUNTS@@ @@IMAGE@@)
-# The container is dockerd's child, not this shell's, which therefore stays: to hand signals on, and to remove it.
-running='' asked=''
-hand_on() {
-    asked=$1
-    if [ -n "$running" ]; then
-        kill -s "$1" "$running" 2>/dev/null
-    fi
-}
-trap 'hand_on USR1' USR1
-trap 'hand_on TERM' TERM HUP
-trap 'hand_on INT' INT
 trap 'docker rm --force "$name" >/dev/null 2>&1' EXIT

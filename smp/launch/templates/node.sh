@@ -1,4 +1,5 @@
 set -o pipefail
+@@TRAPS@@
 @@NETWORK@@
 @@PLACE@@
 cd @@WORKDIR@@ || exit 2

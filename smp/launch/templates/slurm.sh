@@ -35,7 +35,8 @@ MASTER_PORT=${SMP_MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 
 # A node whose processes have failed does not end the others at once: they say what they have lost, and end themselves.
-step_options=(--nodes=@@NODES@@ --ntasks=@@NODES@@ --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300 --cpu-bind=none)
+# Those that wait for one that never came do so later than all else.
+step_options=(--nodes=@@NODES@@ --ntasks=@@NODES@@ --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=@@WAIT@@ --cpu-bind=none)
 if [ -d /opt/sagemaker_cluster ]; then
     step_options+=(--auto-resume=1) # HyperPod replaces nodes that break
 fi
