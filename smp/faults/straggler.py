@@ -61,16 +61,17 @@ class Stragglers:
             self._own, self._count = 0.0, 0
 
     def compare(self, store: Any, size: int) -> None:
-        """Read what all ranks have published, and warn of those that are slow; called by rank 0's publishing thread."""
-        step = self.measured[0]
-        if step <= self._compared:
-            return
+        """Read what all ranks have published, and warn of those that are slow; called by rank 0's publishing thread.
+
+        Where steps are short, the ranks' latest means are of different steps: each is of so many that they compare.
+        """
         keys = [f"at{rank}" for rank in range(size)]
         if not store.check(keys):
             return
         seen = [Seen.parse(text) for text in store.multi_get(keys)]
-        if any(s.steps < step for s in seen):
-            return  # at the next call
+        step = min(s.steps for s in seen)
+        if step <= self._compared:
+            return  # somebody has nothing new yet
         self._compared = step
         for sentence in self.slow([s.own for s in seen], step):
             logger.warning("%s", sentence)

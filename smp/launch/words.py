@@ -46,7 +46,7 @@ class Checked:
     @property
     def named(self) -> frozenset[str]:
         """Those that were given a value: every run's own ``config.yaml`` names all, with null for none."""
-        return frozenset(name for name in self.given if self.settings.get(name))
+        return frozenset(name for name in self.given if self.settings.get(name) not in (None, "", []))
 
 
 def check_words(words: Sequence[str], directory: Path) -> Checked:

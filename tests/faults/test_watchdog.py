@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
 from smp.faults.members import Member, Place, Seen, describe_hang, process_state
 from smp.faults.straggler import STEPS, Stragglers
@@ -197,6 +198,17 @@ def test_only_a_slow_rank_is_named_and_not_again_for_100_steps():
     assert Stragglers(1.5, lambda: 0.0).slow([0.5, 0.9], 20)  # of two, too
     assert Stragglers(2.0, lambda: 0.0).slow([0.5, 0.9], 20) == []
     assert Stragglers(1.5, lambda: 0.0).slow([0.001, 0.009], 20) == []  # noise
+
+
+def test_ranks_are_compared_that_never_publish_the_same_step(caplog):
+    """As where twenty steps take less than the time between two publications."""
+    store, stragglers = dist.HashStore(), Stragglers(1.5, lambda: 0.0)
+    for beat, steps in enumerate([(20, 0), (60, 20), (60, 20), (100, 60)]):
+        for rank, (step, own) in enumerate(zip(steps, (0.1, 0.3), strict=True)):
+            store.set(f"at{rank}", Seen(Place("forward", step, 0.0), beat, step, own).text())
+        stragglers.compare(store, 2)
+    assert [record.getMessage()[:24] for record in caplog.records] == ["Step 20: rank 1 computes"]
+    assert stragglers._compared == 60
 
 
 def test_waiting_is_not_computing():
