@@ -150,7 +150,9 @@ def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
             assert [event.step for event in events.Scalars(f"CPUMemoryGB/{place}")] == list(steps)
 
 
-@pytest.mark.parametrize("words", [[], ["--tensor_parallel_degree", 2]], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    "words", [[], pytest.param(["--tensor_parallel_degree", 2], marks=pytest.mark.slow)], ids=["fsdp", "tp"]
+)
 def test_parameters_in_host_memory_resume_bit_for_bit(words, disk, tmp_path):
     job, host = [*JOB, *words, "--train_batch_size", 2, "--grad_clip", 0.1], ["--cpu_offload", 1]
     plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))

@@ -148,7 +148,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=pytest.mark.slow if b == "gloo" else ()) for b in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", CASES)
 def test_the_categories_sum_to_what_is_allocated(backend):
     run_distributed(compare, CASES[backend], world_size=2, backend=backend)
 

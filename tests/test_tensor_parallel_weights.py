@@ -303,7 +303,7 @@ def _export(folder, names, layouts):
             with pytest.MonkeyPatch.context() as patches:
                 held = KeepAlive(patches)
                 export_hf(model, folder / key / name, hf_config=model.config, max_shard_bytes=20_000)
-            # One just gathered while the one before goes, and one that gloo's thread has not let go of yet; rank 0 keeps a
+            # One just gathered while the one before goes, and one that gloo's thread has not let go of; rank 0 keeps a
             # file's worth besides.
             assert 0 < held.most <= 3 or dist.get_rank() == 0, (name, key, held.most)
     assert not said

@@ -179,6 +179,7 @@ def end(launcher: subprocess.Popen, run: pathlib.Path) -> int:
     return status
 
 
+@pytest.mark.slow
 def test_torchrun_recovers_from_a_killed_rank(tmp_path):
     launcher, run = recovers([*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max_restarts", "1"], tmp_path)
     try:
