@@ -94,7 +94,7 @@ def as_dry_run(text: str, things: str) -> str:
 
 
 @pytest.fixture
-def workplace(tmp_path):
+def folder(tmp_path):
     """A directory that looks like the repository, where everything that is written is thrown away."""
     for entry in ROOT.iterdir():
         if entry.name not in (".git", "runs", ".venv") and not entry.name.endswith("_cache"):
@@ -130,14 +130,14 @@ def _parameters() -> list:
 
 
 @pytest.mark.parametrize("page", _parameters())
-def test_the_commands_of_a_page_work(page, workplace):
+def test_the_commands_of_a_page_work(page, folder):
     for block in runnable(page):
         if block.saved_as:
-            (workplace / block.saved_as).write_text(block.text)
+            (folder / block.saved_as).write_text(block.text)
         elif (things := block.directive("dry run")) is not None:
-            run(as_dry_run(block.text, things), workplace)
+            run(as_dry_run(block.text, things), folder)
         else:
-            run(without_cluster(block.text), workplace, int(block.directive("exit status") or 0))
+            run(without_cluster(block.text), folder, int(block.directive("exit status") or 0))
 
 
 def _elsewhere(word: str) -> list[str]:
@@ -153,13 +153,13 @@ def test_what_is_tested_elsewhere_is():
 
 
 @pytest.mark.slow
-def test_the_demo_speaks(workplace):
+def test_the_demo_speaks(folder):
     """The block of the README that needs what `make train` leaves."""
     demo = "python -m smp.launch.local --nproc_per_node 2 train_lib.py --config configs/demo.yaml --max_steps 10"
-    run(demo, workplace)
+    run(demo, folder)
     speaks = next(block for block in blocks(ROOT / "README.md") if "test_the_demo_speaks" in block.before)
     assert "Mr. Darcy" in speaks.text
-    run(speaks.text, workplace)
+    run(speaks.text, folder)
 
 
 def test_what_ci_runs_is_in_its_script():

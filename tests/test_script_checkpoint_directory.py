@@ -172,6 +172,22 @@ def test_a_deletion_that_fails_is_no_failed_save(tmp_path):
     run_distributed(_not_deleted, str(tmp_path), world_size=2)
 
 
+def _two_models(folder: str) -> None:
+    generator, judge = (Checkpoints(folder, *small()) for _ in range(2))
+    path = generator.save(1, "generator")
+    with pytest.raises(UserError, match=r"step 1 of 'model' has just been saved in .* give each a name of its own"):
+        judge.save(1, "judge")
+    assert path.exists() and generator.load().extra == "generator"
+    assert generator.save(1, "again").exists()  # by itself, it may
+    assert judge.save(2, "goes on").exists()  # one after the other, too
+    named = Checkpoints(folder, *small(), name="judge")
+    assert named.save(2).exists() and generator.load().extra == "goes on"
+
+
+def test_two_models_do_not_replace_each_other(tmp_path):
+    run_distributed(_two_models, str(tmp_path), world_size=2)
+
+
 def _similar_names(folder: str) -> None:
     Checkpoints(folder, *small(), name="net-ema").save(5)
     pathlib.Path(folder, "net-ema-9steps").mkdir()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
+import weakref
 from pathlib import Path
 
 from smp.checkpoint.files import reason
@@ -13,16 +15,21 @@ from smp.errors import UserError
 from smp.faults.lock import lock_directories
 
 # By process: a forked one has the entries of its parent, and not its locks.
-_held: dict[tuple[int, Path], set[str]] = {}
+# Of each directory: who has saved last under a name, and at which step.
+_held: dict[tuple[int, Path], dict[str, tuple[weakref.ref[object], int]]] = {}
 
 
-def own(directory: Path, model_name: str) -> None:
+def own(directory: Path, model_name: str, writer: object, step: int) -> None:
     """Hold ``directory`` until this process ends, and delete what interrupted saves of ``model_name`` have left there.
 
-    Several writers of one process share it. For rank 0 alone.
+    Several writers of one process share it, each with a name of its own. For rank 0 alone, before each save.
+
+    Args:
+        writer: who is about to save ``step``.
 
     Raises:
-        UserError: another process holds it, or it cannot be cleared up.
+        UserError: another process holds it, it cannot be cleared up, or another writer of this process has just saved
+            the same step under the same name, which would be lost.
     """
     key = os.getpid(), directory.resolve()
     if key not in _held:
@@ -34,7 +41,7 @@ def own(directory: Path, model_name: str) -> None:
                 lock.close()
 
         atexit.register(give_back)
-        _held[key] = set()
+        _held[key] = {}
     if model_name not in _held[key]:
         try:
             clean(directory, model_name)
@@ -43,7 +50,22 @@ def own(directory: Path, model_name: str) -> None:
                 f"what interrupted saves have left in {directory} cannot be deleted ({reason(error)}): mend that, or "
                 f"give Checkpoints another directory"
             ) from None
-        _held[key].add(model_name)
+    else:
+        _refuse_to_replace(*_held[key][model_name], directory, model_name, writer, step)
+    _held[key][model_name] = weakref.ref(writer), step
+
+
+def _refuse_to_replace(
+    last: weakref.ref[object], last_step: int, directory: Path, model_name: str, writer: object, step: int
+) -> None:
+    if last_step != step or last() in (None, writer):
+        return
+    gc.collect()  # one that nobody uses any more, such as an earlier run's of a notebook, may be part of a cycle
+    if last() is not None:
+        raise UserError(
+            f"step {step} of {model_name!r} has just been saved in {directory} by another Checkpoints of this process: "
+            f"give each a name of its own, such as name='generator'"
+        )
 
 
 def bring_back(directory: Path, model_name: str) -> None:

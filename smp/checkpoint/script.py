@@ -114,7 +114,6 @@ class Checkpoints:
         self._model, self._optimizer = plain(model), optimizer
         self._copies = HostCopies()
         self._writing: BackgroundWrite | None = None
-        self._owned = False
         self._at: int | None = None  # the step last loaded or saved
         together(self._prepare)
         # The update waits for the copy of what it is about to change.
@@ -134,12 +133,6 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.wait_for_copy()
 
-    def _own(self) -> None:
-        """Take the directory's lock before the first save; collective."""
-        if not self._owned:
-            together(lambda: own(self._directory, self._name) if dist.get_rank() == 0 else None)
-            self._owned = True
-
     def save(self, step: int, extra: Any = None, *, wait: bool = True) -> Path:
         """Save the state after ``step`` updates; collective.
 
@@ -158,14 +151,15 @@ class Checkpoints:
 
         Raises:
             UserError: something else is in ``extra``, the optimizer's state cannot be described, the ranks disagree
-                on the step, the directory or what there is to save, or another process saves into the directory.
+                on the step, the directory or what there is to save, another process saves into the directory, or
+                another Checkpoints of this one has just saved the same step under the same name.
             RunError: a rank could not write; nothing is published.
         """
         self.finish()
         manifest = together(lambda: self._manifest(step, extra))
         tensors = together(lambda: state_tensors(self._model, self._optimizer))
         self._require_agreement(step, tensors)
-        self._own()
+        together(lambda: own(self._directory, self._name, self, step) if dist.get_rank() == 0 else None)
         temporary = begin(self._directory, checkpoint_name(self._name, step), own=False)
         final = temporary.with_name(checkpoint_name(self._name, step))
         rank = dist.get_rank()
