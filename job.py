@@ -16,6 +16,7 @@ from smp.checkpoint.checkpointer import check_architecture
 from smp.checkpoint.local import local_directory, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.dry_run import report
+from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, UserError
 from smp.memory_plan import (
     ModelShape,
@@ -268,6 +269,7 @@ def sizes(plan: Plan) -> tuple[ModelShape, Workload]:
         cpu_offload=activation.cpu_offload and plan.device.type != "cpu",
         checkpoint_copy=config.checkpoint.is_async and plan.device.type == "cpu",
         attention_matrix=plan.model.attn_implementation == "eager",
+        unused_heap=unused_heap() if plan.device.type == "cpu" else 0.0,
     )
 
 

@@ -37,6 +37,7 @@ from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
 from smp.chunked_loss import model_loss_sum
+from smp.environment import malloc
 from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
@@ -81,8 +82,10 @@ class Trainer:
 def run(plan: Plan, guard: Guard) -> int:
     """Build each part, train, and write what remains; returns the exit status."""
     config, launch = plan.config, plan.launch
-    if plan.device.type == "cpu" and plan.dtype == torch.bfloat16:
-        ensure_bf16_works()
+    if plan.device.type == "cpu":
+        malloc.keep_freed_memory()
+        if plan.dtype == torch.bfloat16:
+            ensure_bf16_works()
     with (
         process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
         guard.connected(),

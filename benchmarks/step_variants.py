@@ -21,6 +21,7 @@ import smp.comm
 from data.pipelines.data_pipeline import StepBatch
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.delayed_init import initialize_
+from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import build_mesh, resolve_degrees
 from smp.models.model_config import ResolvedModel
@@ -108,6 +109,7 @@ def smp_step(
     loss: LossConfig | None = None,
 ) -> Step:
     """The job's own parts, put together as ``train_lib.run`` does."""
+    malloc.keep_freed_memory()
     parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
     degrees = resolve_degrees(parallel, world_size=case.processes, local_world_size=case.processes)
     model = prepare_model(

@@ -18,6 +18,7 @@ from torch import nn
 from smp.activation_checkpoint import checkpointed_blocks
 from smp.activation_offload import apply_activation_offload, build_store
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import Mesh, build_mesh, resolve_degrees, served_device_type
 from smp.models.registry import family_of
@@ -130,6 +131,8 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     local = launch.local_world_size if launch.world_size == world else world
     degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
     mesh = build_mesh(degrees, served_device_type())
+    if mesh.device_type == "cpu":
+        malloc.keep_freed_memory()
     region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if degrees.tp > 1 else None
     offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
     _current = _Initialized(mesh, parallel, region, offloading, horizon)

@@ -67,6 +67,7 @@ class Workload:
     cpu_offload: bool = False  # parameters, gradients and optimizer state are in host memory, the device being another
     checkpoint_copy: bool = False  # whether parameters and optimizer state are copied, on the device, to be saved
     attention_matrix: bool = False  # whether scores of the whole sequence exist (eager attention)
+    unused_heap: float = 0.0  # what the C library holds in free blocks, of the tensors' bytes: malloc.unused_heap()
 
 
 def model_shape(model: torch.nn.Module, hf_config: Any, *, embedding: str, blocks: str, gated_mlp: bool) -> ModelShape:
@@ -145,7 +146,7 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
     on_device = 0 if work.cpu_offload else shard * fp32
     logit_tokens = min(tokens, work.loss_chunk or tokens)
     of_logit = fp32 + (work.compute_bytes if work.compute_bytes < fp32 else 0)
-    return {
+    needed = {
         "parameters": on_device,
         "gradients": on_device,
         "optimizer state": 2 * on_device,
@@ -157,8 +158,10 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
         "activations": kept + inside_block + (hidden_state if split_tokens else 0),
         # Logits, their log-softmax and their gradient, in fp32; in chunks they turn into their gradient in place.
         "logits and loss": logit_tokens * -(-shape.vocabulary // tp) * (of_logit if work.loss_chunk else 3 * fp32),
-        "process": BASE_HOST_BYTES,
     }
+    if work.unused_heap:
+        needed["free blocks of the heap"] = int(work.unused_heap * sum(needed.values()))
+    return {**needed, "process": BASE_HOST_BYTES}
 
 
 # The folder, the name of its line in /proc/self/cgroup, and its files: version 2 and version 1.

@@ -11,6 +11,7 @@ import torch
 from smp.checkpoint.config import CheckpointConfig
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig
 from smp.doctor.room import Room
+from smp.environment.malloc import unused_heap
 from smp.memory_plan import (
     GIB,
     ModelShape,
@@ -90,6 +91,7 @@ def _sizes(room: Room, model: ResolvedModel) -> tuple[ModelShape, Workload]:
         cpu_offload=activation.cpu_offload and not on_cpu,
         checkpoint_copy=request.section(CheckpointConfig).is_async and on_cpu,
         attention_matrix=model.attn_implementation == "eager",
+        unused_heap=unused_heap() if on_cpu else 0.0,
     )
 
 

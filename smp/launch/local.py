@@ -23,6 +23,9 @@ import threading
 import time
 from types import FrameType
 
+import torch
+
+from smp.environment import malloc
 from smp.faults.stop import say
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.launch.orphans import end_with_parent
@@ -130,7 +133,8 @@ class LocalJob:
             "TORCHELASTIC_RUN_ID": os.getpid(), "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
         } | ({"CUDA_VISIBLE_DEVICES": ""} if self._no_gpus else {})  # fmt: skip
-        return {name: str(value) for name, value in values.items()}
+        own = malloc.tunables() if self._no_gpus or not torch.cuda.is_available() else {}
+        return own | {name: str(value) for name, value in values.items()}
 
     def _wait(self) -> int:
         status, deadline, killed = 0, float("inf"), float("inf")
