@@ -276,8 +276,8 @@ class FullyShardedDataParallel(FSDPModule):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """FSDP1's older name: the whole state on the CPU, on the first rank or all. ``group`` has no effect."""
-        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input}
+        """FSDP1's older name: the whole state on the CPU, on the group's first rank or all."""
+        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input, "group": group}
         return optimizer_states.by_name(
             model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **settings
         )
@@ -286,7 +286,7 @@ class FullyShardedDataParallel(FSDPModule):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """FSDP1's older name: the state as DTensors, by names. ``group`` has no effect."""
+        """FSDP1's older name: the state as DTensors, by names. Nothing is exchanged, so ``group`` has no effect."""
         return optimizer_states.by_name(model, optim, None, full=False, rank0_only=False, offload_to_cpu=True)
 
     @staticmethod
@@ -316,8 +316,9 @@ class FullyShardedDataParallel(FSDPModule):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that rank 0 has."""
-        settings: dict[str, Any] = {"caller": "scatter_full_optim_state_dict", "optim_input": optim_input}
+        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that the first rank has."""
+        settings: dict[str, Any] = {"optim_input": optim_input, "group": group}
+        settings["caller"] = "scatter_full_optim_state_dict"
         return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **settings)
 
 
