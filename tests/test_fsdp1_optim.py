@@ -1,4 +1,4 @@
-"""The optimizer's state where ranks differ: in the order of its parameters, in their groups, in what they were given."""
+"""The optimizer's state where ranks differ: in the order of its parameters and groups, and in what they are given."""
 
 from __future__ import annotations
 
