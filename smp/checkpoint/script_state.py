@@ -234,7 +234,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, manifest
     if mine != theirs:
         raise UserError(
             f"the checkpoint's optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
-            f"{len(mine)} of {[len(g) for g in mine]}, or in another order: make the groups as before"
+            f"{len(mine)} of {[len(g) for g in mine]}, or of others: make the groups as before"
         )
 
 

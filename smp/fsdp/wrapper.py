@@ -7,6 +7,7 @@ plain model's, and ``model.config`` or ``model.generate`` work. Gradients are av
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from smp.errors import UserError
-from smp.fsdp import between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp import attributes, between_steps, comm_hook, full_params, optimizer_states, state_dicts
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
@@ -171,6 +172,16 @@ class FullyShardedDataParallel(FSDPModule):
         own = self.__dict__.get("_modules", {}).get("module")
         return self if own is None else own  # type: ignore[return-value]
 
+    def __getattr__(self, name: str) -> Any:
+        """FSDP1's attributes, such as ``sharding_strategy`` and ``rank``, where the module has none of that name."""
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            unit = unit_of(self)  # type: ignore[arg-type]
+            if unit is None or name not in attributes.READERS:
+                raise
+            return attributes.READERS[name](unit)
+
     def check_is_root(self) -> bool:
         """Whether no other FSDP module is around this one."""
         unit = unit_of(self)  # type: ignore[arg-type]
@@ -246,6 +257,14 @@ class FullyShardedDataParallel(FSDPModule):
                 "the last backward before it outside of no_sync, or drop them by zero_grad()"
             )
         norm = _clip_grad_norm(self, float(max_norm), float(norm_type))  # type: ignore[arg-type]
+        if all(parameter.grad is None for parameter in self.parameters()):
+            unit = unit_of(self)  # type: ignore[arg-type]
+            assert unit is not None
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {attributes.process_group(unit).rank()} with no gradients -- "
+                f"returning the total norm in the default dtype {norm.dtype}",
+                stacklevel=2,
+            )
         if max_norm == 0:  # to smp.clip_grad_norm_ this means: only measure
             for parameter in self.parameters():  # type: ignore[attr-defined]
                 if parameter.grad is not None:
