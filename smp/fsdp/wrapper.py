@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 
 from smp.errors import UserError
 from smp.fsdp import attributes, between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp.materialize import own_modules
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
@@ -60,15 +61,10 @@ def _shard(
     """Shard the units that the policy names, inner ones first, then the module itself."""
     if not isinstance(module, nn.Module):
         raise UserError(f"FSDP: module is a {type(module).__name__}: give a torch.nn.Module")
-    if is_sharded(module):
-        raise UserError(f"FSDP: the {type(module).__name__} is sharded already: apply FSDP to it once")
-    if is_container(module):
-        raise UserError(
-            f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
-            f"members, or the module around it"
-        )
     require_process_group()
     options = read_options(arguments)
+    if unit_of(module) is not None and policy is None:
+        return module  # nothing is left to shard
     ignored_modules, ignored_parameters = ignored_states(module, *ignored, nested=is_sharded)
     chosen = choose_units(
         module,
@@ -78,15 +74,27 @@ def _shard(
         ignored_parameters=ignored_parameters,
         nested=is_sharded,
     )
+    container = is_container(module)
+    if container:
+        rest = own_modules(module, lambda inner: is_sharded(inner) or inner in chosen or inner in ignored_modules)
+        if any(p not in ignored_parameters for inner in rest for p in inner.parameters(recurse=False)):
+            raise UserError(
+                f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
+                f"members, or the module around it"
+            )
     units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
     for inner, own in [*units, (module, options)]:
         original = type(inner)
         unit = shard_unit(
-            inner, own, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters, root=inner is module
+            inner,
+            own,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+            root=container or inner is module,
         )
         inner.__class__ = _wrapped_class(wrapper, original)
         state_dicts.register_hooks(inner, unit)
-    if options.forward_prefetch:
+    if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     return module
 
@@ -183,7 +191,7 @@ class FullyShardedDataParallel(FSDPModule):
             return attributes.READERS[name](unit)
 
     def check_is_root(self) -> bool:
-        """Whether no other FSDP module is around this one."""
+        """Whether no other FSDP module that can be called is around this one."""
         unit = unit_of(self)  # type: ignore[arg-type]
         return unit is not None and unit.root
 
