@@ -27,6 +27,12 @@ def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
+def _place(groups: tuple[dist.ProcessGroup, ...]) -> list[tuple[int, int, str]]:
+    """What orders sets of groups alike on every rank: the axes of the mesh, by stride and size."""
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    return [(own[1] - own[0], len(own), group.group_name) for own, group in zip(ranks, groups, strict=True)]
+
+
 def _computing_device(gradient: torch.Tensor) -> torch.device:
     """Where a norm is reduced: on the GPU, if the gradient is kept on the CPU for it."""
     if isinstance(gradient, DTensor) and gradient.device_mesh.device_type == "cuda":
@@ -89,8 +95,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     largest = math.isinf(norm_type)
     powers = []
-    for groups, gradients in local.items():
-        power = _norm_power(gradients, norm_type).to(device)
+    for groups in sorted(local, key=_place):  # ranks may give their parameters in orders of their own
+        power = _norm_power(local[groups], norm_type).to(device)
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         powers.append(power)

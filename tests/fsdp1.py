@@ -117,6 +117,11 @@ def whole(model) -> dict[str, torch.Tensor]:
     }
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """The largest difference, in units of the largest value."""
     assert a.keys() == b.keys(), a.keys() ^ b.keys()

@@ -290,8 +290,15 @@ def _refusals():
         FSDP([linear()])
     with pytest.raises(UserError, match=r"a ModuleList is never called.*wrap its members"):
         FSDP(nn.ModuleList([linear()]))
+    holder = nn.ModuleDict({"whole": FSDP(linear()), "bare": linear()})
+    with pytest.raises(UserError, match=r"a ModuleDict is never called.*wrap its members"):
+        FSDP(holder)
     with pytest.raises(UserError, match="is sharded already"):
-        FSDP(FSDP(linear()))
+        FSDP(smp.fully_shard(linear()))
+    with pytest.raises(UserError, match="the module is wrapped already: wrap by hand"):
+        FSDP(FSDP(linear()), auto_wrap_policy=always_wrap_policy)
+    with pytest.raises(UserError, match="forward_prefetch is 1: give True or False"):
+        FSDP(FSDP(linear()), forward_prefetch=1)
     with pytest.raises(UserError, match="0 is wrapped already: wrap by hand"):
         FSDP(nn.Sequential(FSDP(linear())), auto_wrap_policy=always_wrap_policy)
     scalar = linear()
@@ -348,3 +355,120 @@ def _waits_as_asked() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "smddp"])
 def test_groups_made_here_wait_as_long_as_the_default_group(backend):
     run_distributed(_waits_as_asked, world_size=2, backend=backend, timeout=77)
+
+
+def _twice():
+    """The second call finds nothing left to shard."""
+    rank = dist.get_rank()
+    for arguments in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16, cast_forward_inputs=True)}):
+        found = []
+        for cls in (FSDP, fsdp1.torch_fsdp):
+            model = cls(cls(fsdp1.build(), auto_wrap_policy=fsdp1.by_block, **arguments), **arguments)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for step in range(3):
+                with model.no_sync():
+                    fsdp1.loss_of(model, fsdp1.batch(step, rank)).backward()
+                loss = fsdp1.loss_of(model, fsdp1.batch(step, rank, 1))
+                loss.backward()
+                losses += [loss.item(), model.clip_grad_norm_(1.0).item()]
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((losses, fsdp1.whole(model)))
+        tolerance = 1e-2 if arguments else 1e-6
+        assert found[0][0] == pytest.approx(found[1][0], rel=tolerance)
+        assert fsdp1.worst(found[0][1], found[1][1]) < tolerance
+    inner = FSDP(nn.Linear(4, 4))
+    assert FSDP(inner) is inner and inner.check_is_root() and isinstance(inner, FSDP)
+    around = FSDP(nn.Sequential(FSDP(FSDP(nn.Linear(4, 4)))))
+    around(torch.ones(1, 4)).sum().backward()
+    assert around[0].weight.grad is not None and not around[0].check_is_root()
+
+
+def test_wrapping_twice():
+    run_distributed(_twice, world_size=2)
+
+
+class Holder(nn.Module):
+    """Nobody calls it, only its members."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+def _containers():
+    rank, policy = dist.get_rank(), ModuleWrapPolicy({nn.Linear})
+
+    def by_list(cls, **arguments):
+        return cls(nn.ModuleList([cls(nn.Linear(4, 6), **arguments), cls(nn.Linear(6, 4), **arguments)]), **arguments)
+
+    def by_dict(cls, **arguments):
+        return cls(nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(6, 4)}), auto_wrap_policy=policy, **arguments)
+
+    def by_class(cls, **arguments):
+        return cls(Holder(), auto_wrap_policy=policy, **arguments)
+
+    def members(model):
+        if hasattr(model, "append"):
+            return model[0], model[1]
+        return (model["a"], model["b"]) if hasattr(model, "keys") else (model.a, model.b)
+
+    def run(model, x):
+        a, b = members(model)
+        return b(a(x).relu())
+
+    for make in (by_list, by_dict, by_class):
+        for arguments in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
+            found = []
+            for cls in (FSDP, fsdp1.torch_fsdp):
+                torch.manual_seed(0)
+                model = make(cls, **arguments)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                losses = []
+                for step in range(3):
+                    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+                    loss = run(model, x).float().pow(2).mean()
+                    loss.backward()
+                    losses.append(loss.item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                # Of the units: torch's container shows nothing once its members have been called.
+                found.append((losses, [fsdp1.whole(unit) for unit in members(model)]))
+            assert found[0][0] == pytest.approx(found[1][0], rel=1e-2 if arguments else 1e-6), make
+            for mine, theirs in zip(found[0][1], found[1][1], strict=True):
+                assert fsdp1.worst(mine, theirs) < (1e-2 if arguments else 1e-6), make
+
+    model, plain = by_list(FSDP), nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+    assert isinstance(model, FSDP) and isinstance(model, nn.ModuleList) and type(model[:1]) is nn.ModuleList
+    plain.load_state_dict(model.state_dict())
+    assert FSDP.fsdp_modules(model) == [model, model[0], model[1]] and model.check_is_root()
+    x = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    with model.no_sync():
+        run(model, x[0] + rank).sum().backward()
+        assert not any(p.grad.full_tensor().any() for p in model.parameters())
+    run(model, x[1] + rank).sum().backward()
+    sum(run(plain, x[micro] + other).sum() for micro in range(2) for other in range(2)).div(2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), norm)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    with FSDP.summon_full_params(model):
+        assert model[0].weight.shape == (6, 4)
+    whole = FSDP(Calls(by_list(FSDP)))
+    whole(x[0]).sum().backward()
+    assert whole.check_is_root() and not any(unit.check_is_root() for unit in FSDP.fsdp_modules(whole)[1:])
+    assert all(p.grad is not None for p in whole.parameters())
+
+
+class Calls(nn.Module):
+    def __init__(self, members):
+        super().__init__()
+        self.members = members
+
+    def forward(self, x):
+        return self.members[1](self.members[0](x))
+
+
+def test_a_root_that_nobody_calls_holds_units():
+    run_distributed(_containers, world_size=2)

@@ -70,3 +70,26 @@ def test_gradients_of_several_dtypes_have_one_norm(norm_type):
         parameter.grad = torch.full_like(parameter, 2)
     wanted = torch.linalg.vector_norm(torch.full((12,), 2.0, dtype=torch.float64), norm_type)
     assert clip_grad_norm_(parameters, 0.0, norm_type).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def _check_any_order():
+    """Of gradients whose groups overlap: each rank's own order would pair one power with another's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    whole = [torch.randn(6, 5), 100 * torch.randn(6, 4), 10 * torch.randn(8)]
+    parameters = []
+    for tensor, how in zip(
+        whole, [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(0))], strict=True
+    ):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(tensor), mesh, how))
+        parameter.grad = distribute_tensor(tensor.clone(), mesh, how)
+        parameters.append(parameter)
+    if mesh.get_local_rank("a"):
+        parameters[:2] = parameters[1::-1]
+    norm = clip_grad_norm_(parameters, 1.0)
+    expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole]))
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+def test_ranks_may_give_parameters_in_any_order():
+    run_distributed(_check_any_order, world_size=4, timeout=60)

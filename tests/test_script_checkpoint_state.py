@@ -207,3 +207,34 @@ def _deep(folder: str) -> None:
 
 def test_extra_that_is_nested_too_deep_is_refused(tmp_path):
     run_distributed(_deep, str(tmp_path), world_size=1)
+
+
+def _own_orders(folder: str) -> None:
+    """Ranks whose optimizers order parameters each in its own way, as from sets."""
+
+    def build(turned: bool):
+        torch.manual_seed(0)
+        model = smp.FSDP(Normed())
+        parameters = list(model.parameters())
+        return model, torch.optim.AdamW(parameters[::-1] if turned else parameters, lr=1e-2)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rank = dist.get_rank()
+    model, optimizer = build(turned=rank == 1)
+    train(model, optimizer, range(2))
+    Checkpoints(folder, model, optimizer).save(2)
+    train(model, optimizer, range(2, 4))
+    again, optimizer = build(turned=rank == 0)
+    assert Checkpoints(folder, again, optimizer).load() is not None
+    train(again, optimizer, range(2, 4))
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_ranks_may_order_their_parameters_as_they_like(tmp_path):
+    run_distributed(_own_orders, str(tmp_path), world_size=2, timeout=60)

@@ -229,12 +229,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, manifest
             f"use the same"
         )
     names = _named(model, optimizer)
-    mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    theirs = [group["names"] for group in saved["groups"]]
+    mine = [sorted(names[p] for p in group["params"]) for group in optimizer.param_groups]
+    theirs = [sorted(group["names"]) for group in saved["groups"]]
     if mine != theirs:
         raise UserError(
             f"the checkpoint's optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
-            f"{len(mine)} of {[len(g) for g in mine]}, or in another order: make the groups as before"
+            f"{len(mine)} of {[len(g) for g in mine]}, or of others: make the groups as before"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.fsdp.meshes import require_process_group
 from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
 from smp.fsdp.state_dicts import clean_name, get_state_dict_type
 from smp.fsdp.units import local_part, reshard_below, units_below, whole_tensor
@@ -46,7 +47,26 @@ def _groups(
     return groups
 
 
-def _first_rank(model: nn.Module) -> bool:
+def _in_one_order(model: nn.Module, named: Iterable[tuple[str, State]]) -> Iterator[tuple[str, list[tuple[Any, Any]]]]:
+    """States by names in the model's order, and the parts of each in one order: ranks that exchange them agree."""
+    order = {name: position for position, name in enumerate(_names(model).values())}
+    for name, values in sorted(named, key=lambda item: order.get(item[0], -1)):
+        yield name, sorted(values.items(), key=lambda item: str(item[0]))
+
+
+def _check_group(group: Any, caller: str) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # new_group gives others a number
+        raise UserError(
+            f"FSDP.{caller}: group is {group!r}, which is no process group with this rank: give the one that the model "
+            f"is sharded over, or leave it out"
+        )
+
+
+def _first_rank(model: nn.Module, group: dist.ProcessGroup | None, caller: str) -> bool:
+    """Whether this is the group's first rank; without one, of those that the model is sharded and replicated over."""
+    _check_group(group, caller)
+    if group is not None:
+        return group.rank() == 0
     for _, unit in units_below(model):
         return unit.first_rank
     raise UserError(f"FSDP: nothing in the {type(model).__name__} is wrapped: give the model that FSDP returned")
@@ -62,6 +82,7 @@ def by_name(
     offload_to_cpu: bool,
     caller: str = "optim_state_dict",
     optim_input: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> State:
     """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; collective if ``full``.
 
@@ -74,16 +95,16 @@ def by_name(
         offload_to_cpu: tensors on the CPU.
         caller: the method named in errors.
         optim_input: FSDP1's argument of old: refused.
+        group: whose first rank ``rank0_only`` means; None: the model's.
     """
     groups = _groups(caller, model, optimizer, optim_input)
     state = optimizer.state_dict() if state is None else state
     names = [name for group in groups for name, _ in group]
-    keep = not rank0_only or _first_rank(model)
+    keep = not rank0_only or _first_rank(model, group, caller)
     found: State = {}
-    for key, values in sorted(state["state"].items()):
-        name = names[key]
+    for name, values in _in_one_order(model, ((names[key], values) for key, values in state["state"].items())):
         converted = {}
-        for part, value in values.items():
+        for part, value in values:
             if full and isinstance(value, DTensor):
                 value = whole_tensor(value)
             elif full and isinstance(value, torch.Tensor):
@@ -95,9 +116,10 @@ def by_name(
         found[name] = converted
     if not keep:
         return {}
+    if "param_groups" not in state:
+        return {"state": found}
     saved_groups = [
-        {**{k: v for k, v in saved.items() if k != "params"}, "params": [name for name, _ in group]}
-        for saved, group in zip(state["param_groups"], groups, strict=True)
+        {**saved, "params": [name for name, _ in own]} for saved, own in zip(state["param_groups"], groups, strict=True)
     ]
     return {"state": found, "param_groups": saved_groups}
 
@@ -110,6 +132,7 @@ def to_load(
     from_first_rank: bool = False,
     caller: str = "optim_state_dict_to_load",
     optim_input: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> State:
     """The reverse of :func:`by_name`, for ``optimizer.load_state_dict``.
 
@@ -117,9 +140,10 @@ def to_load(
         model: whose parameters the optimizer holds.
         optimizer: None: one that holds all of the model's parameters in one group.
         saved: by names; whole tensors or DTensors.
-        from_first_rank: only the global rank 0 has ``saved``; collective then.
+        from_first_rank: only the group's first rank has ``saved``; collective then.
         caller: the method named in errors.
         optim_input: FSDP1's argument of old: refused.
+        group: None: all ranks.
 
     Raises:
         UserError: names or shapes are not the model's.
@@ -127,35 +151,40 @@ def to_load(
     groups = _groups(caller, model, optimizer, optim_input)
     parameters = dict(item for group in groups for item in group)
     if from_first_rank:
-        saved = _spread(saved)
-    if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
+        _check_group(group, caller)
+        saved = _spread(saved, group or _all_ranks(parameters.values(), caller))
+    if not isinstance(saved, dict) or "state" not in saved:
         raise UserError(
-            f"FSDP.{caller}: the optimizer's state has no 'state' and 'param_groups': give what FSDP.optim_state_dict "
+            f"FSDP.{caller}: the optimizer's state has no 'state': give what FSDP.optim_state_dict "
             f"returned, on every rank, or use a configuration with rank0_only=True"
         )
     state = {}
     numbers = {name: number for number, name in enumerate(parameters)}
-    for name, values in saved["state"].items():
+    for name, values in _in_one_order(model, saved["state"].items()):
         if name not in parameters:
             raise UserError(f"FSDP.{caller}: the optimizer's state of {name} belongs to no parameter of the optimizer")
         parameter = parameters[name]
         state[numbers[name]] = {
-            part: _localized(value, parameter, f"{part} of {name}", caller) for part, value in values.items()
+            part: _localized(value, parameter, f"{part} of {name}", caller) for part, value in values
         }
-    return {"state": dict(sorted(state.items())), "param_groups": _numbered(saved["param_groups"], groups, caller)}
+    result: State = {"state": dict(sorted(state.items()))}
+    if "param_groups" in saved:
+        result["param_groups"] = _numbered(saved["param_groups"], groups, caller)
+    return result
 
 
 def _numbered(saved: list[State], groups: list[list[tuple[str, nn.Parameter]]], caller: str) -> list[State]:
-    """The saved groups, with the numbers of the optimizer's parameters."""
-    wanted = [{name for name, _ in group} for group in groups]
-    if [set(group["params"]) for group in saved] != wanted:
-        raise UserError(
-            f"FSDP.{caller}: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: make "
-            f"groups of the same parameters in the same order"
-        )
-    found, first = [], 0
-    for group, own in zip(saved, groups, strict=True):
-        found.append({**copy.deepcopy(group), "params": list(range(first, first + len(own)))})
+    """The saved groups in the order of the optimizer's, with the numbers of its parameters."""
+    left, found, first = list(saved), [], 0
+    for own in groups:
+        same = [group for group in left if set(group["params"]) == {name for name, _ in own}]
+        if len(saved) != len(groups) or not same:
+            raise UserError(
+                f"FSDP.{caller}: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: "
+                f"make groups of the same parameters"
+            )
+        left.remove(same[0])
+        found.append({**copy.deepcopy(same[0]), "params": list(range(first, first + len(own)))})
         first += len(own)
     return found
 
@@ -176,10 +205,23 @@ def _localized(value: Any, parameter: nn.Parameter, what: str, caller: str) -> A
     return local_part(value, parameter) if isinstance(parameter, DTensor) else value.clone()
 
 
-def _spread(saved: State | None) -> State:
-    """Rank 0's state on every rank, one tensor at a time; collective."""
-    group = dist.group.WORLD
-    assert group is not None
+def _all_ranks(parameters: Iterable[nn.Parameter], caller: str) -> dist.ProcessGroup:
+    """The group of all ranks, whose rank 0 has to be among those that hold the parameters: else its state is another's.
+
+    Raises:
+        UserError: it is not.
+    """
+    meshes = [parameter.device_mesh.mesh for parameter in parameters if isinstance(parameter, DTensor)]
+    if meshes and not any(bool((mesh == 0).any()) for mesh in meshes):
+        raise UserError(
+            f"FSDP.{caller}: the model is on ranks {meshes[0].flatten().tolist()}, and without a group rank 0's state "
+            f"is taken: give group=the process group that the model is sharded over"
+        )
+    return require_process_group()
+
+
+def _spread(saved: State | None, group: dist.ProcessGroup) -> State:
+    """The state of the group's first rank on all of its ranks, one tensor at a time; collective."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
     first = group.rank() == 0
     tensors: list[torch.Tensor] = []
@@ -194,15 +236,15 @@ def _spread(saved: State | None) -> State:
     if first and isinstance(saved, dict) and "state" in saved:
         state = {n: {k: take_out(v) for k, v in values.items()} for n, values in saved["state"].items()}
         box = [{**saved, "state": state}]
-    dist.broadcast_object_list(box, src=0, group=group, device=device)
+    dist.broadcast_object_list(box, group_src=0, group=group, device=device)
     if box[0] is None:
-        raise UserError("FSDP: rank 0 has no optimizer state to spread: read it there before the call")
+        raise UserError("FSDP: the first rank has no optimizer state to spread: read it there before the call")
     for values in box[0]["state"].values():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 whole = tensors.pop(0) if first else torch.empty_like(value, device="cpu")
                 sent = whole.to(device) if device is not None else whole.contiguous()
-                dist.broadcast(sent, src=0, group=group)
+                dist.broadcast(sent, group_src=0, group=group)
                 values[key] = sent.cpu() if device is not None else sent
     return box[0]
 
@@ -213,13 +255,13 @@ def optim_state_dict(
     optim_state_dict: State | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """The optimizer's state by names, of the chosen state dict type; ``group`` has no effect."""
+    """The optimizer's state by names, of the chosen state dict type; of ``rank0_only``, on the group's first rank."""
     chosen = get_state_dict_type(model)
     config = chosen.optim_state_dict_config
     full = chosen.state_dict_type == StateDictType.FULL_STATE_DICT
     rank0_only = full and getattr(config, "rank0_only", False)
     cpu = config.offload_to_cpu
-    return by_name(model, optim, optim_state_dict, full=full, rank0_only=rank0_only, offload_to_cpu=cpu)
+    return by_name(model, optim, optim_state_dict, full=full, rank0_only=rank0_only, offload_to_cpu=cpu, group=group)
 
 
 def optim_state_dict_to_load(
@@ -230,13 +272,18 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """What ``optim.load_state_dict`` takes; ``load_directly`` calls it. ``group`` has no effect."""
+    """What ``optim.load_state_dict`` takes; ``load_directly`` calls it. ``rank0_only`` is of the group's first rank."""
     if is_named_optimizer:
         raise UserError("FSDP.optim_state_dict_to_load: named optimizers are not available: use one of torch.optim")
     chosen = get_state_dict_type(model)
     rank0_only = getattr(chosen.optim_state_dict_config, "rank0_only", False)
-    result = to_load(model, optim, optim_state_dict, from_first_rank=rank0_only)
+    result = to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, group=group)
     if load_directly:
+        if "param_groups" not in result:
+            raise UserError(
+                "FSDP.optim_state_dict_to_load: the optimizer's state has no 'param_groups', so load_directly cannot "
+                "be kept: add them to what is returned without it, and call optim.load_state_dict"
+            )
         optim.load_state_dict(result)
     return result
 
@@ -263,10 +310,9 @@ def rekey_optim_state_dict(
     if named == (optim_state_key_type == OptimStateKeyType.PARAM_NAME):
         return optim_state_dict
     new: dict[Any, Any] = {name: n for n, name in enumerate(names)} if named else dict(enumerate(names))
-    saved_groups = copy.deepcopy(optim_state_dict["param_groups"])
-    for group in saved_groups:
-        group["params"] = sorted(new[key] for key in group["params"])
-    return {
-        "state": {new[key]: value for key, value in optim_state_dict["state"].items()},
-        "param_groups": saved_groups,
-    }
+    rekeyed = {**optim_state_dict, "state": {new[key]: value for key, value in optim_state_dict["state"].items()}}
+    if "param_groups" in rekeyed:
+        rekeyed["param_groups"] = copy.deepcopy(rekeyed["param_groups"])
+        for group in rekeyed["param_groups"]:
+            group["params"] = sorted(new[key] for key in group["params"])
+    return rekeyed

@@ -43,6 +43,7 @@ class Options:
         device_id: where to shard and compute.
         sync_module_states: take parameters and buffers from the group's first rank.
         forward_prefetch: gather the next unit before this one computes.
+        limit_all_gathers: nothing depends on it.
     """
 
     process_group: ProcessGroups | None = None
@@ -56,6 +57,7 @@ class Options:
     device_id: torch.device | None = None
     sync_module_states: bool = False
     forward_prefetch: bool = False
+    limit_all_gathers: bool = True
 
 
 def _choice(name: str, value: Any, kind: type[_Choice]) -> _Choice | None:
@@ -151,6 +153,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "device_id": _device,
     "sync_module_states": lambda value: _flag("sync_module_states", value),
     "forward_prefetch": lambda value: _flag("forward_prefetch", value),
+    "limit_all_gathers": bool,
 }
 
 # Arguments that nothing depends on: their defaults, and what holds instead.
@@ -175,7 +178,7 @@ def read_options(arguments: dict[str, Any]) -> Options:
             _logger.info("FSDP: %s=%s has no effect: %s", name, arguments[name], instead)
     unknown = [name for name in arguments if name not in _READERS and name not in _NO_EFFECT]
     if unknown:
-        allowed = ", ".join((*_READERS, *_NO_EFFECT))
+        allowed = ", ".join({**_READERS, **_NO_EFFECT})
         raise UserError(f"FSDP: {unknown[0]} cannot be given for a single module: the policy may return {allowed}")
     return Options(**{name: _READERS[name](value) for name, value in arguments.items() if name in _READERS})
 

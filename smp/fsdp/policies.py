@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp._common_utils import _override_module_mixed_precision
+from torch.distributed.fsdp._wrap_utils import _warn_on_overridden_mixed_precision
 from torch.distributed.fsdp.wrap import (
     _or_policy,
     _Policy,
@@ -70,7 +71,7 @@ def choose_units(
     else:
         chosen = _by_function(module, policy, arguments, ignored_modules, ignored_parameters)
     if isinstance(mixed, MixedPrecision):
-        _override_module_mixed_precision(module, mixed._module_classes_to_ignore)
+        _warn_on_overridden_mixed_precision(_override_module_mixed_precision(module, mixed._module_classes_to_ignore))
     callable_units = {unit: own for unit, own in chosen.items() if not is_container(unit)}
     return _keep_ties_together(module, callable_units, ignored_parameters)
 

@@ -20,7 +20,11 @@ class Row(NamedTuple):
 
 
 ARGUMENTS = (
-    Row("module", "yes", "changed in place and returned; `.module` is the module itself: a loop over it never ends"),
+    Row(
+        "module",
+        "yes",
+        "changed in place and returned, a unit as it is; `.module` is the module itself: a loop over it never ends",
+    ),
     Row("process_group", "yes", "a group, or (group to shard over, group to replicate over) for hybrid sharding"),
     Row("sharding_strategy", "yes", "all five, as torch's enum or by name; see *Over which ranks* below"),
     Row("cpu_offload", "yes", "accumulation without `no_sync` is right, too"),
@@ -71,17 +75,22 @@ METHODS = (
     ),
     Row("set_state_dict_type", "yes", "the same"),
     Row("get_state_dict_type", "yes", "the same"),
-    Row("optim_state_dict", "yes", "FSDP1's format: by names, whole or as DTensors; `group` is not needed"),
+    Row(
+        "optim_state_dict",
+        "yes",
+        "FSDP1's format: by names, whole or as DTensors; `rank0_only` is `group`'s first rank",
+    ),
     Row(
         "optim_state_dict_to_load",
         "yes",
-        "also what FSDP1 saved, and `load_sharded_optimizer_state_dict`'s; `is_named_optimizer=True` is refused",
+        "also what FSDP1 saved, and `load_sharded_optimizer_state_dict`'s; `rank0_only` is `group`'s first rank; "
+        "`is_named_optimizer=True` is refused",
     ),
     Row("full_optim_state_dict", "yes", "`optim_input` is refused: give `optim`"),
     Row("sharded_optim_state_dict", "yes", "DTensors"),
     Row("shard_full_optim_state_dict", "yes", "`optim_input` is refused: give `optim`"),
     Row("flatten_sharded_optim_state_dict", "yes", "nothing is flat: DTensors stay"),
-    Row("scatter_full_optim_state_dict", "yes", "from rank 0; `optim_input` is refused: give `optim`"),
+    Row("scatter_full_optim_state_dict", "yes", "from `group`'s first rank; `optim_input` is refused: give `optim`"),
     Row("rekey_optim_state_dict", "yes", "`optim_input` is refused: give `optim`"),
     Row(
         "summon_full_params",

@@ -32,6 +32,7 @@ from smp.fsdp.between_steps import keep_promises
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
+from smp.fsdp.policies import is_container
 from smp.sharding import install_collectives, placement
 
 _ATTRIBUTE = "_smp_unit"
@@ -52,7 +53,7 @@ class Unit:
         modules: itself and what lies below, without other units and what is ignored.
         ignored_modules: of its constructor.
         ignored_parameters: of its constructor and of the units below.
-        root: whether no other unit is around it.
+        root: whether no other unit that can be called is around it.
         buffer_dtypes: of buffers that were cast, their own dtype.
         summoned: whether its full parameters are shown.
     """
@@ -151,7 +152,7 @@ def shard_unit(
     kind = device_type(module, options)
     mesh, strategy = resolve(options, kind)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    below = list(units_below(module))
+    below, container = list(units_below(module)), is_container(module)
     ignored_parameters = ignored_parameters.union(*(unit.ignored_parameters for _, unit in below))
     modules = own_modules(module, lambda inner: is_sharded(inner) or inner in ignored_modules)
     materialize(modules, options, device, ignored_parameters)
@@ -169,7 +170,7 @@ def shard_unit(
     for buffer, where in left_there:
         if buffer.device != where:
             buffer.data = buffer.to(where)
-    for inner, state in below:
+    for inner, state in () if container else below:
         state.root = False
         _set_input_cast(inner, state)
     module.__dict__[_ATTRIBUTE] = unit
@@ -236,6 +237,8 @@ def _fully_shard(module: nn.Module, unit: Unit) -> None:
     policy = MixedPrecisionPolicy()
     if mixed is not None:
         policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=_casts_inputs(unit))
+    if is_container(module):  # it holds units; torch refuses it for a class without a forward, which the caller changes
+        module.__class__ = type(type(module).__name__, (type(module),), {"forward": lambda self: None})
     # Pinned memory is a GPU's.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
     fully_shard(

@@ -7,6 +7,7 @@ plain model's, and ``model.config`` or ``model.generate`` work. Gradients are av
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -24,7 +25,8 @@ from torch.distributed.fsdp import (
 )
 
 from smp.errors import UserError
-from smp.fsdp import between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp import attributes, between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp.materialize import own_modules
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
@@ -59,15 +61,10 @@ def _shard(
     """Shard the units that the policy names, inner ones first, then the module itself."""
     if not isinstance(module, nn.Module):
         raise UserError(f"FSDP: module is a {type(module).__name__}: give a torch.nn.Module")
-    if is_sharded(module):
-        raise UserError(f"FSDP: the {type(module).__name__} is sharded already: apply FSDP to it once")
-    if is_container(module):
-        raise UserError(
-            f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
-            f"members, or the module around it"
-        )
     require_process_group()
     options = read_options(arguments)
+    if unit_of(module) is not None and policy is None:
+        return module  # nothing is left to shard
     ignored_modules, ignored_parameters = ignored_states(module, *ignored, nested=is_sharded)
     chosen = choose_units(
         module,
@@ -77,15 +74,27 @@ def _shard(
         ignored_parameters=ignored_parameters,
         nested=is_sharded,
     )
+    container = is_container(module)
+    if container:
+        rest = own_modules(module, lambda inner: is_sharded(inner) or inner in chosen or inner in ignored_modules)
+        if any(p not in ignored_parameters for inner in rest for p in inner.parameters(recurse=False)):
+            raise UserError(
+                f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
+                f"members, or the module around it"
+            )
     units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
     for inner, own in [*units, (module, options)]:
         original = type(inner)
         unit = shard_unit(
-            inner, own, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters, root=inner is module
+            inner,
+            own,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+            root=container or inner is module,
         )
         inner.__class__ = _wrapped_class(wrapper, original)
         state_dicts.register_hooks(inner, unit)
-    if options.forward_prefetch:
+    if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     return module
 
@@ -171,8 +180,18 @@ class FullyShardedDataParallel(FSDPModule):
         own = self.__dict__.get("_modules", {}).get("module")
         return self if own is None else own  # type: ignore[return-value]
 
+    def __getattr__(self, name: str) -> Any:
+        """FSDP1's attributes, such as ``sharding_strategy`` and ``rank``, where the module has none of that name."""
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            unit = unit_of(self)  # type: ignore[arg-type]
+            if unit is None or name not in attributes.READERS:
+                raise
+            return attributes.READERS[name](unit)
+
     def check_is_root(self) -> bool:
-        """Whether no other FSDP module is around this one."""
+        """Whether no other FSDP module that can be called is around this one."""
         unit = unit_of(self)  # type: ignore[arg-type]
         return unit is not None and unit.root
 
@@ -246,6 +265,14 @@ class FullyShardedDataParallel(FSDPModule):
                 "the last backward before it outside of no_sync, or drop them by zero_grad()"
             )
         norm = _clip_grad_norm(self, float(max_norm), float(norm_type))  # type: ignore[arg-type]
+        if all(parameter.grad is None for parameter in self.parameters()):
+            unit = unit_of(self)  # type: ignore[arg-type]
+            assert unit is not None
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {attributes.process_group(unit).rank()} with no gradients -- "
+                f"returning the total norm in the default dtype {norm.dtype}",
+                stacklevel=2,
+            )
         if max_norm == 0:  # to smp.clip_grad_norm_ this means: only measure
             for parameter in self.parameters():  # type: ignore[attr-defined]
                 if parameter.grad is not None:
@@ -276,8 +303,8 @@ class FullyShardedDataParallel(FSDPModule):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """FSDP1's older name: the whole state on the CPU, on the first rank or all. ``group`` has no effect."""
-        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input}
+        """FSDP1's older name: the whole state on the CPU, on the group's first rank or all."""
+        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input, "group": group}
         return optimizer_states.by_name(
             model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **settings
         )
@@ -286,7 +313,7 @@ class FullyShardedDataParallel(FSDPModule):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """FSDP1's older name: the state as DTensors, by names. ``group`` has no effect."""
+        """FSDP1's older name: the state as DTensors, by names. Nothing is exchanged, so ``group`` has no effect."""
         return optimizer_states.by_name(model, optim, None, full=False, rank0_only=False, offload_to_cpu=True)
 
     @staticmethod
@@ -316,8 +343,9 @@ class FullyShardedDataParallel(FSDPModule):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that rank 0 has."""
-        settings: dict[str, Any] = {"caller": "scatter_full_optim_state_dict", "optim_input": optim_input}
+        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that the first rank has."""
+        settings: dict[str, Any] = {"optim_input": optim_input, "group": group}
+        settings["caller"] = "scatter_full_optim_state_dict"
         return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **settings)
 
 

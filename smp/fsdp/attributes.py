@@ -1,0 +1,51 @@
+"""The attributes of FSDP1 that scripts read, from what a unit remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import TrainingState
+
+from smp.fsdp.units import Unit
+
+
+def process_group(unit: Unit) -> dist.ProcessGroup:
+    """What a unit is sharded over; without sharding, what it is replicated over."""
+    return unit.mesh.get_group(0 if unit.strategy == ShardingStrategy.NO_SHARD else unit.mesh.ndim - 1)
+
+
+def _sharding_strategy(unit: Unit) -> ShardingStrategy:
+    return unit.strategy if process_group(unit).size() > 1 else ShardingStrategy.NO_SHARD
+
+
+def _compute_device(unit: Unit) -> torch.device:
+    kind = unit.mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _training_state(unit: Unit) -> TrainingState:
+    if unit.summoned:
+        return TrainingState.SUMMON_FULL_PARAMS
+    module = unit.modules[0]
+    assert isinstance(module, FSDPModule)
+    idle = module._get_fsdp_state()._training_state.name == "IDLE"
+    return TrainingState.IDLE if idle else TrainingState.FORWARD_BACKWARD
+
+
+READERS: dict[str, Callable[[Unit], Any]] = {
+    "process_group": process_group,
+    "rank": lambda unit: process_group(unit).rank(),
+    "world_size": lambda unit: process_group(unit).size(),
+    "sharding_strategy": _sharding_strategy,
+    "mixed_precision": lambda unit: unit.options.mixed_precision or MixedPrecision(),
+    "cpu_offload": lambda unit: CPUOffload(unit.options.cpu_offload),
+    "backward_prefetch": lambda unit: unit.options.backward_prefetch,
+    "forward_prefetch": lambda unit: unit.options.forward_prefetch,
+    "limit_all_gathers": lambda unit: unit.options.limit_all_gathers,
+    "compute_device": _compute_device,
+    "training_state": _training_state,
+}
