@@ -38,7 +38,7 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
 from smp.chunked_loss import model_loss_sum
 from smp.environment import malloc
-from smp.errors import UserError
+from smp.errors import PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
@@ -373,7 +373,8 @@ def main(argv: list[str] | None = None) -> int:
         refuse_too_large(plan)
     except UserError as error:
         # Every rank finds the same problems, but with checkpoints of its own; one of each host says so.
-        if launch.local_rank == 0 or (config is not None and config.checkpoint.is_local):
+        speaks = launch.local_rank == 0 or (config is not None and config.checkpoint.is_local)
+        if speaks and not isinstance(error, PeerError):
             print_problems(error)
         return 2
     guard = Guard(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 
+import build_lock  # noqa: F401 # tells of a build that was killed
 import common
 import deepspeed
 import torch
@@ -27,11 +28,10 @@ def build_engine(args):
     )  # fmt: skip
     model = LlamaForCausalLM(shape)
     config = {
-        "train_micro_batch_size_per_gpu": args.batch,
-        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": args.batch, "gradient_clipping": 1.0,
         "zero_optimization": {"stage": args.stage},
         "zero_allow_untested_optimizer": True,  # torch's AdamW: DeepSpeed's own is compiled at its first use
-    }
+    }  # fmt: skip
     return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), config=config)[0]
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import smp.comm
 from smp.comm import ordered, symmetric
@@ -145,11 +146,15 @@ class FakeGpu:
 def _ways():
     group, gpu, left = dist.group.WORLD, FakeGpu(), []
     names = ["all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base"]
-    group._gpu, group._plain = gpu, SimpleNamespace(**{name: lambda *_, n=name: left.append(n) for name in names})
+    names += ["all_gather_single_coalesced", "allgather_into_tensor_coalesced"]
+    group._gpu = gpu
     with FakeTensorMode(), mock.patch.object(ordered, "plain_gpu", lambda tensors: True):
         one, other = torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
-        ALL_GATHER(one, other)
-        REDUCE_SCATTER(one, other, op=dist.ReduceOp.MAX)
+        with CommDebugMode() as counted:
+            ALL_GATHER(one, other)
+            REDUCE_SCATTER(one, other, op=dist.ReduceOp.MAX)
+        assert counted.get_total_counts() == 2
+        group._plain = SimpleNamespace(**{name: lambda *_, n=name: left.append(n) for name in names})
         assert gpu.calls == [
             ("all_gather", 8, None, False), (8, 8), ("reduce_scatter", 8, "MAX", False), (8, 8, "MAX")
         ]  # fmt: skip
@@ -161,7 +166,8 @@ def _ways():
             ALL_GATHER(one, other)
             REDUCE_SCATTER(one, other)
         assert [call[-1] for call in gpu.calls] == [True, True] and len(left) == 2
-        assert group.allgather_into_tensor_coalesced([one], [other]) is DONE  # NCCL gave no work
+        with mock.patch.object(ordered.modes, "active", int):  # the fake tensors' own mode is one
+            assert group.allgather_into_tensor_coalesced([one], [other]) is DONE  # NCCL gave no work
         with pytest.raises(ValueError, match="output"):  # of a wrong size: NCCL says so
             group._plain.all_gather_single = mock.Mock(side_effect=ValueError("output tensor size"))
             ALL_GATHER(torch.empty(9, device="cuda"), other)

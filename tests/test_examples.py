@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import cpp_extension
 
 from tests.distributed import run_distributed
 from tests.examples import EXAMPLES, SHARED, Outcome, free_port, run_example, torchrun_environment
@@ -277,6 +278,38 @@ def test_deepspeed(stage, monkeypatch):
         )
     ]  # fmt: skip
     assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_build_that_was_killed_is_told_by_its_lock(local_rank, tmp_path, monkeypatch, capsys):
+    """torch finds a lock that nobody holds; after a minute of this test's own clock it is deleted."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)  # put back in the end
+    monkeypatch.delitem(sys.modules, "build_lock", raising=False)
+    build_lock = importlib.import_module("build_lock")
+    lock, source, now, told = tmp_path / "lock", tmp_path / "x.cpp", 0.0, []
+    lock.touch()
+    source.touch()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        told.extend((now, line) for line in capsys.readouterr().err.splitlines())
+        if now > 60:
+            lock.unlink()
+
+    monkeypatch.setattr(build_lock, "monotonic", lambda: now)
+    monkeypatch.setattr(build_lock, "sleep", sleep)
+    with pytest.raises(ImportError):  # nobody has built it
+        cpp_extension.load("x", [str(source)], build_directory=str(tmp_path))
+    if local_rank == "0":
+        [(when, sentence)] = told
+        assert when < 30 and str(lock) in sentence and "delete this file" in sentence
+    else:
+        assert told == []
+    example = (EXAMPLES / "deepspeed_llama.py").read_text()
+    assert example.index("import build_lock") < example.index("deepspeed.init_distributed")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import train_lib
 from smp.environment import Launch, read_launch, rendezvous, sagemaker_hosts
 from smp.environment.slurm import expand_counts, expand_nodes
 from smp.errors import UserError
@@ -97,6 +98,7 @@ READ = {
     "srun, which starts its own": (srun(1, "1(x2)") | without(torchrun(9, 16, 1, 8), "TORCHELASTIC_RUN_ID"),
                                    (9, 16, 1, 8), "srun"),
     "Open MPI": (openmpi(1, 4, 1, 2), (1, 4, 1, 2), "Open MPI"),
+    "Open MPI, more processes than cores on one host": (openmpi(1, 3, 2, 3), (1, 3, 2, 3), "Open MPI"),
     "Open MPI under Slurm's daemons": (srun(1, "1(x2)") | openmpi(5, 8, 1, 4), (5, 8, 1, 4), "Open MPI"),
     "Open MPI, world size exported too": (openmpi(1, 4, 1, 2, WORLD_SIZE="4"), (1, 4, 1, 2), "Open MPI"),
     "torchrun in Open MPI": (openmpi(1, 2, 0, 1) | torchrun(9, 16, 1, 8), (9, 16, 1, 8), "torchrun"),
@@ -161,6 +163,7 @@ REFUSED = {
     "PMI without local ranks": ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "MPI_LOCALRANKID or PMI_LOCAL_RANK is not set"),
     "PMIx alone": ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says which process this is and nothing says how many"),
     "MPI by node": (openmpi(1, 4, 0, 2), "use `mpirun --map-by slot`"),
+    "MPI, more processes than cores": (openmpi(4, 6, 2, 3), "(more processes than slots: `slot:OVERSUBSCRIBE`"),
     "Slurm in turn": (srun(1) | {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, "use `srun --distribution=block`"),
     "no number": (srun(1, SLURM_LOCALID="x"), "SLURM_LOCALID=x, which srun sets, is not a number"),
     "no step": (without(srun(1), "SLURM_STEP_ID", "SLURM_STEPID"), "SLURM_PROCID=1 is set and SLURM_STEP_ID is not"),
@@ -183,6 +186,27 @@ def test_contradictions_are_refused_with_both_names(case):
     with pytest.raises(UserError) as caught:
         read_launch(environment)
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("deal", "text"),
+    [
+        (lambda rank: openmpi(rank, 6, rank // 2, 3), "use `mpirun --map-by slot`"),
+        (lambda rank: srun(rank, "3(x2)", SLURM_NODEID=str(rank % 2), SLURM_LOCALID=str(rank // 2)), "--distribution"),
+    ],
+    ids=["mpirun", "srun"],
+)
+def test_one_rank_says_that_ranks_were_dealt_in_turn(deal, text, monkeypatch, capsys):
+    said, statuses = [], []
+    for rank in range(1, 5):  # 0 and 5 are where they belong
+        with monkeypatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "RANK", "WORLD_"))]:
+                patch.delenv(name)
+            for name, value in deal(rank).items():
+                patch.setenv(name, value)
+            statuses.append(train_lib.main([]))
+        said.append(capsys.readouterr().err)
+    assert statuses == [2] * 4 and text in said[0] and said[1:] == [""] * 3
 
 
 def where(environment):

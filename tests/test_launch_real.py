@@ -22,12 +22,12 @@ def program(name):
     return found
 
 
-def mpirun(words=(), *, kind="Open MPI"):
+def mpirun(words=(), *, processes=2, kind="Open MPI"):
     found = program("mpirun")
     version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
     if kind not in version:
         pytest.skip(f"mpirun is not of {kind}: {version.splitlines()[:1]}")
-    return [found, "--allow-run-as-root", "--oversubscribe", *words, "-np", "2", sys.executable]
+    return [found, "--allow-run-as-root", "--oversubscribe", *words, "-np", str(processes), sys.executable]
 
 
 def accelerate(words=()):
@@ -58,12 +58,19 @@ dist.destroy_process_group()
 """
 
 
-def test_open_mpi_starts_a_group(tmp_path):
-    script = tmp_path / "group.py"
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_open_mpi_starts_a_group(beyond, tmp_path):
+    """Also with more processes than cores, where Open MPI numbers those of a host in another order."""
+    script, processes = tmp_path / "group.py", 2
+    if beyond:
+        processes = os.cpu_count() + 1
+        if processes > 8:
+            pytest.skip(f"{processes - 1} cores: too many processes for a test")
     script.write_text(GROUP)
-    done = start([*mpirun(["-x", "OUT"]), str(script)], OUT=str(tmp_path))
+    done = start([*mpirun(["-x", "OUT"], processes=processes), str(script)], OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {(tmp_path / rank).read_text() for rank in "01"} == {"cpu smddp 2.0 127.0.0.1"}
+    found = {(tmp_path / str(rank)).read_text() for rank in range(processes)}
+    assert found == {f"cpu smddp {processes}.0 127.0.0.1"}
 
 
 def test_mpich_starts_a_group(tmp_path):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp.comm.connect import Collectives
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
-from smp.comm.group import SmddpGroup
+from smp.comm.group import SmddpGroup, either
 from smp.comm.host import HostCollectives
 from smp.comm.reduction import Reduction, reduction_name, supported
 from smp.comm.ring import SharedRing, control_bytes, tensor
@@ -108,14 +108,16 @@ class SharedAllGather:
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         part = input_tensor.numel() * input_tensor.element_size()
         address = output_tensor.data_ptr()
+        inner = either(self._group._plain, "all_gather_single", "_allgather_base")
 
         def run(collectives: Collectives, signature: bytes) -> None:
             collectives.exchange_slices(signature, address, part)
 
         key = ("all_gather", input_tensor.dtype, input_tensor.numel(), "@", offset)
         work = self._group.launch(
-            "all_gather", part, key, run, _no_inner, tensors=[output_tensor], async_op=async_op, path=PATH
-        )
+            "all_gather", part, key, run, lambda: inner(output_tensor, input_tensor), tensors=[output_tensor],
+            async_op=async_op, path=PATH,
+        )  # fmt: skip
         return work if async_op else None
 
 
@@ -167,6 +169,7 @@ class SharedReduceScatter:
         base = offset - rank * numel * itemsize  # of the first rank's input
         assert pool.ring is not None
         memory = pool.ring.segment.map
+        inner = either(self._group._plain, "reduce_scatter_single", "_reduce_scatter_base")
 
         def run(collectives: Collectives, signature: bytes) -> None:
             assert isinstance(collectives, HostCollectives)
@@ -179,14 +182,10 @@ class SharedReduceScatter:
 
         key = ("reduce_scatter", name, input_tensor.dtype, numel, "of shared memory at", base)
         work = self._group.launch(
-            "reduce_scatter", output_tensor.numel() * itemsize, key, run, _no_inner, tensors=[output_tensor],
-            async_op=async_op, path=PATH,
+            "reduce_scatter", output_tensor.numel() * itemsize, key, run,
+            lambda: inner(output_tensor, input_tensor), tensors=[output_tensor], async_op=async_op, path=PATH,
         )  # fmt: skip
         return work if async_op else None
-
-
-def _no_inner() -> Any:
-    raise AssertionError("a group with shared buffers exchanges through shared memory")
 
 
 def install(module: FSDPModule, group: dist.ProcessGroup) -> bool:

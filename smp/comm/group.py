@@ -25,7 +25,7 @@ class SmddpGroup(OrderedGroup):
     # --- all_gather
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-        base = _either(self._plain, "all_gather_single", "_allgather_base")
+        base = either(self._plain, "all_gather_single", "_allgather_base")
         arguments = (output, input) if opts is None else (output, input, opts)
         problem = check_single(output, input, self._size, "output", "input") or check_outputs((output,))
         if not plain_cpu((output, input)):
@@ -75,19 +75,21 @@ class SmddpGroup(OrderedGroup):
         return self.launch("all_gather", nbytes(source), key, run, lambda: base(*arguments), tensors=outputs, opts=opts)
 
     def all_gather_single_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
-        return self._each([(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)], self.all_gather_single)
+        base = either(self._plain, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        calls = [(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)]
+        return self._each(calls, self.all_gather_single, base, output_lists, input_list, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         # output_lists[rank][i] is of input i.
         calls = [([[ranks[i] for ranks in output_lists]], [source], opts) for i, source in enumerate(input_list)]
-        return self._each(calls, self.allgather)
+        return self._each(calls, self.allgather, self._plain.allgather_coalesced, output_lists, input_list, opts)
 
     # --- reduce_scatter
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-        base = _either(self._plain, "reduce_scatter_single", "_reduce_scatter_base")
+        base = either(self._plain, "reduce_scatter_single", "_reduce_scatter_base")
         opts = opts or ReduceScatterOptions()
         name = reduction_name(opts.reduceOp)
         problem = check_single(input, output, self._size, "input", "output") or check_outputs((output,))
@@ -144,8 +146,9 @@ class SmddpGroup(OrderedGroup):
         out.finish()
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        base = either(self._plain, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
         calls = [(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return self._each(calls, self.reduce_scatter_single)
+        return self._each(calls, self.reduce_scatter_single, base, outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -176,7 +179,8 @@ class SmddpGroup(OrderedGroup):
         )
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        return self._each([([t], opts) for t in tensors], self.allreduce)
+        calls = [([t], opts) for t in tensors]
+        return self._each(calls, self.allreduce, self._plain.allreduce_coalesced, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
@@ -227,7 +231,7 @@ class SmddpGroup(OrderedGroup):
         return self._inner("all_to_all", _listed(inputs), "left to it", lambda: base(outputs, inputs, *arguments))
 
     def all_to_all_single(self, output: Any, input: Any, *arguments: Any) -> Any:
-        base = _either(self._plain, "all_to_all_single", "alltoall_base")
+        base = either(self._plain, "all_to_all_single", "alltoall_base")
         return self._inner("all_to_all", [input], "left to it", lambda: base(output, input, *arguments))
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
@@ -251,7 +255,7 @@ def _listed(tensors: Any) -> Sequence[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def _either(group: ProcessGroup, name: str, older: str) -> Callable[..., Any]:
+def either(group: ProcessGroup, name: str, older: str) -> Callable[..., Any]:
     """torch 2.13's method, or what it was called before."""
     return getattr(group, name if hasattr(group, name) else older)
 

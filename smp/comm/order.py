@@ -18,6 +18,8 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from smp.comm import modes
+
 _blocked = 0.0
 
 
@@ -85,7 +87,8 @@ class QueuedWork(Work):
     def execute(self) -> None:
         """Run the collective. Only the queue calls this."""
         try:
-            self._run()
+            # Its call was shown; which thread comes to run it is chance.
+            modes.hidden(self._run) if modes.active() else self._run()
         except BaseException as error:  # whoever waits is told; the worker must live for the next
             self._error = error
         del self._run  # and with it what the call holds

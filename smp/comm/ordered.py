@@ -8,6 +8,7 @@ would dispatch a call made in a closure to the override again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from smp.comm import cuda, report
+from smp.comm import cuda, modes, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
 from smp.comm.order import DONE, DoneWork, JoinedWork, Order, QueuedWork
@@ -154,13 +155,16 @@ class OrderedGroup(ProcessGroup):
             size: bytes, for the report.
             key: what all ranks must have in common.
             run: the collective, given the means and the signature.
-            inner: the same by the inner backend, for a group that cannot share memory.
+            inner: the same by the inner backend, for a group that cannot share memory, and for dispatch modes.
             tensors: the result.
             opts: torch's options; ``asyncOp`` and ``timeout`` are read.
             async_op: instead of what ``opts`` say.
             path: for the report, if it is not the group's usual one.
         """
         self._check_usable()
+        if modes.active():
+            again = functools.partial(self.launch, operation, size, key, run, inner)
+            return modes.shown(inner, lambda: again(tensors=tensors, opts=opts, async_op=async_op, path=path))
         connection = self._connection
         if connection is not None and connection.collectives is None and self._order.idle:
             report.count(operation, size, "gloo", connection.why)
@@ -237,8 +241,8 @@ class OrderedGroup(ProcessGroup):
             return DONE
 
         if self._size > 1:
-            work = self.launch(operation, 0, (operation, "with wrong arguments:", problem), run, nothing, opts=opts)
-            work.wait()
+            key = (operation, "with wrong arguments:", problem)
+            modes.hidden(lambda: self.launch(operation, 0, key, run, nothing, opts=opts).wait())
         raise ValueError(f"smddp: {operation}: {problem}")
 
     def _inner(self, operation: str, tensors: Sequence[torch.Tensor], why: str, call: Callable[[], Any]) -> Any:
@@ -253,7 +257,8 @@ class OrderedGroup(ProcessGroup):
 
         # NCCL's must be called in this thread: it waits for the thread's current stream.
         if path == "gloo" and not self._order.idle:
-            return self._order.submit(collective, tensors)
+            submit = functools.partial(self._order.submit, collective, tensors)
+            return modes.shown(call, submit) if modes.active() else submit()
         report.count(operation, size, path, why)
         return call()
 
@@ -267,8 +272,9 @@ class OrderedGroup(ProcessGroup):
         gpu = self.gpu(tensors[0].device)
         if why := gpu.why_not(operation, tensors[0], reduction=reduction, coalescing=self._coalescing):
             return self._inner(operation, tensors, why, call)
+        start = functools.partial(gpu.run, lambda: run(gpu), tensors, async_op=opts is None or opts.asyncOp)
         with report.record(operation, size) or contextlib.nullcontext():
-            work = gpu.run(lambda: run(gpu), tensors, async_op=opts is None or opts.asyncOp)
+            work = modes.shown(call, start) if modes.active() else start()
         report.count(operation, size, cuda.PATH)
         return work
 
@@ -290,8 +296,20 @@ class OrderedGroup(ProcessGroup):
             why = "not plain dense tensors"
         return self._inner(operation, tensors, why, call)
 
-    def _each(self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any]) -> Any:
-        """Several collectives as one work. The last ends last, as all run in order."""
+    def _each(
+        self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any], inner: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Several collectives as one work. The last ends last, as all run in order.
+
+        Args:
+            calls: the arguments of each.
+            method: one collective.
+            inner: the same at once by the inner backend, for dispatch modes.
+            arguments: of ``inner``; None is left out.
+        """
+        if modes.active():
+            call = functools.partial(inner, *(a for a in arguments if a is not None))
+            return modes.shown(call, lambda: self._each(calls, method, inner))
         # NCCL gives no work for what is not asynchronous.
         works = [work for work in (method(*call) for call in calls) if work is not None]
         if not works or all(isinstance(work, DoneWork) for work in works):

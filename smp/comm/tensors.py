@@ -43,6 +43,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class Output:
     """Where results go: the tensor's own memory, or memory copied to it in the end if it is not contiguous.
 
+    Written through ``data``: for autograd a collective is no change of its tensors, with gloo and NCCL as here.
+
     Args:
         tensor: the call's output.
         keep: whether its elements are also read.
@@ -60,12 +62,12 @@ class Output:
     @property
     def flat(self) -> torch.Tensor:
         """The memory as a 1-D tensor, outside autograd."""
-        return self.memory.detach().view(-1)
+        return self.memory.data.view(-1)
 
     def finish(self) -> None:
         """Bring the results into the tensor."""
         if not self._direct:
-            self._tensor.detach().copy_(self.memory)
+            self._tensor.data.copy_(self.memory)
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

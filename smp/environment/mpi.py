@@ -6,9 +6,8 @@ import os
 import zlib
 from collections.abc import Sequence
 
-from smp.environment.place import Environment, Launch, Said, number, refuse_impossible
+from smp.environment.place import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
 from smp.environment.slurm import read_slurm
-from smp.errors import UserError
 
 # Launcher; rank, size, and names for the local rank and the local size. Intel MPI is a kind of MPICH.
 _KINDS = (
@@ -40,7 +39,7 @@ def read_mpi(env: Environment) -> Said | None:
             names = (rank, size, _set(env, local_ranks), _set(env, local_sizes))
             said = Said(Launch(*ranks, *local, launcher=launcher), names)
             refuse_impossible(said)
-            _refuse_dealt_in_turn(said)
+            _refuse_strangers(said)
             return said
     return None
 
@@ -49,14 +48,20 @@ def _set(env: Environment, names: Sequence[str]) -> str:
     return next(name for name in names if name in env)
 
 
-def _refuse_dealt_in_turn(said: Said) -> None:
-    """Neighbouring ranks share a host everywhere else: degrees and meshes are laid out so."""
+def _refuse_strangers(said: Said) -> None:
+    """Neighbouring ranks share a host everywhere else: degrees and meshes are laid out so.
+
+    On one host all do, and with more processes than cores Open MPI gives local ranks in another order.
+    """
     launch = said.launch
     even = launch.world_size % launch.local_world_size == 0
-    if even and launch.rank % launch.local_world_size != launch.local_rank:
-        raise UserError(
-            f"{said.shown(0)} has {said.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts in turn, "
-            f"and neighbours must share a host; use `mpirun --map-by slot` (MPICH: `-ppn {launch.local_world_size}`)"
+    several = launch.local_world_size < launch.world_size
+    if several and even and launch.rank % launch.local_world_size != launch.local_rank:
+        refuse_dealt_in_turn(
+            said,
+            f"{said.shown(0)} has {said.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts, or to "
+            f"their cores, in turn, and neighbours must share a host; use `mpirun --map-by slot` (more processes than "
+            f"slots: `slot:OVERSUBSCRIBE`; MPICH: `-ppn {launch.local_world_size}`)",
         )
 
 

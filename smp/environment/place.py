@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from smp.errors import UserError
+from smp.errors import PeerError, UserError
 
 Environment = Mapping[str, str]
 
@@ -87,3 +87,15 @@ def refuse_impossible(said: Said) -> None:
                 f"{'below' if below else 'at most'} {values[large]}; start all processes with one launcher, such as "
                 f"torchrun, which sets both"
             )
+
+
+def refuse_dealt_in_turn(said: Said, text: str) -> NoReturn:
+    """Refuse a rank whose neighbours are on other hosts.
+
+    Raises:
+        UserError: with this text.
+        PeerError: the same, where rank 1 is refused too, and says it for all.
+    """
+    rank, world_size, local_rank, local_world_size = said.launch.numbers
+    in_turn = world_size % local_world_size == 0 and local_rank == rank * local_world_size // world_size
+    raise (PeerError if in_turn and rank > 1 else UserError)(text)

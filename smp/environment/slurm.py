@@ -6,7 +6,16 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from smp.environment.place import Environment, IncompleteError, Launch, Said, is_number, number, refuse_impossible
+from smp.environment.place import (
+    Environment,
+    IncompleteError,
+    Launch,
+    Said,
+    is_number,
+    number,
+    refuse_dealt_in_turn,
+    refuse_impossible,
+)
 from smp.errors import UserError
 
 # Step numbers from here on are Slurm's own: the batch script, an interactive shell.
@@ -107,9 +116,10 @@ def read_slurm(env: Environment) -> Said | None:
     said = Said(Launch(rank, world_size, local_rank, local_world_size, launcher="srun"), names)
     refuse_impossible(said)
     if rank != first + local_rank:
-        raise UserError(
-            f"SLURM_PROCID={rank} has SLURM_LOCALID={local_rank}, where {max(0, rank - first)} was due: ranks were "
-            f"dealt to the nodes in turn, and neighbours must share a node; use `srun --distribution=block`"
+        refuse_dealt_in_turn(
+            said,
+            f"SLURM_PROCID={rank} has SLURM_LOCALID={local_rank}, where rank {first + local_rank} was due: ranks were "
+            f"dealt to the nodes in turn, and neighbours must share a node; use `srun --distribution=block`",
         )
     return said
 
