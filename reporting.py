@@ -23,13 +23,13 @@ from smp import comm
 from smp.checkpoint.checkpointer import model_entry
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.errors import UserError
-from smp.flops import peak_flops
-from smp.log import get_logger
+from smp.flops import model_flops_per_token, peak_flops
+from smp.log import configure_logging, get_logger
 from smp.memory_advice import advice_text, changes_that_help
 from smp.memory_plan import estimate_memory, memory_table
 from smp.memory_profile import MemoryProfile, profile_memory, rank_table
 from smp.mesh import Degrees
-from smp.metrics import MetricsLogger
+from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.models.registry import count_parameters
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.plots import plot_metrics
@@ -122,6 +122,19 @@ def describe(plan: Plan, state: TrainState, val_loss: float | None) -> Manifest:
         saved_at=now(),
         versions={"smp": smp_version, **versions()},
     )
+
+
+def begin_files(plan: Plan) -> MetricsLogger | NullMetricsLogger:
+    """Write what a run has from its start on: log files, configuration, metrics."""
+    launch = plan.launch
+    configure_logging(
+        rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
+    )
+    if not launch.is_main:
+        return NullMetricsLogger()
+    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
+    write_config(plan, flops.formula)
+    return build_metrics(plan, flops.total)
 
 
 def write_config(plan: Plan, formula: str) -> None:

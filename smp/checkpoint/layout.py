@@ -272,9 +272,12 @@ def clean(directory: Path, model_name: str) -> None:
         (directory / (link + TEMPORARY)).unlink(missing_ok=True)
 
 
+def nearest_existing(path: Path) -> Path:
+    """``path``, or what it would be made in."""
+    return path if os.path.lexists(path) or path == path.parent else nearest_existing(path.parent)
+
+
 def disk_free(path: Path) -> int:
     """Bytes that may be written below ``path``, which need not exist yet."""
-    while not path.exists():
-        path = path.parent
-    status = os.statvfs(path)
+    status = os.statvfs(nearest_existing(path.resolve()))
     return status.f_bavail * status.f_frsize

@@ -23,9 +23,9 @@ import threading
 import time
 from types import FrameType
 
-from smp.faults.stop import say
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.launch.orphans import end_with_parent
+from smp.log import say
 from smp.runtime import environment_with, set_default_threads
 
 FINAL = (0, 2, 75, 130)
