@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
 from ending import exit_status, print_problems, run_to_end
-from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
+from job import Plan, dry_run, make_plan, planned_launch, read_config, refuse_too_large
 from reporting import (
     announce,
     arguments_table,
@@ -361,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launch = read_launch()
         end_with_launcher(launch)
-        config = parse_args(argv)
+        config = read_config(argv, launch)
         plan = make_plan(config, planned_launch(config, launch))
         if config.run.dry_run:
             dry_run(plan)

@@ -121,6 +121,22 @@ def test_a_job_passes_over_what_only_reading_shows_and_refuses_it_by_name(copy):
     assert problem(newest(copy)) == "" and newest(copy).name == "llama_v2-4steps"
 
 
+@pytest.mark.parametrize("what", ["content", "manifest"])
+def test_a_checkpoint_that_is_passed_over_is_named_once(what, copy):
+    path = newest(copy)
+    if what == "manifest":
+        (path / "manifest.json").write_text("{}")
+    else:
+        file = path / "rank00001-000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 4
+        file.write_bytes(data)
+    words = [*JOB[:-4], "--max_steps", 4, "--num_kept_checkpoints", 3, "--output_dir", copy]
+    done = run_job(*words, "--resume_from_checkpoint", "latest").succeeded()
+    said = [line for line in done.output.splitlines() if "Not resuming from" in line or "Passed over" in line]
+    assert len(said) == 1 and path.name in said[0], done.output
+
+
 def test_sizes_alone_can_be_asked_for(copy):
     path = newest(copy)
     file = path / "rank00001-000.safetensors"
