@@ -180,7 +180,7 @@ def say_what_next(plan: Plan, step: int, final: Path | None) -> None:
     logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * step)
     if final is not None:
         logger.info(
-            "  finetune:  source .venv/bin/activate; torchrun --nproc_per_node %d train_lib.py "
+            "  finetune:  source .venv/bin/activate; python -m smp.launch.local --nproc_per_node %d train_lib.py "
             "--hf_pretrained_model_name_or_dir %s --training_dir DATA --output_dir runs/finetuned",
             plan.launch.local_world_size, _shown(final),
         )  # fmt: skip
