@@ -341,12 +341,12 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
             values[FLAGS[name].section][name] = _convert(name, given)
         except UserError as error:
             problems.append(str(error))
-    sections: dict[str, Any] = {}
+    sections, unread = dict[str, Any](), [*problems]
     for name, cls in SECTIONS.items():
         try:
             sections[name] = cls(**values[name])
         except ConfigError as error:
-            problems.extend(error.problems)
+            problems.extend(cls.independent(error.problems, unread))
     if problems:
         raise ConfigError(problems)
     return TrainConfig(**sections, given=frozenset(words))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from arguments import DEFAULT_MAX_STEPS, TrainConfig
-from data.pipelines.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
+from arguments import DEFAULT_MAX_STEPS, TrainConfig, parse_args
+from data.pipelines.data_pipeline import NO_DATA, BatchShape, DataPipeline, create_data_pipeline
 from smp.activation_offload import require_directory
 from smp.checkpoint.checkpointer import check_architecture
 from smp.checkpoint.local import local_directory, refuse_other_kinds
@@ -28,16 +29,18 @@ from smp.memory_plan import (
     processes_that_fit,
 )
 from smp.mesh import Degrees, resolve_degrees
-from smp.models.model_config import ResolvedModel, resolve_model
+from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
+from smp.models.preset import list_presets
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.prepare import compute_dtype
-from smp.runtime import Launch, choose_backend, choose_device
+from smp.runtime import Launch, choose_backend, choose_device, own_words
 from smp.train_state import TrainState
 from start import check_output, choose_start, read_saved
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
+_GPU_BYTES = 80 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,27 @@ class Plan:
         self.train_data.close()
         if self.validation_data is not None:
             self.validation_data.close()
+
+
+def read_config(argv: Sequence[str] | None, launch: Launch) -> TrainConfig:
+    """The settings of a command line; one that names no data is told at once what else is wrong, such as its size.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    try:
+        return parse_args(argv)
+    except ConfigError as error:
+        if error.problems != [NO_DATA]:
+            raise
+    problems = [NO_DATA]
+    try:
+        plan = make_plan(parse_args([*own_words(argv), "--use_synthetic_data", "1", "--dry_run", "0"]), launch)
+        plan.close()
+        refuse_too_large(plan)
+    except UserError as error:
+        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
+    raise ConfigError(problems)
 
 
 def make_plan(config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = (), only: Path | None = None) -> Plan:
@@ -281,16 +305,41 @@ def refuse_too_large(plan: Plan) -> None:
     """
     shape, work = sizes(plan)
     available = available_memory(plan.device, plan.launch.local_world_size)
-    enough = processes_that_fit(shape, work, available, tp=plan.degrees.tp)
-    smaller = "a smaller model, batch or sequence (--dry_run 1 shows what needs how much)"
-    advice = f"use {enough} such processes with full sharding, or {smaller}" if enough else f"use {smaller}"
-    check_fits(
-        estimate_memory(shape, plan.degrees, work),
-        available,
-        model=plan.model.name,
-        processes=plan.launch.world_size,
-        advice=advice,
-    )
+    needed = estimate_memory(shape, plan.degrees, work)
+    advice = "" if sum(needed.values()) <= available else _advice(plan, shape, work, available)
+    check_fits(needed, available, model=plan.model.name, processes=plan.launch.world_size, advice=advice)
+
+
+def _advice(plan: Plan, shape: ModelShape, work: Workload, available: int) -> str:
+    """What to do about a job that is too large: here, and on a cluster."""
+    tp, flat = plan.degrees.tp, plan.config.flat()
+    enough = processes_that_fit(shape, work, available, tp=tp)
+    parts = [f"use {enough} such processes with full sharding"] if enough else []
+    parts.append(f"{'' if parts else 'use '}a smaller model, batch or sequence")
+    if preset := _preset_that_fits(plan, available):
+        parts.append(f"--model {preset}, which fits here")
+    others = ("sharding_strategy", "hybrid_shard_degree", "dry_run", "dry_run_world_size", "output_dir")
+    words = ["python", "train_lib.py"]
+    for name in (name for name in flat if name in plan.config.given and name not in others):
+        words += [f"--{name}", *map(_word, flat[name] if isinstance(flat[name], list) else [flat[name]])]
+    world = processes_that_fit(shape, work, _GPU_BYTES, tp=tp) or 1024
+    words += ["--sharding_strategy", "full_shard", "--dry_run", "1", "--dry_run_world_size", str(world)]
+    return f"{', or '.join(parts)}; `{shlex.join(words)}` shows what {world} GPUs of 80 GiB would hold"
+
+
+def _preset_that_fits(plan: Plan, available: int) -> str:
+    """The largest one, of the same family if there is one; empty if none fits."""
+    best = (False, 0, "")
+    for name in list_presets():
+        other = dataclasses.replace(plan, model=resolve_model(ModelConfig(model=name)))
+        shape, work = sizes(other)
+        if sum(estimate_memory(shape, plan.degrees, work).values()) <= available:
+            best = max(best, (other.model.family == plan.model.family, shape.parameters, name))
+    return best[2]
+
+
+def _word(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def dry_run(plan: Plan) -> None:

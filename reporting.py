@@ -23,13 +23,13 @@ from smp import comm
 from smp.checkpoint.checkpointer import model_entry
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.errors import UserError
-from smp.flops import peak_flops
-from smp.log import get_logger
+from smp.flops import model_flops_per_token, peak_flops
+from smp.log import configure_logging, get_logger
 from smp.memory_advice import advice_text, changes_that_help
 from smp.memory_plan import estimate_memory, memory_table
 from smp.memory_profile import MemoryProfile, profile_memory, rank_table
 from smp.mesh import Degrees
-from smp.metrics import MetricsLogger
+from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.models.registry import count_parameters
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.plots import plot_metrics
@@ -124,6 +124,19 @@ def describe(plan: Plan, state: TrainState, val_loss: float | None) -> Manifest:
     )
 
 
+def begin_files(plan: Plan) -> MetricsLogger | NullMetricsLogger:
+    """Write what a run has from its start on: log files, configuration, metrics."""
+    launch = plan.launch
+    configure_logging(
+        rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
+    )
+    if not launch.is_main:
+        return NullMetricsLogger()
+    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
+    write_config(plan, flops.formula)
+    return build_metrics(plan, flops.total)
+
+
 def write_config(plan: Plan, formula: str) -> None:
     """Write the resolved configuration where ``--config`` can read it again, the FLOP formula in its first line."""
     text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
@@ -167,7 +180,7 @@ def say_what_next(plan: Plan, step: int, final: Path | None) -> None:
     logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * step)
     if final is not None:
         logger.info(
-            "  finetune:  source .venv/bin/activate; torchrun --nproc_per_node %d train_lib.py "
+            "  finetune:  source .venv/bin/activate; python -m smp.launch.local --nproc_per_node %d train_lib.py "
             "--hf_pretrained_model_name_or_dir %s --training_dir DATA --output_dir runs/finetuned",
             plan.launch.local_world_size, _shown(final),
         )  # fmt: skip

@@ -45,7 +45,8 @@ def settle_start(plan: Plan) -> Plan:
             break
         if settings.resume_from_checkpoint != LATEST:
             raise DamagedCheckpointError(plan.resume, problems)
-        logger.warning("Passed over: %s", DamagedCheckpointError(plan.resume, problems))
+        if plan.launch.is_main:
+            logger.warning("Passed over: %s", DamagedCheckpointError(plan.resume, problems))
         damaged.add(plan.resume)
         plan = together(functools.partial(_replanned, plan, damaged=damaged))
     return plan

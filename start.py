@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import tempfile
 from pathlib import Path
 
 from arguments import TrainConfig
 from smp.checkpoint.hf_export import refuse_foreign_files
-from smp.checkpoint.layout import LATEST, TEMPORARY, choose_checkpoint, refuse_foreign, refuse_older_branch
+from smp.checkpoint.layout import (
+    LATEST,
+    TEMPORARY,
+    choose_checkpoint,
+    nearest_existing,
+    refuse_foreign,
+    refuse_older_branch,
+)
 from smp.checkpoint.local import own_checkpoint
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.saver import MEASURED_STEPS
@@ -45,12 +52,9 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
 
 
 def _probe_directory(flag: str, directory: Path) -> None:
-    """Create a directory and a file in it, so that an unwritable one is found before the first step."""
+    """Make a nameless file, where there is no such directory yet in the one that it would be made in."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{time.time_ns()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
     except OSError as error:
         raise UserError(
             f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"

@@ -16,20 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from arguments import parse_args
 from data.pipelines.data_pipeline import StepBatch
 from ending import exit_status, print_problems, run_to_end
-from job import Plan, dry_run, make_plan, planned_launch, refuse_too_large
+from job import Plan, dry_run, make_plan, planned_launch, read_config, refuse_too_large
 from reporting import (
     announce,
     arguments_table,
-    build_metrics,
+    begin_files,
     describe,
     draw_curves,
     memory_of_step,
     say_how_ranks_exchanged,
     say_what_next,
-    write_config,
 )
 from settling import require_agreement, settle_start
 from smp.checkpoint.checkpointer import load_checkpoint
@@ -37,24 +35,23 @@ from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
 from smp.chunked_loss import model_loss_sum
-from smp.environment import malloc
+from smp.environment import Launch, malloc, read_launch
 from smp.errors import PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
 from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
-from smp.flops import model_flops_per_token
 from smp.grad_norm import clip_grad_norm_
 from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.lr_schedule import LRSchedule
-from smp.memory_tracker import MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
+from smp.memory_tracker import HeldScalars, MemoryTracker, NullMemoryTracker, build_memory_tracker, memory_stats
 from smp.mesh import build_mesh
 from smp.metrics import MetricsLogger, NullMetricsLogger
 from smp.optimizer import build_optimizer
 from smp.prepare import prepare_model
-from smp.runtime import Launch, choose_backend, process_group, read_launch, release_cache, seed_everything
+from smp.runtime import choose_backend, end_with_launcher, process_group, release_cache, seed_everything
 from smp.sharding import reshard, set_gradient_sync
 from smp.stopwatch import Stopwatch
 from smp.train_state import TrainState
@@ -91,18 +88,13 @@ def run(plan: Plan, guard: Guard) -> int:
         guard.connected(),
         lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
     ):
-        configure_logging(
-            rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
-        )
+        configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         plan = settle_start(plan)
         guard.refuse_crash_loop(plan.state.step)
-        require_agreement(plan)  # before anything of an earlier run is touched
-        flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
-        if launch.is_main:
-            write_config(plan, flops.formula)
-        metrics = build_metrics(plan, flops.total) if launch.is_main else NullMetricsLogger()
+        require_agreement(plan)
+        curves = HeldScalars()
         memory = build_memory_tracker(
-            plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=metrics.writers
+            plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=curves
         )
         mesh = build_mesh(plan.degrees, plan.device.type)
         model = prepare_model(
@@ -135,6 +127,10 @@ def run(plan: Plan, guard: Guard) -> int:
             record=functools.partial(_record_checkpoint, memory, state),
         )
         together(saver.prepare)
+        # All is well: only now is anything written, or anything of an earlier run touched.
+        metrics = together(lambda: begin_files(plan))
+        curves.connect(metrics.writers)
+        saver.set_aside()
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))
@@ -365,7 +361,8 @@ def main(argv: list[str] | None = None) -> int:
     launch, config = Launch(), None
     try:
         launch = read_launch()
-        config = parse_args(argv)
+        end_with_launcher(launch)
+        config = read_config(argv, launch)
         plan = make_plan(config, planned_launch(config, launch))
         if config.run.dry_run:
             dry_run(plan)

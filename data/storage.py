@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from smp.errors import UserError
+from smp.errors import UserError, hub_advice
 
 JSONL, TEXT, PARQUET = (".json", ".jsonl"), (".txt",), (".parquet",)
 GLOB_CHARACTERS = "*?["
@@ -92,7 +92,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
     with reading(path):
         found, chosen_by_name = _candidates(fs, inner)
         if not found:
-            raise UserError(f"no such file or folder: {path}")
+            raise UserError(f"no such file or folder: {path}{hub_advice(path, ' --repo-type dataset')}")
         endings = extensions if chosen_by_name else (*extensions, *(f"{extension}.gz" for extension in extensions))
         kept = found if chosen_by_name else [each for each in found if each.endswith(endings)]
         kept = [each for each in kept if not PurePosixPath(each).name.startswith(".")]

@@ -8,6 +8,7 @@ it. A section with a single reader lives in that reader's file; those with sever
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 from smp.errors import ConfigError
@@ -72,8 +73,15 @@ class Section:
     """
 
     def __post_init__(self) -> None:
-        if problems := self.problems():
-            raise ConfigError(problems)
+        alone = Section.problems(self)
+        if found := alone + self.independent([text for text in self.problems() if text not in alone], alone):
+            raise ConfigError(found)
+
+    @staticmethod
+    def independent(found: list[str], earlier: list[str]) -> list[str]:
+        """Problems that name no flag which ``earlier`` ones begin with: what follows from a refused value misleads."""
+        refused = {text.split()[0] for text in earlier}
+        return [text for text in found if refused.isdisjoint(re.findall(r"--\w+", text))]
 
     def problems(self) -> list[str]:
         """One sentence for each setting that cannot be used; subclasses add the checks across fields."""

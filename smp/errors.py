@@ -4,6 +4,16 @@
 full disk or a diverged run: exit status 1. Everything else is a defect and keeps its traceback.
 """
 
+import re
+from pathlib import Path
+
+
+def hub_advice(name: str, kind: str = "") -> str:
+    """The end of a sentence about ``name``, which is no path here: what to do if it is one of a hub; else nothing."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or Path(name).parent.exists():
+        return ""
+    return f"; hubs are never asked: download it first, `hf download {name}{kind} --local-dir DIR`, then give DIR"
+
 
 class UserError(ValueError):
     """Bad input: the text says what is wrong, what was given, what is allowed and what to do."""

@@ -6,9 +6,12 @@ smp's records in its own logging and nothing else changes; :func:`configure_logg
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from smp.errors import UserError
@@ -60,6 +63,12 @@ class _Formatter(logging.Formatter):
         return redact(super().format(record))
 
 
+def say(text: str) -> None:
+    """Write a line to standard error, past all locks and buffers: for threads that may have to end the process."""
+    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk that it goes to is full
+        os.write(2, f"{text}\n".encode())
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger ``name`` in smp's tree: ``smp.loss`` stays itself, ``train_lib`` becomes ``smp.train_lib``."""
     return logging.getLogger(name if name == "smp" or name.startswith("smp.") else f"smp.{name}")
@@ -69,7 +78,7 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
     """Send smp's records to the console and to a file; a second call replaces the first.
 
     The console gets rank 0's lines from INFO on, and from the other hosts' local rank 0 warnings and errors, marked
-    with the rank. Every rank appends all its lines to ``log_dir/rank<k>.log``.
+    with the rank. Every rank appends all its lines to ``log_dir/rank<k>.log``; those before there is one are kept.
 
     Raises:
         UserError: the log file cannot be written.
@@ -93,10 +102,18 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
         file.setFormatter(_Formatter(LINE_FORMAT, DATE_FORMAT))
         handlers.append(file)
     logger = logging.getLogger("smp")
+    kept = next((handler for handler in logger.handlers if isinstance(handler, MemoryHandler)), None)
+    kept = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize) if kept is None else kept
+    if log_dir is None:
+        handlers.append(kept)
+    else:
+        kept.setTarget(handlers[-1])
+        kept.flush()
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-        handler.close()
-    for handler in handlers or [logging.NullHandler()]:
+        if handler is not kept:
+            handler.close()
+    for handler in handlers:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -72,6 +72,27 @@ class ScalarWriters(Protocol):
         """Several curves in one chart."""
 
 
+class HeldScalars:
+    """Keeps what is recorded before there is a run directory to write to."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Mapping[str, float], int]] = []
+        self._writers: ScalarWriters | None = None
+
+    def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
+        """Several curves in one chart."""
+        if self._writers is None:
+            self._held.append((tag, values, step))
+        else:
+            self._writers.scalars(tag, values, step)
+
+    def connect(self, writers: ScalarWriters) -> None:
+        """Hand on to ``writers``, from the first on."""
+        self._writers = writers
+        for entry in self._held:
+            writers.scalars(*entry)
+
+
 class MemoryTracker(Protocol):
     """Records memory at marked places of a run."""
 

@@ -11,7 +11,10 @@ import datetime
 import gc
 import os
 import re
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -21,7 +24,7 @@ from smp.config import CommConfig
 from smp.environment import Launch, read_launch, rendezvous
 from smp.environment.place import NAMES
 from smp.errors import RankError, UserError
-from smp.log import get_logger
+from smp.log import get_logger, say
 
 logger = get_logger("train")
 
@@ -31,9 +34,37 @@ def launcher_serves_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def launcher_pid() -> int | None:
-    """The process that started this one, if that is a launcher without which it should not go on."""
-    return os.getppid() if os.environ.get("TORCHELASTIC_RUN_ID") else None
+_LAUNCHER_WATCH = "smp-launcher"  # the name of a thread
+_LAUNCHER_SECONDS = 0.25
+
+
+def end_with_launcher(launch: Launch) -> None:
+    """From now on, end this process when torchrun or ``smp.launch.local``, if one started it, is killed.
+
+    Raises:
+        RankError: it has ended already.
+    """
+    # By name, as a forked child has no thread of its parent's.
+    if not os.environ.get("TORCHELASTIC_RUN_ID") or _LAUNCHER_WATCH in (t.name for t in threading.enumerate()):
+        return
+    parent = os.getppid()
+    if launcher_serves_store():
+        # Whoever is the parent of one that is left behind: a launcher that lives answers since before it started this.
+        host, port = rendezvous(launch)
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+        except ConnectionRefusedError:
+            raise RankError(f"rank {launch.rank}: the launcher, which served {host}:{port}, is gone: ended") from None
+        except OSError:
+            pass  # said by whoever needs the store
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LAUNCHER_SECONDS)
+        say(f"rank {launch.rank}: the launcher (pid {parent}) is gone: ended")
+        os._exit(1)
+
+    threading.Thread(target=watch, name=_LAUNCHER_WATCH, daemon=True).start()
 
 
 def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
@@ -276,7 +307,8 @@ def init_process_group(backend: str | None = None, *, timeout: float = 1800.0) -
     Works under torchrun, ``accelerate launch``, ``deepspeed``, ``srun``, ``mpirun`` (Open MPI, MPICH, Intel MPI,
     MVAPICH) and SageMaker, and without a launcher as a job of one process. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
     ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set where they are not, so that other libraries find
-    them. End with ``torch.distributed.destroy_process_group()``.
+    them. End with ``torch.distributed.destroy_process_group()``. From here on the process ends within 5 s when torchrun
+    or ``smp.launch.local``, if that is its parent, is killed.
 
     Args:
         backend: one that torch knows, such as ``"smddp"``, ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; None:
@@ -300,6 +332,7 @@ def init_process_group(backend: str | None = None, *, timeout: float = 1800.0) -
             f"smp.init_process_group: timeout {timeout} is not allowed: give seconds above 0, at most {_MOST_SECONDS:g}"
         )
     launch = read_launch()
+    end_with_launcher(launch)
     device = choose_device(launch)
     backend = backend or ("nccl" if device.type == "cuda" else "smddp")
     _refuse_backend(backend, device)

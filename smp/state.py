@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp.errors import UserError
 from smp.mesh import Mesh
 from smp.tensor_parallel.region import Region
 
@@ -59,6 +60,14 @@ class State:
 
     def __init__(self, current: Callable[[], tuple[Mesh, Region | None, bool]]):
         self._current = current
+
+    def __repr__(self) -> str:
+        try:
+            self._current()
+        except UserError:
+            return "State(smp.init has not been called)"
+        names = ("rank", "world_size", "hybrid_shard_degree", "tensor_parallel_degree", "sm_activation_offloading")
+        return f"State({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def _mesh(self) -> Mesh:

@@ -136,6 +136,7 @@ def _state_of_eight():
     assert state.ranker.get_rep_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert (state.cp_size, state.cp_rank, state.ep_size, state.ep_rank) == (1, 0, 1, 0)
     assert not state.sm_activation_offloading
+    assert str(state).startswith(f"State(rank={rank}, world_size=8, hybrid_shard_degree=2, tensor_parallel_degree=2, ")
     torch.manual_seed(0)
     before = torch.get_rng_state()
     with state.get_rng_state_tracker().fork():
@@ -146,6 +147,10 @@ def _state_of_eight():
     torch.set_rng_state(before)
     with state.get_rng_state_tracker().fork():
         assert torch.equal(torch.rand(4), mine)
+
+
+def test_state_shows_its_fields_even_before_init():
+    assert str(smp.state) == "State(smp.init has not been called)"
 
 
 def test_state_tells_what_smp_v2_told():

@@ -45,7 +45,7 @@ def refused(capsys, tmp_path):
         status = train_lib.main([str(word) for word in [*words, *place, "--data_cache_dir", tmp_path / "cache"]])
         out, err = capsys.readouterr()
         assert status == 2 and logging.getLogger("smp").handlers == handlers, (status, out, err)
-        assert not list((tmp_path / "run").glob("*"))
+        assert not (tmp_path / "run").exists()
         lines = err.strip().splitlines()
         assert out == "" and lines and all(line.startswith("error: ") for line in lines), err
         return lines
@@ -97,6 +97,28 @@ SETTINGS = [
     ),
     (["--checkpoint_freq", "often"], "--checkpoint_freq takes one or more of a whole number or auto, got 'often'"),
     (["--checkpoint_dir", "s3://bucket/x"], "s3://bucket/x: .*not in this version; give a directory"),
+    (["--lr", -1], "--lr must be greater than 0, got -1"),
+    (["--warmup", 2, "--lr_decay_style", "wsd"], "--warmup must be at most 1, got 2"),
+    (["--hybrid_shard_degree", 8, "--tensor_parallel_degree", 0], "--tensor_parallel_degree must be at least 1, got 0"),
+    (
+        ["--hf_pretrained_model_name_or_dir", "meta-llama/Llama-3.1-8B"],
+        "hubs are never asked: .*`hf download meta-llama/Llama-3.1-8B --local-dir DIR`, then give DIR",
+    ),
+    (
+        [
+            "--dataset_type",
+            "text",
+            "--training_dir",
+            "data/sample",
+            "--tokenizer_name_or_dir",
+            "meta-llama/Llama-3.1-8B",
+        ],
+        "hubs are never asked: .*`hf download meta-llama/Llama-3.1-8B --local-dir DIR`, then give DIR",
+    ),
+    (
+        ["--training_dir", "allenai/c4", "--use_synthetic_data", 0],
+        "hubs are never asked: .*`hf download allenai/c4 --repo-type dataset --local-dir DIR`, then give DIR",
+    ),
     (["--model_type", "gpt2"], "--model_type gpt2 is not available: .*use gpt_neox"),
     (["--finetune", 1], "--finetune 1 needs --pretrained_model_name .*or --pretrained_checkpoint_file"),
     (["--finetune", 1, "--pretrained_model_name", "llama7b"], "needs --finetune_checkpoint_load_dir: give both"),
@@ -327,6 +349,17 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
     assert not (tmp_path / "run" / "checkpoints").exists()
     needs = float(re.search(r"about ([0-9.]+) GiB", outcome.output)[1])
     assert needs > 4 * 4 * 69e9 / 2 / 2**30  # fp32 parameters, gradients and two moments over two processes
+
+
+@pytest.mark.parametrize("words", [["--model", "llama70b"], ["--model", "llama70b", *SYNTHETIC]])
+def test_a_large_model_names_a_dry_run_that_works_and_a_preset_that_fits(words, refused, capsys, monkeypatch):
+    monkeypatch.setattr("job.available_memory", lambda device, processes: 16 << 30)
+    lines = refused(*words)
+    assert len(lines) == 1 + (len(words) == 2) and ("no training data" in lines[0]) == (len(words) == 2)
+    assert "or --model llama_tiny, which fits here" in lines[-1]
+    command = re.search("`python train_lib.py (.*--dry_run 1 --dry_run_world_size [0-9]+)`", lines[-1])[1]
+    assert train_lib.main(command.split()) == 0
+    assert "llama70b" in capsys.readouterr().out
 
 
 def test_one_process_job_exits_with_status_2_and_no_traceback(tmp_path):

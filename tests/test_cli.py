@@ -95,6 +95,9 @@ def test_bad_words_are_refused_in_one_sentence(refused, run_dir):
     assert "invalid choice: 'verifi'" in refused("verifi", run_dir)
     assert "unrecognized arguments: --quik" in refused("verify", run_dir, "--quik")
     assert "required: directory" in refused("verify")
+    for words in (["export", run_dir], ["export", run_dir, "--output", "x"], ["export", run_dir, "x", "y"]):
+        assert "`smp export --help` shows" in refused(*words)
+    assert "`smp launch local --help` shows" in refused("launch", "local", "--nodes", 2)
     assert "does not exist: give the directory of a checkpoint" in refused("verify", run_dir / "absent")
     assert "is a file" in refused("inspect", run_dir / "config.yaml")
 
@@ -330,6 +333,22 @@ def test_files_dtype_and_tokenizer(call, run_dir, tmp_path):
     for file in files:
         assert len(load_file(file)) == 1 or sum(t.nbytes for t in load_file(file).values()) <= 8000
     assert logits(tmp_path / "out", torch.bfloat16).isfinite().all()
+
+
+def test_the_tokenizer_of_the_run_comes_along(call, tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "spiece.model"):
+        (tmp_path / "tokenizer" / name).write_text("{}")
+    words = [*LLAMA, *FLAGS[:2], "--max_steps", 1, "--tokenizer_name_or_dir", tmp_path / "tokenizer"]
+    run_job(*words, "--output_dir", tmp_path / "run", "--save_final_model", 1).succeeded()
+    status, out, _ = call("export", tmp_path / "run/checkpoints/latest", tmp_path / "out")
+    assert status == 0 and out[1] == f"Tokenizer: that of the run, {tmp_path / 'tokenizer'}"
+    for folder in ("run/final", "out"):
+        assert (tmp_path / folder / "tokenizer.json").exists() and (tmp_path / folder / "spiece.model").exists()
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer" / "spiece.model").unlink()
+    status, out, _ = call("export", tmp_path / "run/checkpoints/latest", tmp_path / "out")
+    assert status == 0 and out[1] == "No tokenizer was copied: --tokenizer DIR does that"
 
 
 def test_memory_is_one_parameter_and_one_file(call, run_dir, tmp_path, monkeypatch):

@@ -63,6 +63,14 @@ def blocks(page: pathlib.Path) -> list[Block]:
     return found
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_one_machine_is_started_by_the_launcher_that_adds_no_traceback(page):
+    """torchrun's stands around each sentence with which a start is refused; SMP v2's users know it."""
+    text = page.read_text(encoding="utf-8")
+    torchrun = re.search(r"torchrun --nproc_per_node \d+ train_lib\.py", text)
+    assert torchrun is None or page.name == "smp_v2.md" or "python -m smp.launch.local" in text[: torchrun.start()]
+
+
 def runnable(page: pathlib.Path) -> list[Block]:
     """What is to be run or written, in order."""
     found = []
@@ -90,7 +98,7 @@ def as_dry_run(text: str, things: str) -> str:
         processes = int(re.search(r"--nproc_per_node[= ](\d+)", match[1])[1]) * (int(nodes[1]) if nodes else 1)
         return f"python train_lib.py --dry_run 1 --dry_run_world_size {processes} "
 
-    return re.sub(r"torchrun (.*?)train_lib\.py ", planned, text, flags=re.S)
+    return re.sub(r"(?:torchrun|python -m smp\.launch\.local) (.*?)train_lib\.py ", planned, text, flags=re.S)
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ FEWEST_WORKERS_ALLOWED = 8
 WORKER_END_SECONDS = 0.2  # from the first sign of a worker's end to its status
 log = logging.getLogger("smp.data")
 
+NO_DATA = "no training data: set --training_dir, or --use_synthetic_data 1 for random tokens"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
@@ -83,7 +85,7 @@ class DataConfig(Section):
         if self.use_synthetic_data:
             return found
         if self.training_dir is None:
-            found.append("no training data: set --training_dir, or --use_synthetic_data 1 for random tokens")
+            found.append(NO_DATA)
         if self.validation_freq is not None and self.test_dir is None:
             found.append(f"--validation_freq {self.validation_freq} needs validation data: set --test_dir")
         if self.dataset_type == "text" and self.tokenizer_name_or_dir is None:

@@ -15,7 +15,7 @@ from data.packing import PackedRows
 from data.progress import Progress
 from data.storage import DataFile, open_file
 from data.token_cache import TokenWriter, cached, digest_of, token_dtype
-from smp.errors import UserError
+from smp.errors import UserError, hub_advice
 
 MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PIECE = 256_000  # characters that are tokenised at once; longer documents are split at a line end
@@ -39,6 +39,7 @@ class TextTokenizer:
         if not files:
             raise UserError(
                 f"no tokenizer in {folder}: --tokenizer_name_or_dir must be a local directory with tokenizer.json"
+                f"{hub_advice(folder)}"
             )
         if (size := sum(each.stat().st_size for each in files)) > MAX_TOKENIZER:
             raise UserError(

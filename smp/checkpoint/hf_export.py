@@ -29,7 +29,7 @@ MARKER = "smp_export.json"
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 
 

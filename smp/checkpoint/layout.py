@@ -8,6 +8,7 @@ first. So a directory of that name is whole, or has been damaged from outside.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -120,10 +121,12 @@ def _newest_whole(
         UserError: there are some, and none is whole: a fresh start would lose what may still be mended.
     """
     for checkpoint in reversed(present):
-        problem = "its content is damaged" if checkpoint.path.resolve() in damaged else quick_problem(checkpoint.path)
+        if checkpoint.path.resolve() in damaged:
+            continue  # who found it has said so
+        problem = quick_problem(checkpoint.path)
         if problem is None:
             return checkpoint.path
-        logger.warning("Not resuming from %s: %s.", checkpoint.path, problem)
+        _say_once(f"Not resuming from {checkpoint.path}: {problem}.")
     if present:
         raise UserError(
             f"none of the {len(present)} checkpoints in {present[-1].path.parent} is whole: run `smp verify "
@@ -136,6 +139,12 @@ def _newest_whole(
                 f"start anew in another --output_dir"
             )
     return None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """Warn of what a start finds each time it looks."""
+    logger.warning("%s", text)
 
 
 def refuse_older_branch(chosen: Path, directories: list[Path]) -> None:
@@ -272,9 +281,12 @@ def clean(directory: Path, model_name: str) -> None:
         (directory / (link + TEMPORARY)).unlink(missing_ok=True)
 
 
+def nearest_existing(path: Path) -> Path:
+    """``path``, or what it would be made in."""
+    return path if os.path.lexists(path) or path == path.parent else nearest_existing(path.parent)
+
+
 def disk_free(path: Path) -> int:
     """Bytes that may be written below ``path``, which need not exist yet."""
-    while not path.exists():
-        path = path.parent
-    status = os.statvfs(path)
+    status = os.statvfs(nearest_existing(path.resolve()))
     return status.f_bavail * status.f_frsize

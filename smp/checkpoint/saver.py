@@ -89,9 +89,7 @@ class Saver:
         self._started, self._paused, self._first_step = time.perf_counter(), 0.0, first_step
 
     def prepare(self) -> None:
-        """Make the directories ready, and see that a checkpoint will have room.
-
-        What interrupted saves have left is deleted; checkpoints that the run goes on without are set aside.
+        """See that a checkpoint will have room, after deleting what interrupted saves have left.
 
         Raises:
             UserError: there is no room, or a directory cannot be written; on ranks that write there.
@@ -101,8 +99,13 @@ class Saver:
             nbytes = state_bytes(self._model, own=local)
             for target in self._targets:
                 clean(target.directory, self._model_name)
-                set_aside(target.directory, self._model_name, after=self._first_step)
                 logger.info("A checkpoint in %s: %s.", target.directory, forecast(target.directory, nbytes))
+
+    def set_aside(self) -> None:
+        """Rename the checkpoints that the run goes on without."""
+        if self._settings.is_local or dist.get_rank() == 0:
+            for target in self._targets:
+                set_aside(target.directory, self._model_name, after=self._first_step)
 
     def flags(self) -> dict[str, bool]:
         """What this rank has to say of a checkpoint that is being written, to be counted over all ranks."""

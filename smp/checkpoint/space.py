@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.files import reason
-from smp.checkpoint.layout import disk_free
+from smp.checkpoint.layout import disk_free, nearest_existing
 from smp.comm.report import readable
 from smp.errors import UserError
 
@@ -57,18 +58,14 @@ def forecast(directory: Path, nbytes: int) -> Forecast:
             f"{directory} has {readable(free)} free and a checkpoint needs about {readable(nbytes)}: free some space, "
             f"or choose another --checkpoint_dir"
         )
-    probe, data = directory / f".probe-{os.getpid()}-{time.time_ns()}", os.urandom(min(_PROBE_BYTES, max(nbytes, 1)))
+    data = os.urandom(min(_PROBE_BYTES, max(nbytes, 1)))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        try:
-            with probe.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            seconds = time.perf_counter() - started
-        finally:
-            probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=nearest_existing(directory)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - started
     except OSError as error:
         raise UserError(
             f"--checkpoint_dir {directory} cannot be written ({reason(error)}): choose another directory"

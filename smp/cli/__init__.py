@@ -30,6 +30,13 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        """Refuse unknown words here, where the sub-command is known."""
+        known, unknown = super().parse_known_args(*args, **options)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; `{self.prog} --help` shows what there is")
 

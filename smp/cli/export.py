@@ -21,6 +21,7 @@ from smp.cli.output import bytes_text, shown
 from smp.cli.verify import verified
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
+from smp.models.model_config import tokenizer_dir_of
 from smp.models.registry import build_model, family_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MiB; default 5GB"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="directory whose tokenizer files are copied along")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="directory whose tokenizer files are copied along; default: the run's own, if it is there",
+    )
     parser.add_argument(
         "--verify", choices=("full", "size"), default="full", help="size: do not read all files once more beforehand"
     )
@@ -94,6 +99,14 @@ def parameters_of(path: Path, manifest: Manifest, hf_config: Any) -> dict[str, t
     return {name: torch.empty(shape, dtype=saved[name].dtype, device="meta") for name, shape in expected.items()}
 
 
+def tokenizer_of(manifest: Manifest) -> Path | None:
+    """The directory that the run had its tokenizer from, as the trainer chooses it, if it is there."""
+    config = manifest.run.get("config")
+    config = config if isinstance(config, dict) else {}
+    names = ("tokenizer_name_or_dir", "hf_pretrained_model_name_or_dir", "model", "finetune_checkpoint_load_dir")
+    return tokenizer_dir_of(*(Path(text).expanduser() for name in names if isinstance(text := config.get(name), str)))
+
+
 def run(options: argparse.Namespace) -> int:
     """Export what ``options.checkpoint`` names to ``options.output``."""
     started = time.perf_counter()
@@ -113,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
             f"{path} is a {manifest.kind} checkpoint, which holds what one rank had: resume from it and save a sharded "
             f"one"
         )
+    known = None if tokenizer is not None else tokenizer_of(manifest)
     hf_config = config_of(path, manifest)
     parameters = parameters_of(path, manifest, hf_config)
     with CheckpointReader(path, manifest) as reader:
@@ -121,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
             lambda name: reader.read(_MODEL + name),
             output,
             hf_config=hf_config,
-            tokenizer_dir=tokenizer,
+            tokenizer_dir=tokenizer or known,
             max_shard_bytes=size,
             dtype=DTYPES[options.dtype] if options.dtype else None,
         )
@@ -130,6 +144,8 @@ def run(options: argparse.Namespace) -> int:
         f"Exported step {manifest.step} of {shown(path.name)} to {options.output}: {len(files)} file(s), "
         f"{bytes_text(sum(file.stat().st_size for file in files))}, {time.perf_counter() - started:.1f} s"
     )
-    if tokenizer is None:
+    if known is not None:
+        print(f"Tokenizer: that of the run, {shown(str(known))}")
+    elif tokenizer is None:
         print("No tokenizer was copied: --tokenizer DIR does that")
     return 0

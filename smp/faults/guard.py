@@ -22,7 +22,7 @@ from smp.faults.stop import INTERRUPTED, STOPPED, StopRequest
 from smp.faults.straggler import Stragglers
 from smp.faults.watchdog import Watchdog
 from smp.log import get_logger
-from smp.runtime import Launch, launcher_pid
+from smp.runtime import Launch
 
 logger = get_logger("train")
 
@@ -49,7 +49,6 @@ class Guard:
         self.watchdog = Watchdog(
             launch.rank,
             timeout=config.watchdog_timeout,
-            parent=launcher_pid(),
             operations=comm.last_operations,
             stragglers=self.stragglers if self.stragglers.enabled else None,
         )

@@ -47,6 +47,18 @@ def _holder(path: Path) -> str:
 
 
 @contextlib.contextmanager
+def _removed_if_empty(directory: Path) -> Iterator[None]:
+    """In the end, remove ``directory`` and those it is in, as far as they were not there before and hold nothing."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # something is in it
+            for path in missing:
+                path.rmdir()
+
+
+@contextlib.contextmanager
 def locked(path: Path, directory: Path, otherwise: str, *, required: bool = True) -> Iterator[None]:
     """Hold ``directory`` by a lock on the file ``path``, which is made, and deleted in the end.
 
@@ -92,7 +104,8 @@ def lock_directories(
 ) -> Iterator[None]:
     """Hold directories for this run; for rank 0 of a job alone.
 
-    The file ``.lock`` in each says who holds it. One that a killed process has left is taken over.
+    The file ``.lock`` in each says who holds it. One that a killed process has left is taken over. Directories
+    that were missing are made, and removed if nothing else has come into them.
 
     Args:
         otherwise: what else can be done about a directory that is held.
@@ -104,5 +117,6 @@ def lock_directories(
     wanted = sorted({Path(directory).resolve() for directory in directories})
     with contextlib.ExitStack() as stack:
         for directory in wanted:
+            stack.enter_context(_removed_if_empty(directory))
             stack.enter_context(locked(directory / LOCK_FILE, directory, otherwise))
         yield

@@ -10,7 +10,6 @@ waits. So signals are read from a pipe, by a thread: a second signal works whate
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -19,6 +18,8 @@ import weakref
 from types import FrameType
 from typing import Any
 
+from smp.log import say
+
 STOPPED = 75  # EX_TEMPFAIL: run the same command again
 INTERRUPTED = 130  # what shells say of Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -26,12 +27,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ONE_REQUEST_SECONDS = 1.0
 
 _active: weakref.WeakSet[StopRequest] = weakref.WeakSet()
-
-
-def say(text: str) -> None:
-    """Write a line to standard error, past all locks and buffers: for threads that may have to end the process."""
-    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk that it goes to is full
-        os.write(2, f"{text}\n".encode())
 
 
 class StopRequest:

@@ -1,4 +1,4 @@
-"""A thread that watches the rank it lives in: is it stuck, has a peer died, has the launcher gone?
+"""A thread that watches the rank it lives in: is it stuck, has a peer died?
 
 The main thread says where it is with :meth:`Watchdog.enter`. Two threads read that. One publishes it to the store, so
 that others know where this rank was last; a process that is stopped publishes nothing, which tells on it. The other one
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from smp.faults.members import Member, Members, Place, Seen, describe_hang, process_state, within
-from smp.faults.stop import say
 from smp.faults.straggler import Stragglers
+from smp.log import say
 
 TICK_SECONDS = 0.25
 PUBLISH_SECONDS = 2.0
@@ -32,7 +32,6 @@ class Watchdog:
     Args:
         rank: this rank.
         timeout: seconds in one phase after which the run ends; 0: no limit.
-        parent: pid of the launcher, without which the process ends; None: there is none.
         operations: the latest collective of every rank, by group, for the report.
         stragglers: what is published of this rank's speed.
     """
@@ -42,13 +41,12 @@ class Watchdog:
         rank: int,
         *,
         timeout: float,
-        parent: int | None = None,
         operations: Callable[[], dict[str, Any]] = dict,
         stragglers: Stragglers | None = None,
     ):
         self.place = Place("start", 0, time.time())
         self.members: Members | None = None
-        self._rank, self._timeout, self._parent, self._operations = rank, timeout, parent, operations
+        self._rank, self._timeout, self._operations = rank, timeout, operations
         self._stragglers = stragglers
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
         self._connected = False
@@ -119,9 +117,6 @@ class Watchdog:
             now = time.monotonic()
             # What passed while this very process was stopped is nobody's fault.
             passed, last = min(now - last, 2.0), now
-            if self._parent is not None and os.getppid() != self._parent:
-                say(f"rank {self._rank}: the launcher (pid {self._parent}) is gone: ended in {self.place}")
-                os._exit(1)
             if self._leaving is not None:
                 deadline, status, text = self._leaving
                 if now > deadline:

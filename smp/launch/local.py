@@ -26,9 +26,9 @@ from types import FrameType
 import torch
 
 from smp.environment import malloc
-from smp.faults.stop import say
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.launch.orphans import end_with_parent
+from smp.log import say
 from smp.runtime import environment_with, set_default_threads
 
 FINAL = (0, 2, 75, 130)

@@ -9,7 +9,7 @@ import pathlib
 from typing import Any, Literal
 
 from smp.config import Section, setting
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
 from smp.models.checked_config import checked_config
 from smp.models.family import Family
@@ -254,7 +254,7 @@ def _named_source(name: str, *, flag: str) -> _Source:
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
         f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory or one of "
-        f"{', '.join(list_presets())}"
+        f"{', '.join(list_presets())}{hub_advice(name)}"
     )
 
 
@@ -296,7 +296,8 @@ def _attention_problem(config: ModelConfig, dropout: float) -> str | None:
     return None
 
 
-def _tokenizer_dir(*directories: pathlib.Path | None) -> pathlib.Path | None:
+def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
+    """The first of them that holds a tokenizer."""
     for directory in directories:
         if directory is not None and any(
             (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -348,7 +349,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         hf_config=_new_config(family, values),
         sequence_length=length,
         weights=weights,
-        tokenizer_dir=_tokenizer_dir(
+        tokenizer_dir=tokenizer_dir_of(
             source.directory, None if weights is None else weights if weights.is_dir() else weights.parent
         ),
         attn_implementation=config.attn_implementation,

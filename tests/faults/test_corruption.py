@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 
 import pytest
 
+import train_lib
 from smp.checkpoint.layout import find_checkpoints, quick_problem
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.errors import UserError
+from tests.faults.jobs import wrapped
 from tests.job import LLAMA, run_job
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--checkpoint_freq", 1, "--max_steps", 3, "--num_kept_checkpoints", 3]
@@ -119,6 +122,23 @@ def test_a_job_passes_over_what_only_reading_shows_and_refuses_it_by_name(copy):
     assert done.output.count("Passed over: checkpoint") == 1 and "Resumed from" in done.output
     assert "llama_v2-2steps at step 2" in done.output
     assert problem(newest(copy)) == "" and newest(copy).name == "llama_v2-4steps"
+
+
+@pytest.mark.parametrize("what", ["content", "manifest"])
+def test_a_checkpoint_that_is_passed_over_is_named_once(what, copy):
+    path = newest(copy)
+    if what == "manifest":
+        (path / "manifest.json").write_text("{}")
+    else:
+        file = path / "rank00001-000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 4
+        file.write_bytes(data)
+    words = [*JOB[:-4], "--max_steps", 4, "--num_kept_checkpoints", 3, "--output_dir", copy]
+    as_a_program = functools.partial(wrapped, "read_config", train_lib._log_to_console)
+    done = run_job(*words, "--resume_from_checkpoint", "latest", prepare=lambda rank: as_a_program()).succeeded()
+    said = [line for line in done.output.splitlines() if "Not resuming from" in line or "Passed over" in line]
+    assert len(said) == 1 and path.name in said[0], done.output
 
 
 def test_sizes_alone_can_be_asked_for(copy):

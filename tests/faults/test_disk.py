@@ -156,17 +156,27 @@ def test_a_write_that_fails_in_the_background_is_made_up_for_at_the_next_step(tm
     assert whole_steps(run) == [4, 5] and nothing_left(run)
 
 
-def test_no_room_at_all_is_said_before_the_first_step(tmp_path):
+def no_room(rank: int) -> None:
+    import smp.checkpoint.space
+
+    smp.checkpoint.space.disk_free = lambda path: 100_000
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_no_room_at_all_is_said_before_anything_is_written(kind, tmp_path):
+    words = [*JOB, "--max_steps", 2, "--checkpoint_type", kind, "--num_kept_checkpoints", 2]
+    outcome = run_job(*words, "--output_dir", tmp_path / "runs/run", world_size=2, prepare=no_room)
+    assert outcome.statuses == [2, 2] and "has 97.7 KiB free and a checkpoint needs about " in outcome.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_not_resumed_for_want_of_room_is_as_it_was(tmp_path):
     run = tmp_path / "run"
-
-    def prepare(rank: int) -> None:
-        import smp.checkpoint.space
-
-        smp.checkpoint.space.disk_free = lambda path: 100_000
-
-    outcome = run_job(*JOB, "--max_steps", 2, "--output_dir", run, world_size=2, prepare=prepare)
-    assert (
-        outcome.statuses == [2, 2]
-        and "has 97.7 KiB free and a checkpoint needs about 229.9 KiB: free some" in outcome.output
-    )
-    assert "Batch 1 Loss" not in outcome.output
+    job = [*JOB, "--num_kept_checkpoints", 9, "--output_dir", run]
+    run_job(*job, "--max_steps", 5).succeeded()
+    (run / "checkpoints/llama_v2-5steps/manifest.json").write_text("{}")  # set aside by a start that is not refused
+    names = ("config.yaml", "metrics.jsonl")
+    before = {path: path.read_bytes() if path.name in names else b"" for path in run.rglob("*") if path.name[0] != "."}
+    outcome = run_job(*job, "--max_steps", 7, "--resume_from_checkpoint", "latest", prepare=no_room)
+    assert outcome.statuses == [2] and "97.7 KiB free" in outcome.output, outcome.output
+    assert before == {path: path.read_bytes() if path.name in names else b"" for path in run.rglob("*")}

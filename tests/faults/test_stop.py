@@ -11,7 +11,7 @@ import torch
 
 from smp.faults import stop
 from smp.faults.stop import StopRequest
-from smp.faults.watchdog import Watchdog
+from smp.runtime import Launch, end_with_launcher
 from tests.faults.jobs import JOB, LONG, checkpoints, last_step, slowly, wrapped
 from tests.faults.test_lost_ranks import data_workers
 from tests.job import losses, run_job, running_job
@@ -145,7 +145,10 @@ def deaf(end):
 
 
 def test_threads_that_end_the_process_do_so_though_nobody_hears_them(monkeypatch):
-    assert deaf(Watchdog(0, timeout=0, parent=1 << 30).start) == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parents = iter([1 << 30])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))  # it is killed at once
+    assert deaf(lambda: end_with_launcher(Launch())) == 1
     monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.0)
 
     def asked_twice():

@@ -155,8 +155,9 @@ time.sleep(600)
 """
 CHILD = """
 import os, time
-from smp.faults.watchdog import Watchdog
-Watchdog(0, timeout=0, parent=os.getppid()).start()
+from smp.runtime import Launch, end_with_launcher
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+end_with_launcher(Launch())
 print("watches", flush=True)
 time.sleep(600)
 """
