@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 import train_lib
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
+from tests.clock import HANG_SECONDS, wait_until
 
 # A model small enough for a test, in SMP v2's own flags.
 LLAMA = (
@@ -103,16 +104,14 @@ class RunningJob:
         for rank in ranks or range(len(self.processes)):
             os.kill(self.pids[rank], number)
 
-    def wait_until(self, reached: Callable[[], object], seconds: float = 60) -> None:
+    def wait_until(self, reached: Callable[[], object]) -> None:
         """Wait until ``reached()`` is true, while all ranks run."""
-        end = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < end and all(process.is_alive() for process in self.processes), self.output
-            time.sleep(0.01)
+        alive = lambda: all(process.is_alive() for process in self.processes)  # noqa: E731
+        wait_until(reached, alive=alive, said=lambda: self.output)
 
-    def wait(self, timeout: float = 120) -> Outcome:
-        """Wait for the ranks' ends; -1 is the status of one that has not ended in time."""
-        end = time.monotonic() + timeout
+    def wait(self) -> Outcome:
+        """Wait for the ranks' ends; -1 is the status of one that hangs."""
+        end = time.monotonic() + HANG_SECONDS
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
         return Outcome([-1 if p.exitcode is None else p.exitcode for p in self.processes], self.output)
@@ -147,7 +146,7 @@ def running_job(
 
 
 def run_job(
-    *argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None, prepare=None
+    *argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None
 ) -> Outcome:
     """Run the job with the given words; everything in fresh processes that inherit this one's imports.
 
@@ -155,7 +154,7 @@ def run_job(
     another process then serves the job's store, as torchrun does.
     """
     with running_job(*argv, world_size=world_size, data_limit=data_limit, prepare=prepare) as job:
-        return job.wait(timeout * world_size)
+        return job.wait()
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict]:

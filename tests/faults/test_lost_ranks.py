@@ -110,7 +110,7 @@ def test_an_error_of_one_rank_is_told_once_with_its_place(place, rank, tmp_path)
 
         wrapped(PLACES[place], fail)
 
-    outcome = run_job(*LONG, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare, timeout=30)
+    outcome = run_job(*LONG, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1], outcome.output
     assert f"error: rank {rank} failed in '{place}' of step 2:" in outcome.output
     assert outcome.output.count("Traceback") == 1 and outcome.output.count("KeyError: 'the third of the keys'") == 1
@@ -128,7 +128,7 @@ def test_the_same_error_of_all_ranks_is_told_once(tmp_path):
 
         wrapped("forward", fail)
 
-    outcome = run_job(*JOB, "--output_dir", tmp_path / "run", world_size=3, prepare=prepare, timeout=30)
+    outcome = run_job(*JOB, "--output_dir", tmp_path / "run", world_size=3, prepare=prepare)
     assert outcome.statuses == [1, 1, 1] and outcome.output.count("Traceback") == 1, outcome.output
 
 
