@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 import train_lib
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
 from tests.clock import HANG_SECONDS, wait_until
+from tests.ports import free_port
 
 # A model small enough for a test, in SMP v2's own flags.
 LLAMA = (
@@ -77,8 +78,9 @@ def _process(
         os._exit(status)
 
 
-def _serve_store(port: int) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+def _serve_store(listener: socket.socket) -> None:
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     while store:
         signal.pause()
 
@@ -122,19 +124,18 @@ def running_job(
     *argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None
 ) -> Iterator[RunningJob]:
     """Start the job with the given words; what still runs in the end is killed. Arguments: as of `run_job`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = [str(word) for word in argv]
-    with tempfile.NamedTemporaryFile("r") as output:
+    with tempfile.NamedTemporaryFile("r") as output, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if prepare is not None else free_port()
         context = multiprocessing.get_context("fork")
         processes = [
             context.Process(target=_process, args=(rank, world_size, port, words, output.name, data_limit, prepare))
             for rank in range(world_size)
         ]
-        server = context.Process(target=_serve_store, args=(port,))
+        server = context.Process(target=_serve_store, args=(listener,))
         if prepare is not None:
             server.start()
+        listener.close()
         for process in processes:
             process.start()
         try:
@@ -145,9 +146,7 @@ def running_job(
                 process.join()
 
 
-def run_job(
-    *argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None
-) -> Outcome:
+def run_job(*argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None) -> Outcome:
     """Run the job with the given words; everything in fresh processes that inherit this one's imports.
 
     ``data_limit`` is the most bytes that each process may allocate; ``prepare(rank)`` is called in each first, and

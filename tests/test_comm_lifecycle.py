@@ -9,7 +9,6 @@ import pathlib
 import platform
 import resource
 import signal
-import socket
 import time
 
 import pytest
@@ -22,6 +21,7 @@ from smp.comm import segment
 from tests.comm_calls import check
 from tests.comm_cases import Case
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
+from tests.ports import free_port
 
 
 def _works(group=None) -> None:
@@ -45,10 +45,7 @@ def _waits_for_a_late_rank(port: int) -> None:
 
 def test_waiting_for_a_late_rank_is_silent(capfd):
     """torch's store warns of every wait that it is told to break off."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_distributed(_waits_for_a_late_rank, port, world_size=2, backend="smddp")
+    run_distributed(_waits_for_a_late_rank, free_port(), world_size=2, backend="smddp")
     assert "waitForInput" not in capfd.readouterr().err
 
 
@@ -119,10 +116,7 @@ def _start_again(folder: str, port: int) -> None:
 
 
 def test_destroyed_and_started_again(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_distributed(_start_again, str(tmp_path), port, world_size=2, backend="smddp", timeout=30)
+    run_distributed(_start_again, str(tmp_path), free_port(), world_size=2, backend="smddp")
 
 
 def _used_after_destruction() -> None:

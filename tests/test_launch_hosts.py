@@ -17,14 +17,9 @@ from smp.launch import hosts
 from smp.launch.hosts import Attempt, Host
 from smp.launch.local import main as launch
 from tests.job import LLAMA, read_metrics
+from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

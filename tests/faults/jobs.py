@@ -26,6 +26,18 @@ def wrapped(name: str, before: Callable[[], None]) -> None:
     setattr(train_lib, name, call)
 
 
+def at_call(number: int, then: Callable[[], None]) -> Callable[[], None]:
+    """What calls ``then`` when it is called for the so-manieth time; for :func:`wrapped`."""
+    calls = []
+
+    def call() -> None:
+        calls.append(None)
+        if len(calls) == number:
+            then()
+
+    return call
+
+
 def slowly(rank: int) -> None:
     """``prepare``: steps take 20 ms and more, so that a test sees them pass."""
     wrapped("forward", lambda: time.sleep(0.02))

@@ -78,9 +78,7 @@ def test_the_loss_of_one_rank_stops_all_before_the_update(value, layout, tmp_pat
     def prepare(own: int) -> None:
         broken_loss(value, at={2 * per_step + 1}, rank=own if own in ranks else -1)(own)
 
-    outcome = run_job(
-        *job, "--max_steps", 5, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare
-    )
+    outcome = run_job(*job, "--max_steps", 5, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1] and "Traceback" not in outcome.output, outcome.output
     assert checkpoints(tmp_path / "run") == [1, 2]
     [line] = record(tmp_path / "run")

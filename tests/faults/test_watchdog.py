@@ -11,12 +11,14 @@ import pytest
 import torch.distributed as dist
 
 import smp.comm
+from smp.errors import PeerError
 from smp.faults import straggler, watchdog
+from smp.faults.failure import failing_together
 from smp.faults.members import Member, Place, Seen, describe_hang, process_state
 from smp.faults.straggler import STEPS, Stragglers
 from smp.faults.watchdog import TICK_SECONDS, Watchdog
 from tests.clock import Clock, SharedClock, wait_until
-from tests.faults.jobs import JOB, LONG, last_step, slowly, watched_by, wrapped
+from tests.faults.jobs import JOB, LONG, at_call, last_step, slowly, watched_by, wrapped
 from tests.job import run_job, running_job
 
 MEMBERS = [Member(r, "id", "h", 100 + r) for r in range(4)]
@@ -101,11 +103,16 @@ def ticks(watched: Watchdog, monkeypatch, *, each=lambda tick: None, most: int =
 class Peers:
     """In the place of the job's members."""
 
+    members = MEMBERS
+
     def __init__(self, dead: list[Member]):
-        self._dead = dead
+        self._dead, self._store = dead, dist.HashStore()
 
     def dead(self) -> list[Member]:
         return self._dead
+
+    def connection(self) -> dist.Store:
+        return self._store
 
 
 def test_a_rank_whose_peer_has_died_ends_within_five_seconds(monkeypatch, capfd):
@@ -114,6 +121,18 @@ def test_a_rank_whose_peer_has_died_ends_within_five_seconds(monkeypatch, capfd)
     seconds, ended = ticks(watched, monkeypatch)
     assert ended == [1] and 3 < seconds < 5
     assert "rank 0: lost rank 1 (pid 101) in 'start': it has ended" in capfd.readouterr().err
+
+
+def test_a_rank_that_has_noticed_its_peers_death_ends_within_five_seconds(monkeypatch, capfd):
+    """Though something holds it up."""
+    watched = Watchdog(0, timeout=0)
+    watched.members, watched._connected = Peers([MEMBERS[1]]), True
+    monkeypatch.setattr(watchdog, "time", Clock())
+    with pytest.raises(PeerError, match=r"rank 0: lost rank 1 \(pid 101\)"), failing_together(watched, 0):
+        raise RuntimeError("smddp: rank 1 (pid 101) died")
+    seconds, ended = ticks(watched, monkeypatch)
+    assert ended == [1] and seconds < 5
+    assert capfd.readouterr().err == "rank 0: lost rank 1 (pid 101) in 'start': it has ended\n"
 
 
 def test_a_rank_whose_launcher_has_gone_ends_within_five_seconds(monkeypatch, capfd):
@@ -190,15 +209,12 @@ def held_at_step(step: int, rank: int, folder, clock: SharedClock):
     """``prepare``: the rank waits in the forward of a step for a file ``go``, and has made a file ``here``."""
 
     def prepare(own: int) -> None:
-        calls = []
-
         def hold() -> None:
-            calls.append(None)
-            if own == rank and len(calls) == step:
-                (folder / "here").touch()
-                wait_until((folder / "go").exists)
+            (folder / "here").touch()
+            wait_until((folder / "go").exists)
 
-        wrapped("forward", hold)
+        if own == rank:
+            wrapped("forward", at_call(step, hold))
         watched_by(clock)
 
     return prepare
@@ -234,22 +250,15 @@ def test_a_rank_that_is_stuck_in_its_data_is_named(tmp_path):
     clock, waits = SharedClock(tmp_path / "clock"), tmp_path / "waits"
 
     def prepare(rank: int) -> None:
-        calls = {"count_valid_tokens": 0, "forward": 0}
-
-        def second(name: str, then) -> None:
-            calls[name] += 1
-            if calls[name] == 2:
-                then()
-
         def hang() -> None:
             wait_until(waits.exists)
             clock.run()
             wait_until(lambda: False)
 
         if rank == 1:
-            wrapped("count_valid_tokens", lambda: second("count_valid_tokens", hang))  # before the first exchange
+            wrapped("count_valid_tokens", at_call(2, hang))  # before the first exchange of the step
         else:
-            wrapped("forward", lambda: second("forward", waits.touch))
+            wrapped("forward", at_call(2, waits.touch))
         watched_by(clock)
 
     words = [*LONG, "--watchdog_timeout", 2, "--output_dir", tmp_path / "run"]
