@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import train_lib
+from smp.checkpoint.background import BackgroundWrite
 from smp.faults import failure, members, watchdog
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.job import LLAMA, read_metrics
@@ -71,6 +72,22 @@ def watched_by(clock: SharedClock, *, silent: int | None = None) -> None:
     members.ANSWER_SECONDS = HANG_SECONDS
     members.within = watchdog.within = failure.within = patient
     members.Members.seen = seen_anew
+
+
+def writes_end_first() -> None:
+    """Begin each step when what is being written in the background has ended; for ``prepare`` of a job."""
+    begin, begun = BackgroundWrite.__init__, []
+
+    def noted(self, *args, **settings):
+        begin(self, *args, **settings)
+        begun.append(self)
+
+    def ended() -> None:
+        for write in begun:
+            write.wait()
+
+    BackgroundWrite.__init__ = noted
+    wrapped("forward", ended)
 
 
 def last_step(run: pathlib.Path) -> int:

@@ -146,7 +146,7 @@ def test_the_same_error_of_all_ranks_is_told_once(tmp_path):
 
 def test_a_data_worker_that_dies_is_told_with_rank_and_phase(tmp_path):
     words = [*LONG, "--data_num_workers", 1, "--output_dir", tmp_path / "run"]
-    with running_job(*words, world_size=2, prepare=watched(SharedClock(tmp_path / "clock"))) as job:
+    with running_job(*words, world_size=2) as job:
         job.wait_until(lambda: last_step(tmp_path / "run") >= 2)
         workers = data_workers(job.pids[1])
         assert workers
