@@ -35,14 +35,14 @@ class Clock:
 class SharedClock(Clock):
     """One that processes share by a file: it stands still until the test sets it, or lets it run."""
 
-    def __init__(self, file: pathlib.Path):
-        super().__init__()
+    def __init__(self, file: pathlib.Path, pace: float = 1.0):
+        super().__init__(pace)
         self._file = file
 
     def monotonic(self) -> float:
         said = self._file.read_text() if self._file.exists() else ""
         if said == "run":
-            self.now += 1.0
+            self.now += self.pace
         elif said:
             self.now = max(self.now, 1000.0 + float(said))
         return self.now
@@ -55,7 +55,7 @@ class SharedClock(Clock):
         self._put(str(seconds))
 
     def run(self) -> None:
-        """Go on by a second at each reading, from now on."""
+        """Go on by ``pace`` at each reading, from now on."""
         self._put("run")
 
     def _put(self, text: str) -> None:
