@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import smp.comm
-from tests.distributed import run_distributed
+from tests.distributed import GROUP_SECONDS, run_distributed
 
 # What gloo may do for the backend. The profiler shows it even where C++ calls past the backend's own methods.
 LEFT_TO_GLOO = {
     f"gloo:{name}" for name in ("send", "recv", "recvAnySource", "gather", "scatter", "reduce", "all_to_all")
 }
 RTOL = 1e-12
-TIMEOUT = 60  # seconds
+TIMEOUT = GROUP_SECONDS
 
 
 def through(*operations: str) -> Callable:

@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.clock import HANG_SECONDS
+
+# Of groups whose ranks all come in the end; less than what kills them, so that they say who has not come.
+GROUP_SECONDS = HANG_SECONDS / 2
+
 
 def _join_group(rank: int, world_size: int, folder: str, backend: str, timeout: float | None, prepare) -> None:
     os.environ.update(
@@ -88,7 +93,13 @@ def _lone_main(rank: int, world_size: int, folder: str, fn, args, backend: str, 
 
 
 def run_ranks(
-    fn, *args, world_size: int, timeout: float = 60, limit: float = 60, start_method: str = "fork", prepare=None
+    fn,
+    *args,
+    world_size: int,
+    timeout: float = GROUP_SECONDS,
+    limit: float = HANG_SECONDS,
+    start_method: str = "fork",
+    prepare=None,
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank of a ``smddp`` group, and tell how each ended, whatever became of the others.
 
@@ -121,7 +132,7 @@ def signal_others(key: str) -> None:
     dist.distributed_c10d._get_default_store().set(f"test/{key}", "1")
 
 
-def wait_for(*keys: str, seconds: float = 30) -> None:
+def wait_for(*keys: str) -> None:
     """Wait until some rank has called :func:`signal_others` for each key."""
     store = dist.distributed_c10d._get_default_store()
-    store.wait([f"test/{key}" for key in keys], datetime.timedelta(seconds=seconds))
+    store.wait([f"test/{key}" for key in keys], datetime.timedelta(seconds=HANG_SECONDS))

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pathlib
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -17,6 +16,9 @@ import traceback
 from collections.abc import Mapping
 
 import torch
+
+from tests.clock import HANG_SECONDS
+from tests.ports import free_port
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 PATIENCE = 10.0  # seconds that the others may still take when one has failed
@@ -46,12 +48,6 @@ class Outcome:
     def operations(self, *paths: str) -> set[str]:
         """The operations that took some paths."""
         return {call["operation"] for call in self.results["calls"] if call["path"] in paths}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -92,7 +88,7 @@ def run_example(
     name: str,
     *argv: object,
     world_size: int = 2,
-    timeout: float = 120,
+    timeout: float = HANG_SECONDS,
     environments: list[dict[str, str]] | None = None,
 ) -> Outcome:
     """Run ``examples/<name>.py`` with the given words on ``world_size`` processes.

@@ -21,6 +21,8 @@ from torch.distributed import TCPStore
 
 import train_lib
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
+from tests.clock import HANG_SECONDS, wait_until
+from tests.ports import free_port
 
 # A model small enough for a test, in SMP v2's own flags.
 LLAMA = (
@@ -76,8 +78,9 @@ def _process(
         os._exit(status)
 
 
-def _serve_store(port: int) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+def _serve_store(listener: socket.socket) -> None:
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     while store:
         signal.pause()
 
@@ -103,16 +106,14 @@ class RunningJob:
         for rank in ranks or range(len(self.processes)):
             os.kill(self.pids[rank], number)
 
-    def wait_until(self, reached: Callable[[], object], seconds: float = 60) -> None:
+    def wait_until(self, reached: Callable[[], object]) -> None:
         """Wait until ``reached()`` is true, while all ranks run."""
-        end = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < end and all(process.is_alive() for process in self.processes), self.output
-            time.sleep(0.01)
+        alive = lambda: all(process.is_alive() for process in self.processes)  # noqa: E731
+        wait_until(reached, alive=alive, said=lambda: self.output)
 
-    def wait(self, timeout: float = 120) -> Outcome:
-        """Wait for the ranks' ends; -1 is the status of one that has not ended in time."""
-        end = time.monotonic() + timeout
+    def wait(self) -> Outcome:
+        """Wait for the ranks' ends; -1 is the status of one that hangs."""
+        end = time.monotonic() + HANG_SECONDS
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
         return Outcome([-1 if p.exitcode is None else p.exitcode for p in self.processes], self.output)
@@ -123,19 +124,18 @@ def running_job(
     *argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None
 ) -> Iterator[RunningJob]:
     """Start the job with the given words; what still runs in the end is killed. Arguments: as of `run_job`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = [str(word) for word in argv]
-    with tempfile.NamedTemporaryFile("r") as output:
+    with tempfile.NamedTemporaryFile("r") as output, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if prepare is not None else free_port()
         context = multiprocessing.get_context("fork")
         processes = [
             context.Process(target=_process, args=(rank, world_size, port, words, output.name, data_limit, prepare))
             for rank in range(world_size)
         ]
-        server = context.Process(target=_serve_store, args=(port,))
+        server = context.Process(target=_serve_store, args=(listener,))
         if prepare is not None:
             server.start()
+        listener.close()
         for process in processes:
             process.start()
         try:
@@ -146,16 +146,14 @@ def running_job(
                 process.join()
 
 
-def run_job(
-    *argv: object, world_size: int = 1, timeout: float = 120, data_limit: int | None = None, prepare=None
-) -> Outcome:
+def run_job(*argv: object, world_size: int = 1, data_limit: int | None = None, prepare=None) -> Outcome:
     """Run the job with the given words; everything in fresh processes that inherit this one's imports.
 
     ``data_limit`` is the most bytes that each process may allocate; ``prepare(rank)`` is called in each first, and
     another process then serves the job's store, as torchrun does.
     """
     with running_job(*argv, world_size=world_size, data_limit=data_limit, prepare=prepare) as job:
-        return job.wait(timeout * world_size)
+        return job.wait()
 
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict]:

@@ -19,6 +19,7 @@ from smp.activation_offload import DiskStore, HostStore, apply_activation_offloa
 from smp.config import ActivationConfig
 from smp.errors import ConfigError, UserError
 from smp.memory_profile import profile_memory
+from tests.clock import HANG_SECONDS
 from tests.parity import build_reference, global_batch
 
 
@@ -210,7 +211,7 @@ def test_a_store_that_is_gone_leaves_neither_file_nor_descriptor(tmp_path):
     del store, stored
     gc.collect()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     assert descriptor not in os.listdir("/proc/self/fd") and list(tmp_path.iterdir()) == []
 
@@ -226,7 +227,7 @@ def test_a_tensor_may_be_freed_while_a_place_is_taken(tmp_path):
 
     thread = threading.Thread(target=free_inside, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(HANG_SECONDS)
     assert found == [0]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.activation_offload import DiskStore, apply_activation_offload
 from smp.activation_offload.stores import READ, WRITE
+from tests.clock import HANG_SECONDS
 from tests.flags import in_child
 
 LAYERS = 6
@@ -82,7 +83,7 @@ class Patient(nn.Module):
 
     def forward(self, hidden_states):
         if self.again:
-            self.store.reader.submit(lambda: None).result(timeout=60)  # reads are done one after the other
+            self.store.reader.submit(lambda: None).result(timeout=HANG_SECONDS)  # reads are done one after the other
         self.again = not self.again
         return hidden_states + self.linear(hidden_states).tanh()
 
@@ -105,9 +106,9 @@ def test_waiting_is_counted(tmp_path):
     store, go = DiskStore(tmp_path), threading.Event()
     stored = store.put(torch.ones(64))
     quick = stored.load()
-    store.reader.submit(lambda: None).result(timeout=60)
+    store.reader.submit(lambda: None).result(timeout=HANG_SECONDS)
     assert quick().sum() == 64 and store.waits == 0
-    store.reader.submit(go.wait, 60)
+    store.reader.submit(go.wait, HANG_SECONDS)
     slow = stored.load()
     threading.Timer(0.2, go.set).start()
     assert slow().sum() == 64 and store.waits == 1

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import train_lib
-from smp.checkpoint import background, files, writer
+from smp.checkpoint import background, files, saver, writer
+from smp.checkpoint.background import BackgroundWrite
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.faults import watchdog
+from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
+from tests.faults.jobs import wrapped, writes_end_first
 from tests.job import LLAMA, losses, run_job
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 8, "--sharding_strategy", "full_shard"]
@@ -45,22 +49,43 @@ def flip(file) -> None:
     file.write_bytes(data)
 
 
-def slow_disk(seconds: float):
-    """``prepare``: writing a file takes a while, so that training passes it by."""
+def on_a_disk(write_takes: Callable[[], None], joined: Callable[[], None] = lambda: None) -> None:
+    """Let a write in the background take until ``write_takes()`` returns; ``joined()`` is called by who waits for it.
+
+    Training goes on when it has begun. For ``prepare``.
+    """
+    write, wait, begin = files.write_tensors, BackgroundWrite.wait, BackgroundWrite.__init__
+    begun = threading.Semaphore(0)
+
+    def slowly(*args):
+        if threading.current_thread().name == "smp-checkpoint":
+            begun.release()
+            write_takes()
+        return write(*args)
+
+    def begins(self, *args, **settings):
+        begin(self, *args, **settings)
+        assert begun.acquire(timeout=HANG_SECONDS)
+
+    def waits(self):
+        joined()
+        wait(self)
+
+    writer.write_tensors, BackgroundWrite.wait, BackgroundWrite.__init__ = slowly, waits, begins
+
+
+def passed_by(count: int):
+    """``prepare``: a write in the background ends when training has begun so many more steps."""
 
     def prepare(rank: int) -> None:
-        write = files.write_tensors
+        steps = []
 
-        def slowly(*args):
-            if threading.current_thread().name == "smp-checkpoint":
-                time.sleep(seconds)
-            return write(*args)
+        def write_takes() -> None:
+            end = len(steps) + count
+            wait_until(lambda: len(steps) >= end)
 
-        import smp.checkpoint.writer
-
-        smp.checkpoint.writer.write_tensors = slowly
-        forward = train_lib.forward
-        train_lib.forward = lambda *args: time.sleep(0.05) or forward(*args)
+        on_a_disk(write_takes)
+        wrapped("forward", lambda: steps.append(None))
 
     return prepare
 
@@ -69,7 +94,7 @@ def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     words = [*JOB, "--max_steps", 8, "--checkpoint_freq", 3, "--num_kept_checkpoints", 5]
     run_job(*words, "--output_dir", one, world_size=2).succeeded()
-    prepare = slow_disk(0.12)
+    prepare = passed_by(2)
     outcome = run_job(
         *words, "--checkpoint_type", "async_sharded", "--output_dir", two, world_size=2, prepare=prepare
     ).succeeded()
@@ -85,11 +110,18 @@ def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
 
 
 def test_one_write_at_a_time_and_none_is_left_out_at_the_end(tmp_path):
+    def prepare(rank: int) -> None:
+        waited_for = threading.Event()
+
+        def write_takes() -> None:
+            assert waited_for.wait(HANG_SECONDS)
+            waited_for.clear()
+
+        on_a_disk(write_takes, waited_for.set)
+
     words = [*JOB, "--max_steps", 3, "--checkpoint_freq", 1, "--num_kept_checkpoints", 9]
-    outcome = run_job(
-        *words, "--checkpoint_type", "async_sharded", "--output_dir", tmp_path / "run", world_size=2,
-        prepare=slow_disk(0.5),
-    ).succeeded()  # fmt: skip
+    words += ["--checkpoint_type", "async_sharded", "--output_dir", tmp_path / "run"]
+    outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
     assert steps(tmp_path / "run" / "checkpoints") == [1, 2, 3]
     order = [line.split("llama_v2-")[1][:1] for line in outcome.output.splitlines() if "Sav" in line]
     assert order == ["1", "1", "2", "2", "3"], outcome.output
@@ -103,6 +135,7 @@ def test_a_writing_thread_that_has_died_is_noticed(tmp_path):
                 raise SystemExit  # ends the thread, and nothing else
 
             background.write_snapshot = die
+        writes_end_first()
 
     words = [*JOB, "--max_steps", 5, "--checkpoint_freq", 2, "--checkpoint_type", "async_sharded"]
     outcome = run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare).succeeded()
@@ -256,7 +289,18 @@ def test_a_directory_that_a_rank_does_not_see_at_once_is_waited_for(late, tmp_pa
 
 def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
     def prepare(rank: int) -> None:
-        slow_disk(5)(rank)
+        clock, ends = Clock(), []
+
+        def joined() -> None:
+            ends.append(clock.now + 9)
+            clock.pace = 1.0
+
+        def write_takes() -> None:
+            wait_until(lambda: ends and clock.now >= ends[0])
+            clock.pace = 0.0
+
+        on_a_disk(write_takes, joined)
+        watchdog.time = clock
         forward, seen = train_lib.forward, [0]
 
         def call(*args):
@@ -283,36 +327,45 @@ def test_metrics_without_their_checkpoints_are_not_written_over(tmp_path):
     assert len(losses(run)) == 14
 
 
-def test_the_interval_leaves_an_asynchronous_write_its_time(tmp_path):
+def by_clock(step: float, write: float, save: float = 0.0):
+    """``prepare``: seconds that a step, a write in the background and a save take, by a clock."""
+
     def prepare(rank: int) -> None:
-        import smp.checkpoint.saver as saver
-
+        clock, joined, saving = Clock(), threading.Event(), saver.save_checkpoint
         saver.MEASURED_STEPS = 2
-        slow_disk(0.6)(rank)
+        saver.time = background.time = clock
 
+        def go_on(seconds: float) -> None:
+            clock.now += seconds
+
+        def write_takes() -> None:
+            end = clock.now + write
+            wait_until(lambda: clock.now >= end or joined.is_set())
+            clock.now = max(clock.now, end)
+            joined.clear()
+
+        def save_checkpoint(*args, **settings):
+            go_on(save)
+            return saving(*args, **settings)
+
+        saver.save_checkpoint = save_checkpoint
+        on_a_disk(write_takes, joined.set)
+        wrapped("forward", lambda: go_on(step))
+
+    return prepare
+
+
+def test_the_interval_leaves_an_asynchronous_write_its_time(tmp_path):
     words = [*JOB, "--max_steps", 20, "--checkpoint_freq", "auto", "--checkpoint_overhead", 0.9]
     words += ["--checkpoint_type", "async_sharded", "--num_kept_checkpoints", 20, "--output_dir", tmp_path / "run"]
-    run_job(*words, world_size=2, prepare=prepare).succeeded()
+    run_job(*words, world_size=2, prepare=by_clock(step=0.0625, write=0.5)).succeeded()
     found = steps(tmp_path / "run" / "checkpoints")
     assert found[0] == 2 and found[-1] == 20 and len(found) <= 8, found  # 19 if it were not seen
 
 
 @pytest.mark.slow
 def test_the_interval_follows_from_what_saving_costs(tmp_path):
-    def prepare(rank: int) -> None:
-        import smp.checkpoint.saver as saver
-
-        saver.MEASURED_STEPS = 2
-        save = saver.save_checkpoint
-
-        def slowly(*args, **settings):
-            time.sleep(0.4)
-            return save(*args, **settings)
-
-        saver.save_checkpoint = slowly
-        forward = train_lib.forward
-        train_lib.forward = lambda *args: time.sleep(0.05) or forward(*args)
-
+    prepare = by_clock(step=0.05, write=0.0, save=0.4)
     words = [*JOB, "--max_steps", 12, "--checkpoint_freq", "auto", "--num_kept_checkpoints", 12]
     rare, often = tmp_path / "rare", tmp_path / "often"
     outcome = run_job(*words, "--output_dir", rare, world_size=2, prepare=prepare).succeeded()

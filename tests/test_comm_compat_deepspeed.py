@@ -53,7 +53,7 @@ def test_zero3(tmp_path, starts_itself):
     for backend in ("gloo", "smddp"):
         folder = tmp_path / backend
         folder.mkdir()
-        run_distributed(_zero3, str(folder), backend, starts_itself, world_size=2, backend=backend, timeout=120)
+        run_distributed(_zero3, str(folder), backend, starts_itself, world_size=2, backend=backend)
     for rank in range(2):
         gloo, ours = (
             torch.load(pathlib.Path(tmp_path, backend, f"{backend}{rank}{starts_itself}"))

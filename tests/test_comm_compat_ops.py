@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import smp.comm
+from tests.clock import HANG_SECONDS
 from tests.compat import compare, through
 from tests.distributed import run_distributed
 
@@ -312,7 +313,7 @@ def _names_and_limits():
     # Only gloo's name passes torch's check; the group's own method is the inner gloo's.
     with pytest.raises(ValueError, match="only implemented for GLOO"):
         dist.monitored_barrier()
-    world().monitored_barrier(datetime.timedelta(seconds=30))
+    world().monitored_barrier(datetime.timedelta(seconds=HANG_SECONDS))
     short = dist.new_group()
     dist.barrier(short)
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), short)
@@ -323,7 +324,7 @@ def _names_and_limits():
 
 
 def test_names_and_limits():
-    run_distributed(_names_and_limits, world_size=2, backend="smddp", timeout=60)
+    run_distributed(_names_and_limits, world_size=2, backend="smddp")
 
 
 def _again(folder: str):
@@ -337,4 +338,4 @@ def _again(folder: str):
 
 
 def test_destroyed_and_made_again(tmp_path):
-    run_distributed(_again, str(tmp_path), world_size=2, backend="smddp", timeout=60)
+    run_distributed(_again, str(tmp_path), world_size=2, backend="smddp")

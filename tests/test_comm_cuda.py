@@ -20,6 +20,7 @@ from smp.comm.order import DONE, GpuWork
 from smp.comm.reduction import Reduction
 from smp.comm.settings import Settings, read_settings
 from smp.comm.symmetric import Block, Place, obstacle
+from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream
 
@@ -113,7 +114,7 @@ class FakeHandle:
 
     def barrier(self, channel, timeout_ms):
         assert (channel, timeout_ms) == (0, 7500)
-        self._barrier.wait(20)
+        self._barrier.wait(HANG_SECONDS)
         if self.rank == self.slow:
             time.sleep(0.002)
 

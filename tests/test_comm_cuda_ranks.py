@@ -116,7 +116,7 @@ def _leases():
 
 
 def test_leases_are_the_same_on_all_ranks():
-    run_distributed(_leases, world_size=2, backend="smddp", timeout=30)
+    run_distributed(_leases, world_size=2, backend="smddp")
 
 
 # --- the way there
@@ -252,7 +252,7 @@ def knobs(monkeypatch):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives(world_size, knobs):
-    run_distributed(_collectives, world_size=world_size, backend="smddp", timeout=60)
+    run_distributed(_collectives, world_size=world_size, backend="smddp")
 
 
 def _unlike():
@@ -264,7 +264,7 @@ def _unlike():
 
 
 def test_settings_that_differ():
-    run_distributed(_unlike, world_size=2, backend="smddp", timeout=30)
+    run_distributed(_unlike, world_size=2, backend="smddp")
 
 
 def _losses(model, rows, share):
@@ -309,4 +309,4 @@ def _fully_shard(unshard_async):
 
 @pytest.mark.parametrize("unshard_async", [False, True])
 def test_fully_shard(unshard_async, knobs):
-    run_distributed(_fully_shard, unshard_async, world_size=2, backend="smddp", timeout=60)
+    run_distributed(_fully_shard, unshard_async, world_size=2, backend="smddp")

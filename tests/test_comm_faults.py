@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
 import signal
 import subprocess
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import smp.comm
+from smp.comm import arena, segment
 from smp.comm.peers import Peers
-from tests.distributed import Outcome, run_distributed, run_ranks, signal_others, wait_for
+from tests.clock import Clock, SharedClock, wait_until
+from tests.distributed import GROUP_SECONDS, Outcome, run_distributed, run_ranks, signal_others, wait_for
 
-Failure = tuple[str, float]  # what was raised, and after how many seconds
+LATE = f"{GROUP_SECONDS:g} s"
 
 
-def _failure(function) -> Failure:
-    start = time.monotonic()
+def _failure(function) -> str:
+    """What is raised."""
     try:
         function()
     except dist.DistBackendError as error:
-        return str(error), time.monotonic() - start
+        return str(error)
     raise AssertionError("nothing was raised")
 
 
-def _told(outcomes: list[Outcome], ranks: list[int]) -> list[Failure]:
+def _told(outcomes: list[Outcome], ranks: list[int]) -> list[str]:
     """What these ranks returned; they must have ended well."""
     assert all(outcomes[r].status == 0 and not outcomes[r].error for r in ranks), outcomes
     return [outcomes[r].result for r in ranks]
@@ -42,48 +45,75 @@ def _ones(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # --- a rank that does not come
 
 
-def _absent(first_use: bool) -> Failure:
-    if not first_use:
-        dist.all_reduce(_ones())
-        dist.barrier()
+def _absent(folder: str) -> str:
+    clock = SharedClock(pathlib.Path(folder, "clock"), pace=GROUP_SECONDS / 4)
+    arena.time = clock
+    dist.all_reduce(_ones())
+    dist.barrier()
     if dist.get_rank() == 2:
+
+        def both_wait() -> bool:
+            [seen] = smp.comm.last_operations().values()
+            return all(each.rank == 2 or (each.number == 3 and not each.ended) for each in seen)
+
+        wait_until(both_wait)
+        clock.run()
         wait_for("told0", "told1")
-        return "", 0.0
-    failure = _failure(lambda: dist.all_gather_into_tensor(torch.empty(3000), torch.ones(1000)))
-    again = _failure(lambda: dist.barrier())
-    assert "cannot be used any more" in again[0] and again[1] < 0.5
+        return ""
+    return _told_twice(lambda: dist.all_gather_into_tensor(torch.empty(3000), torch.ones(1000)))
+
+
+def _told_twice(function) -> str:
+    failure = _failure(function)
+    assert "cannot be used any more" in _failure(lambda: dist.barrier())
     signal_others(f"told{dist.get_rank()}")
     dist.destroy_process_group()
     return failure
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-def test_a_rank_that_never_comes_is_named_with_its_last_operation():
-    outcomes = run_ranks(_absent, False, world_size=3, timeout=1)
-    for message, seconds in _told(outcomes, [0, 1]):
-        assert re.search(r"all_gather #3 of group \w+: timed out after 1 s; .*rank 2 \(pid \d+\): barrier #2", message)
+def test_a_rank_that_never_comes_is_named_with_its_last_operation(tmp_path):
+    for message in _told(run_ranks(_absent, str(tmp_path), world_size=3), [0, 1]):
+        said = rf"all_gather #3 of group \w+: timed out after {LATE}; .*rank 2 \(pid \d+\): barrier #2"
+        assert re.search(said, message)
         assert "finished" in message and "rank 0" not in message and "rank 1" not in message
-        assert 1 <= seconds < 20
 
 
+def _absent_from_the_first() -> str:
+    if dist.get_rank() == 2:
+        wait_for("told0", "told1")
+        return ""
+    clock, wait = Clock(), segment._wait
+
+    def waits(store, keys, *arguments) -> None:
+        if len(keys) == dist.get_world_size():  # for the answers of all; those of ranks 0 and 1 have been given
+            signal_others(f"answered{dist.get_rank()}")
+            wait_for("answered0", "answered1")
+            clock.pace = GROUP_SECONDS / 4
+        wait(store, keys, *arguments)
+
+    segment.time, segment._wait = clock, waits
+    return _told_twice(lambda: dist.all_gather_into_tensor(torch.empty(3000), torch.ones(1000)))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_a_rank_that_never_uses_the_group_is_named():
-    outcomes = run_ranks(_absent, True, world_size=3, timeout=1)
-    for message, seconds in _told(outcomes, [0, 1]):
-        assert re.search(r"rank 2 \(pid \d+\) has not come to the group's first exchange within .*1 s", message)
-        assert 1 <= seconds < 20
+    for message in _told(run_ranks(_absent_from_the_first, world_size=3), [0, 1]):
+        said = rf"rank 2 \(pid \d+\) has not come to the group's first exchange within .*{LATE}"
+        assert re.search(said, message)
 
 
 # --- a rank that dies
 
 
-def _dies_idle() -> Failure:
+def _dies_idle() -> str:
     dist.all_reduce(_ones())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return _failure(lambda: dist.all_reduce(_ones(50_000)))
 
 
-def _dies_busy() -> Failure:
+def _dies_busy() -> str:
     large = torch.ones(8 * 2**20)
     dist.all_reduce(large)
     if dist.get_rank() == 1:
@@ -96,7 +126,7 @@ def _dies_busy() -> Failure:
     return _failure(forever)
 
 
-def _dies_asynchronously() -> Failure:
+def _dies_asynchronously() -> str:
     dist.all_reduce(_ones())
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -110,27 +140,25 @@ def _dies_asynchronously() -> Failure:
 
 @pytest.mark.parametrize("how", [_dies_idle, _dies_busy, _dies_asynchronously])
 def test_a_rank_that_dies_is_named_at_once(how):
-    outcomes = run_ranks(how, world_size=3, timeout=600)
+    outcomes = run_ranks(how, world_size=3)
     assert outcomes[1].status == -signal.SIGKILL
-    for message, seconds in _told(outcomes, [0, 2]):
+    for message in _told(outcomes, [0, 2]):
         # Who waits for a rank that has failed for that reason is told the same.
         assert re.search(r"rank 1 \(pid \d+\) died; its last operation was all_reduce #\d+", message), message
-        assert seconds < 60
 
 
-def _dies_before_the_first_use() -> Failure:
+def _dies_before_the_first_use() -> str:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return _failure(lambda: dist.all_reduce(_ones()))
 
 
 def test_a_rank_that_dies_before_the_first_use_is_named():
-    outcomes = run_ranks(_dies_before_the_first_use, world_size=2, timeout=600)
-    [(message, seconds)] = _told(outcomes, [0])
-    assert re.search(r"rank 1 \(pid \d+\) died before the group's first exchange", message) and seconds < 60
+    [message] = _told(run_ranks(_dies_before_the_first_use, world_size=2), [0])
+    assert re.search(r"rank 1 \(pid \d+\) died before the group's first exchange", message)
 
 
-def _fails_in_a_collective() -> Failure:
+def _fails_in_a_collective() -> str:
     dist.all_reduce(_ones())
     if dist.get_rank() == 1:
 
@@ -141,20 +169,20 @@ def _fails_in_a_collective() -> Failure:
         with contextlib.suppress(MemoryError):
             dist.all_reduce(_ones())
         wait_for("told0", "told2")
-        return "", 0.0
+        return ""
     failure = _failure(lambda: dist.all_reduce(_ones()))
     signal_others(f"told{dist.get_rank()}")
     return failure
 
 
 def test_a_rank_that_fails_inside_a_collective_tells_the_others_why():
-    for message, seconds in _told(run_ranks(_fails_in_a_collective, world_size=3, timeout=600), [0, 2]):
-        assert re.search(r"rank 1 \(pid \d+\) has failed: MemoryError: no memory left", message) and seconds < 60
+    for message in _told(run_ranks(_fails_in_a_collective, world_size=3), [0, 2]):
+        assert re.search(r"rank 1 \(pid \d+\) has failed: MemoryError: no memory left", message)
 
 
 def test_several_threads_may_ask_whether_a_peer_lives():
     """Groups are watched by their own threads, and share what they know of a process."""
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "3600"])
     answers: list[bool] = []
 
     def ask() -> None:
@@ -169,8 +197,7 @@ def test_several_threads_may_ask_whether_a_peer_lives():
     assert len(answers) == 20_000 and not any(answers)
     process.kill()  # and not waited for: a zombie has ended too
     peers = Peers([os.getpid(), process.pid], [0, 1], 0)
-    while not peers.died(1):
-        time.sleep(0.01)
+    wait_until(lambda: peers.died(1))
     process.wait()
     assert peers.died(1) and Peers([os.getpid(), process.pid], [0, 1], 0).died(1) and not peers.died(0)
 
@@ -184,11 +211,12 @@ def _pids() -> list[int]:
     return pids
 
 
-def _stopped() -> Failure:
+def _stopped() -> str:
     pid = _pids()[1]
     if dist.get_rank() == 1:
         wait_for("never")  # it is stopped here, and continues only to end
     os.kill(pid, signal.SIGSTOP)
+    arena.time = Clock(pace=GROUP_SECONDS / 4)
     try:
         return _failure(lambda: dist.broadcast(_ones(), 1))
     finally:
@@ -196,32 +224,42 @@ def _stopped() -> Failure:
 
 
 def test_a_stopped_rank_is_named_by_the_timeout():
-    [(message, seconds)] = _told(run_ranks(_stopped, world_size=2, timeout=1), [0])
-    assert re.search(r"timed out after 1 s; not there, with their last operation: rank 1 \(pid \d+\): all_g", message)
-    assert 1 <= seconds < 20
+    [message] = _told(run_ranks(_stopped, world_size=2), [0])
+    said = rf"timed out after {LATE}; not there, with their last operation: rank 1 \(pid \d+\): all_g"
+    assert re.search(said, message)
 
 
-def _paused() -> list[float]:
+def _paused() -> None:
     pid, large = _pids()[1], torch.ones(2**20)
+    done, looks, watch = threading.Event(), [], arena.Arena._watch
+
+    def note(*arguments):
+        looks.append(None)
+        return watch(*arguments)
+
+    def pause() -> None:
+        for _ in range(2):
+            os.kill(pid, signal.SIGSTOP)
+            before = len(looks)
+            wait_until(lambda before=before: len(looks) > before + 5)  # rank 0 waits for it
+            os.kill(pid, signal.SIGCONT)
+        done.set()
+
     if dist.get_rank() == 0:
-        for delay in (0.05, 0.6):
-            threading.Timer(delay, os.kill, (pid, signal.SIGSTOP)).start()
-            threading.Timer(delay + 0.4, os.kill, (pid, signal.SIGCONT)).start()
-    # Every rank leaves after the same number, and later than the last timer.
+        arena.Arena._watch = note
+        threading.Thread(target=pause).start()
+    # Every rank leaves after the same number, and later than the last pause.
     last = torch.zeros(1)
-    start = time.monotonic()
     while not last.item():
         large.fill_(1)
         dist.all_reduce(large)
         assert (large == 2).all()
-        last.fill_(time.monotonic() - start > 1.5)
+        last.fill_(done.is_set())
         dist.broadcast(last, 0)
-    return [time.monotonic() - start]
 
 
 def test_a_rank_that_pauses_changes_nothing():
-    outcomes = run_ranks(_paused, world_size=2, timeout=30)
-    assert _told(outcomes, [0, 1])
+    _told(run_ranks(_paused, world_size=2), [0, 1])
 
 
 # --- ranks that do not do the same
@@ -298,7 +336,7 @@ MISMATCHES = {
 def _refused_everywhere() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for name, (usual, other, said) in MISMATCHES.items():
-        message, _ = _failure(_differently(usual, other))
+        message = _failure(_differently(usual, other))
         assert "do not do the same" in message and said in message, f"{name}: {message}"
         total = torch.full((10_000,), rank + 1.0)
         dist.all_reduce(total)
@@ -309,7 +347,7 @@ def _refused_asynchronously() -> None:
     """The works that follow the refused one are done."""
     wrong, right = _ones(4 if dist.get_rank() == 1 else 5), _ones(5)
     works = [dist.all_reduce(t, async_op=True) for t in (wrong, right)]
-    assert "all_reduce SUM torch.float32 4" in _failure(works[0].wait)[0]
+    assert "all_reduce SUM torch.float32 4" in _failure(works[0].wait)
     works[1].wait()
     assert (right == dist.get_world_size()).all() and (wrong == 1).all()
     assert isinstance(works[0].exception(), dist.DistBackendError) and works[1].exception() is None
@@ -321,7 +359,7 @@ def _refused_asynchronously() -> None:
             dist.all_reduce(right)
             dist.all_reduce(wrong)
 
-    assert "do not do the same" in _failure(second_differs)[0]
+    assert "do not do the same" in _failure(second_differs)
 
 
 def _refused_by_all_alike() -> None:
@@ -341,4 +379,4 @@ def _all_refusals() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_different_calls_are_refused_on_every_rank_and_the_group_goes_on():
-    run_distributed(_all_refusals, world_size=3, backend="smddp", timeout=20)
+    run_distributed(_all_refusals, world_size=3, backend="smddp")

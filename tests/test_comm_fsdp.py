@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import smp.comm
 from smp.comm import fsdp, ring
 from smp.comm.fsdp import SharedAllGather, SharedReduceScatter, use_shared_buffers
+from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
 
 WIDTH, BLOCKS = 40, 3
@@ -210,7 +211,7 @@ def _memory():
 
 def test_buffers_do_not_grow(monkeypatch):
     # A rank may be late by any time on a busy machine, and then gets another buffer.
-    monkeypatch.setattr(ring, "_PATIENCE", 60.0)
+    monkeypatch.setattr(ring, "_PATIENCE", HANG_SECONDS)
     run_distributed(_memory, world_size=2, backend="smddp")
 
 
@@ -228,7 +229,7 @@ def _different_sizes():
 
 
 def test_different_requests_are_named():
-    first, second = run_ranks(_different_sizes, world_size=2, timeout=20)
+    first, second = run_ranks(_different_sizes, world_size=2)
     assert "asks for a shared buffer of 404 bytes, rank 0" in second.result, second
     assert "rank 1" in first.result and "404 bytes" in first.result, first
 
@@ -250,7 +251,7 @@ def _first_rank_dies():
 
 
 def test_death_of_the_deciding_rank_is_noticed():
-    _, second = run_ranks(_first_rank_dies, world_size=2, timeout=300, limit=60)
+    _, second = run_ranks(_first_rank_dies, world_size=2)
     assert "rank 0" in second.result and "died" in second.result, second
 
 

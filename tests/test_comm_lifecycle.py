@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pathlib
 import platform
 import resource
 import signal
-import socket
 import time
 
 import pytest
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import smp.comm
-from smp.comm import segment
+from smp.comm import futex, segment
+from tests.clock import Clock, wait_until
 from tests.comm_calls import check
 from tests.comm_cases import Case
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
+from tests.ports import free_port
 
 
 def _works(group=None) -> None:
@@ -39,16 +41,23 @@ def _waits_for_a_late_rank(port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("smddp", store=store, rank=rank, world_size=2)
     if rank:
-        time.sleep(1.2)
+        wait_for("looked")
+    else:
+        looks = itertools.count()
+
+        class Looking(Clock):
+            def sleep(self, seconds: float) -> None:
+                time.sleep(seconds)
+                if next(looks) == 20:
+                    signal_others("looked")
+
+        segment.time = Looking()
     _works()
 
 
 def test_waiting_for_a_late_rank_is_silent(capfd):
     """torch's store warns of every wait that it is told to break off."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_distributed(_waits_for_a_late_rank, port, world_size=2, backend="smddp")
+    run_distributed(_waits_for_a_late_rank, free_port(), world_size=2, backend="smddp")
     assert "waitForInput" not in capfd.readouterr().err
 
 
@@ -119,10 +128,7 @@ def _start_again(folder: str, port: int) -> None:
 
 
 def test_destroyed_and_started_again(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_distributed(_start_again, str(tmp_path), port, world_size=2, backend="smddp", timeout=30)
+    run_distributed(_start_again, str(tmp_path), free_port(), world_size=2, backend="smddp")
 
 
 def _used_after_destruction() -> None:
@@ -149,12 +155,12 @@ def _leave_with_work_in_flight() -> None:
     assert smp.comm.report().calls(path="shared memory") == 6
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(3), async_op=True)  # nobody comes
-    time.sleep(0.2)
+        wait_until(lambda: any(not own.ended for own, *_ in smp.comm.last_operations().values()))
 
 
 def test_spawned_processes_at_the_debug_level_detail_may_end_with_work_in_flight(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    ended = run_ranks(_leave_with_work_in_flight, world_size=2, start_method="spawn", timeout=600, limit=120)
+    ended = run_ranks(_leave_with_work_in_flight, world_size=2, start_method="spawn")
     assert [(outcome.status, outcome.error) for outcome in ended] == [(0, "")] * 2, ended
 
 
@@ -191,7 +197,7 @@ def _train_with_workers() -> None:
 
 
 def test_forked_data_workers_leave_the_groups_alone():
-    run_distributed(_train_with_workers, world_size=2, backend="smddp", timeout=30, limit=60)
+    run_distributed(_train_with_workers, world_size=2, backend="smddp")
 
 
 def _memory_name() -> str:
@@ -232,8 +238,17 @@ def test_killed_processes_leave_nothing(tmp_path):
 
 def _wait_for_a_late_rank() -> float:
     _works()
-    if dist.get_rank() == 0:
-        time.sleep(2)
+    rank, sleeps, sleep = dist.get_rank(), itertools.count(), futex.wait
+
+    def counted(*arguments: int) -> None:
+        sleep(*arguments)
+        if next(sleeps) == 40:
+            signal_others(f"asleep{rank}")
+
+    if rank == 0:
+        wait_for(*[f"asleep{other}" for other in range(1, dist.get_world_size())])
+    else:
+        futex.wait = counted
     start = resource.getrusage(resource.RUSAGE_SELF)
     work = dist.all_reduce(torch.ones(3), async_op=True)  # its worker waits, and so does this thread
     dist.barrier()
@@ -272,7 +287,7 @@ def _go_round() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_round_counter_goes_round(monkeypatch, world_size):
     monkeypatch.setenv("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", str(4 * 16384))
-    run_distributed(_go_round, world_size=world_size, backend="smddp", timeout=30)
+    run_distributed(_go_round, world_size=world_size, backend="smddp")
 
 
 def _not_opened(*arguments: object) -> tuple[None, str]:
@@ -312,7 +327,7 @@ def _without_shared_memory(how: str, why: str) -> None:
     ],
 )
 def test_without_shared_memory_on_one_rank_all_use_gloo(how, why):
-    run_distributed(_without_shared_memory, how, why, world_size=3, backend="smddp", timeout=30)
+    run_distributed(_without_shared_memory, how, why, world_size=3, backend="smddp")
 
 
 def test_memory_of_another_process_is_not_taken():

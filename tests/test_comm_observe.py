@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import smp.comm
+from smp.comm import arena
 from smp.comm.report import Count, Key, readable
+from tests.clock import Clock, wait_until
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
 
 
@@ -22,8 +23,7 @@ def _profiled() -> None:
         for _ in range(2):
             dist.reduce_scatter_tensor(torch.empty(1536 * 256), torch.ones(1536 * 256 * world))
         work = dist.all_reduce(torch.ones(3), async_op=True)
-        while not work.is_completed():  # by its worker thread, which no profiler was started in
-            time.sleep(0.01)
+        wait_until(work.is_completed)  # by its worker thread, which no profiler was started in
         dist.broadcast(torch.ones(0), 0)
         dist.barrier()
     calls = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("smddp:")}
@@ -75,11 +75,12 @@ def _all_seen() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_the_profiler_and_the_report():
-    run_distributed(_all_seen, world_size=2, backend="smddp", timeout=30)
+    run_distributed(_all_seen, world_size=2, backend="smddp")
 
 
 def _hangs() -> list:
-    rank = dist.get_rank()
+    rank, clock = dist.get_rank(), Clock()
+    arena.time = clock
     group = dist.new_group([0, 1], backend="smddp")
     dist.barrier()
     if rank == 1:
@@ -89,22 +90,23 @@ def _hangs() -> list:
         return []
     seen: list = []
 
+    def hanging() -> list:
+        every = smp.comm.last_operations().items()
+        return [pair for pair in every if pair[1][0].operation == "all_gather" and pair[1][1].ended]
+
     def look() -> None:
-        for _ in range(600):
-            for label, operations in smp.comm.last_operations().items():
-                if operations[0].operation == "all_gather":
-                    time.sleep(0.3)
-                    seen.append([label, *map(str, smp.comm.last_operations()[label])])
-                    seen.append(list(operations[0][:4]))
-                    signal_others("seen")
-                    return
-            time.sleep(0.05)
+        wait_until(hanging)
+        [(label, operations)] = hanging()
+        clock.now += 0.3
+        seen.append([label, *map(str, smp.comm.last_operations()[label])])
+        seen.append(list(operations[0][:4]))
+        signal_others("seen")
 
     watcher = threading.Thread(target=look)
     watcher.start()
     dist.all_reduce(torch.ones(10), group=group)
     dist.all_gather_into_tensor(torch.empty(200), torch.ones(100), group=group)
-    watcher.join(60)
+    watcher.join()
     ended = smp.comm.last_operations()[seen[0][0]]
     assert all(operation.ended >= operation.started > 0 for operation in ended[:1])
     return seen
@@ -112,11 +114,11 @@ def _hangs() -> list:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_the_last_operations_show_who_is_missing():
-    mine, missing = run_ranks(_hangs, world_size=2, timeout=60)
+    mine, missing = run_ranks(_hangs, world_size=2)
     assert mine.status == missing.status == 0 and not mine.error + missing.error, (mine, missing)
     [label, own, other], fields = mine.result
-    assert own.startswith("all_gather #2 (400 bytes), running for 0.") and label
-    assert other.startswith("all_reduce #1 (40 bytes), finished ")
+    assert own.startswith("all_gather #2 (400 bytes), running for 0.3 s") and label
+    assert other.startswith("all_reduce #1 (40 bytes), finished 0.3 s ago")
     assert fields == [0, "all_gather", 2, 400]
 
 

@@ -12,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import smp.comm
+from smp.comm import order
+from tests.clock import HANG_SECONDS, Clock
 from tests.distributed import run_distributed, signal_others, wait_for
 
 WORKS = 200
@@ -55,7 +57,7 @@ def _waited_in_other_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert all(work.is_completed() for work in works)
     assert all((tensor == expected).all() for tensor, expected in calls)
 
@@ -73,7 +75,7 @@ def _called_in_several_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert all((tensor == expected).all() for tensors in calls for tensor, expected in tensors)
 
 
@@ -136,9 +138,23 @@ def _wait_with_a_limit() -> None:
         with pytest.raises(RuntimeError, match=r"has not ended within 0\.2 s"):
             work.wait(timedelta(seconds=0.2))
         signal_others("limit")
-        work.wait(timedelta(seconds=30))
+        work.wait(timedelta(seconds=HANG_SECONDS))
     work.wait()
     assert (tensor == expected).all()
+
+
+def test_time_in_collectives_is_counted_as_blocked(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(order, "time", clock)
+    monkeypatch.setattr(order, "_blocked", 0.0)
+
+    def collective() -> None:
+        clock.now += 2.0
+
+    clock.now += 5.0  # beside it
+    order.Order("test").run(collective)
+    clock.now += 5.0
+    assert order.blocked_seconds() == 2.0
 
 
 def _all_orders() -> None:
@@ -153,7 +169,7 @@ def _all_orders() -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_order(world_size):
-    run_distributed(_all_orders, world_size=world_size, backend="smddp", timeout=40, limit=120)
+    run_distributed(_all_orders, world_size=world_size, backend="smddp")
 
 
 def _power_sgd(backend: str) -> float:
@@ -182,4 +198,4 @@ def _same_power_sgd() -> None:
 
 
 def test_a_hook_that_calls_collectives_from_callbacks():
-    run_distributed(_same_power_sgd, world_size=2, backend="smddp", timeout=40, limit=120)
+    run_distributed(_same_power_sgd, world_size=2, backend="smddp")

@@ -133,7 +133,7 @@ def _all() -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_tensors_of_all_kinds(world_size):
-    run_distributed(_all, world_size=world_size, backend="smddp", timeout=30)
+    run_distributed(_all, world_size=world_size, backend="smddp")
 
 
 def test_what_is_plain():

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 
 from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import ConfigError, UserError
+from tests.clock import HANG_SECONDS, wait_until
 
 WIDTH = 4
 
@@ -96,13 +96,10 @@ def test_workers_end_with_a_killed_training_process(tmp_path):
     (tmp_path / "job.py").write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with open(tmp_path / "out", "w+") as out:
-        subprocess.run([sys.executable, str(tmp_path / "job.py")], stdout=out, env=environment, timeout=120)
+        subprocess.run([sys.executable, str(tmp_path / "job.py")], stdout=out, env=environment, timeout=HANG_SECONDS)
     workers = [int(pid) for pid in (tmp_path / "out").read_text().split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in workers)
+    wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
 def alive(pid):

@@ -4,13 +4,14 @@ import multiprocessing
 import os
 import pickle
 import signal
-import time
 
 import numpy as np
 import pytest
 
+from data import token_cache
 from data.token_cache import cached, recorded, token_dtype
 from smp.errors import UserError
+from tests.clock import HANG_SECONDS, wait_until
 
 
 def put(writer):
@@ -28,11 +29,19 @@ def refuse(writer):
 
 
 def slow_count(root, barrier, results):
+    look = token_cache._open_whole
+
+    def looked(*arguments):
+        found = look(*arguments)
+        (root / f"looked-{os.getpid()}").touch()
+        return found
+
     def build(writer):
         (root / f"built-{os.getpid()}").touch()
-        time.sleep(0.3)
+        wait_until(lambda: len(list(root.glob("looked-*"))) == 2)  # the other one has found nothing, and asks
         put(writer)
 
+    token_cache._open_whole = looked
     barrier.wait()
     results.put(make(root, build).tokens.tolist())
 
@@ -84,7 +93,7 @@ def test_processes_that_ask_at_once_share_one_build(tmp_path):
     workers = [context.Process(target=slow_count, args=(tmp_path, barrier, results)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    assert [results.get(timeout=30) for _ in workers] == [[1, 2, 3, 4, 5, 6, 70000]] * 2
+    assert [results.get(timeout=HANG_SECONDS) for _ in workers] == [[1, 2, 3, 4, 5, 6, 70000]] * 2
     for worker in workers:
         worker.join()
     assert len(list(tmp_path.glob("built-*"))) == 1

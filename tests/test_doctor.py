@@ -16,13 +16,15 @@ import torch.distributed as dist
 
 import smp.cli
 import smp.cli.doctor
-from smp.doctor import exchange
+from smp.doctor import exchange, local, ranks, worker
 from smp.doctor.checks import CHECKS
 from smp.doctor.findings import Diagnosis, Finding, merged
 from smp.doctor.local import examine_here
 from smp.doctor.ranks import examine_rank
 from smp.doctor.room import Check, Request
 from smp.runtime import Launch
+from tests.clock import HANG_SECONDS, Clock, wait_until
+from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 OF_THE_JOB = {check.name: check for check in CHECKS if check.scope == "job"}
@@ -32,7 +34,7 @@ def command(*words, launcher=(sys.executable, "-m", "smp", "doctor"), **environm
     """Run the command in a process of its own: its status, its standard output, its standard error."""
     values = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     words = [*map(str, (*launcher, *words))]
-    done = subprocess.run(words, cwd=ROOT, env=values, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, env=values, capture_output=True, text=True, timeout=HANG_SECONDS)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -117,7 +119,7 @@ def test_under_srun(tmp_path):
         words = [sys.executable, "-m", "smp", "doctor", "--json", "--output_dir", str(tmp_path / "run")]
         values = {**os.environ, **common, **own}
         ranks.append(subprocess.Popen(words, cwd=ROOT, env=values, stdout=subprocess.PIPE, text=True))
-    outs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outs = [rank.communicate(timeout=HANG_SECONDS)[0] for rank in ranks]
     found = json.loads(outs[0])
     assert outs[1] == "" and [rank.returncode for rank in ranks] == [1, 0]
     is_schema(found, 2)
@@ -238,7 +240,7 @@ def kill(room):
 
 
 def hang(room):
-    time.sleep(600)
+    time.sleep(3600)
 
 
 def fail(room):
@@ -248,13 +250,27 @@ def fail(room):
 JOB = tuple(OF_THE_JOB[name] for name in ("start", "path", "clocks", "end"))
 
 
-@pytest.mark.parametrize(
-    ("act", "said", "timeout"),
-    [(kill, "was killed by SIGKILL", 20.0), (hang, "did not end within 2 s", 2.0)],
-)
-def test_a_check_that_dies_or_hangs_is_a_finding_and_the_others_go_on(act, said, timeout):
-    checks = (Check("bad", of_rank(1, act)), Check("good", fine), *JOB)
-    found = by_check(examine_here(Request(timeout=timeout), 2, checks))
+@pytest.fixture
+def hanging(monkeypatch):
+    """Time passes for the checks only while rank 1 is in the bad one and rank 0 has left it behind."""
+    clock, news = Clock(), local.wait_for_news
+
+    def wait_for_news(workers, seconds):
+        news(workers, seconds)
+        zero, one = ([*(each.at or ())][:1] for each in workers)
+        if [check.name for check in one] == ["bad"] and "bad" not in [
+            check.name for check in (*zero, *workers[0]._left)
+        ]:
+            clock.now += 1
+
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(local, "wait_for_news", wait_for_news)
+
+
+@pytest.mark.parametrize(("act", "said"), [(kill, "was killed by SIGKILL"), (hang, "did not end within 2 s")])
+def test_a_check_that_dies_or_hangs_is_a_finding_and_the_others_go_on(act, said, hanging):
+    checks = (Check("bad", of_rank(1, act), share=2 / HANG_SECONDS), Check("good", fine), *JOB)
+    found = by_check(examine_here(Request(timeout=HANG_SECONDS), 2, checks))
     [problem] = [finding for finding in found["bad"] if finding.status == "problem"]
     assert said in problem.message and problem.ranks == (1,)
     assert [finding.ranks for finding in found["bad"] if finding.message == "lives"] == [(0,)]
@@ -273,16 +289,16 @@ def test_an_error_of_a_check_is_a_finding():
     ("act", "said"),
     [(kill, "was killed by SIGKILL"), pytest.param(hang, "did not end within 3 s", marks=pytest.mark.slow)],
 )
-def test_a_rank_that_is_lost_in_an_exchange(act, said):
-    checks = (JOB[0], Check("bad", of_rank(1, act), "job"), Check("more", lambda room: dist.barrier(), "job"), *JOB[1:])
-    begun = time.monotonic()
-    diagnosis = examine_here(Request(timeout=3.0), 2, checks)
+def test_a_rank_that_is_lost_in_an_exchange(act, said, hanging):
+    bad = Check("bad", of_rank(1, act), "job", 3 / HANG_SECONDS)
+    checks = (JOB[0], bad, Check("more", lambda room: dist.barrier(), "job"), *JOB[1:])
+    diagnosis = examine_here(Request(timeout=HANG_SECONDS), 2, checks)
     found = by_check(diagnosis)
     [problem] = [finding for finding in found["bad"] if finding.status == "problem"]
     assert said in problem.message and problem.ranks == (1,) and diagnosis.exit_status == 1
     [follows] = found["more"]
     assert follows.status == "problem" and follows.ranks == (0,) and "rank 1" in follows.message
-    assert "path" not in found and time.monotonic() - begun < 30
+    assert "path" not in found
     assert diagnosis.ranks[1]["state"].endswith("in check 'bad'")
 
 
@@ -293,23 +309,20 @@ def test_nobody_waits_for_a_rank_that_is_lost_before_the_start():
     def start(room):
         checks[room.launch.rank][0].run(room)
 
-    begun = time.monotonic()
     found = by_check(examine_here(Request(timeout=60.0), 2, (Check("start", start, "job", 6.0), *JOB[1:])))
-    assert time.monotonic() - begun < 20
+    # Who has waited says for how long.
     assert any("rank(s) 1 have not come to the process group: see" in finding.message for finding in found["start"])
 
 
 # -------------------------------------------------------------------------------------- ranks of somebody's launcher
 
 
-def as_ranks(act, size=2, present=2, *, timeout=20.0, checks=None):
+def as_ranks(act, size=2, present=2, *, timeout=HANG_SECONDS, checks=None):
     """Fork ``present`` of ``size`` ranks, as a launcher without a store of its own does; ``act(rank)`` comes first.
 
     Returns their statuses, and the objects that they printed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     read, write = os.pipe()
     pids = []
     for rank in range(present):
@@ -318,6 +331,7 @@ def as_ranks(act, size=2, present=2, *, timeout=20.0, checks=None):
             status = 70
             try:
                 os.close(read)
+                ranks._SILENT_SECONDS = HANG_SECONDS
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
                 os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 chosen = act(rank) or checks or (Check("good", fine), *JOB)
@@ -342,14 +356,26 @@ def test_ranks_report_to_rank_0():
     assert [finding.ranks for finding in by_check(found)["good"]] == [(0,), (1,)]
 
 
-def test_a_rank_whose_processes_are_killed_is_named():
+def test_a_rank_whose_processes_are_killed_is_named(tmp_path):
+    published = tmp_path / "published"
+
+    def note(rank):
+        publish = ranks.Board.publish
+
+        def noting(self, worker, **options):
+            publish(self, worker, **options)
+            if rank == 1 and worker.at is not None and worker.at[0].name == "bad":
+                published.touch()
+
+        ranks.Board.publish = noting
+
     def kill_all(room):
-        time.sleep(1)  # what was said before has arrived
+        wait_until(published.exists)
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(600)  # ended with its parent
+        time.sleep(3600)  # ended with its parent
 
     checks = (Check("good", fine), Check("bad", of_rank(1, kill_all)), *JOB)
-    statuses, [found] = as_ranks(lambda rank: None, checks=checks)
+    statuses, [found] = as_ranks(note, checks=checks)
     assert statuses == [1, -9]
     [problem] = [finding for finding in by_check(found)["bad"] if finding.status == "problem"]
     assert problem.message.startswith(f"rank 1 (host {socket.gethostname()}, pid ") and "has ended" in problem.message
@@ -358,11 +384,14 @@ def test_a_rank_whose_processes_are_killed_is_named():
 
 
 def test_a_rank_that_was_never_started_is_named():
-    statuses, [found] = as_ranks(lambda rank: None, present=1, timeout=2.0)
+    def hasten(rank):
+        ranks.time = Clock(pace=HANG_SECONDS / 50)
+
+    statuses, [found] = as_ranks(hasten, present=1)
     assert statuses == [1]
     messages = [finding.message for finding in by_check(found)["start"]]
-    assert any("rank 1 has not come within 2 s: see whether it was started" in message for message in messages)
-    assert found["ranks"][1]["state"] == "has not come within 2 s" and by_check(found)["good"]
+    assert any("rank 1 has not come within 600 s: see whether it was started" in message for message in messages)
+    assert found["ranks"][1]["state"] == "has not come within 600 s" and by_check(found)["good"]
 
 
 def test_without_rank_0_a_rank_says_what_it_found_itself():
@@ -370,7 +399,8 @@ def test_without_rank_0_a_rank_says_what_it_found_itself():
         if rank == 0:
             os._exit(9)
 
-    statuses, [found] = as_ranks(only_the_second, timeout=2.0)
+    checks = (Check("good", fine, share=HANG_SECONDS), *JOB)
+    statuses, [found] = as_ranks(only_the_second, timeout=1.0, checks=checks)
     assert statuses == [9, 1]
     assert "rank 1 does not reach the job's store at 127.0.0.1" in by_check(found)["start"][0].message
     assert by_check(found)["good"][0].message == "rank 1 was here"
@@ -379,12 +409,11 @@ def test_without_rank_0_a_rank_says_what_it_found_itself():
 def test_a_launcher_that_ends_the_job_gets_what_is_known():
     def end(room):
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(600)
+        time.sleep(3600)
 
     checks = (Check("good", fine), Check("bad", of_rank(0, end)), *JOB)
-    begun = time.monotonic()
-    statuses, [found] = as_ranks(lambda rank: None, checks=checks, timeout=60.0)
-    assert statuses[0] == 1 and time.monotonic() - begun < 30
+    statuses, [found] = as_ranks(lambda rank: None, checks=checks)
+    assert statuses[0] == 1
     assert "was told to end by its launcher: this check and those after" in by_check(found)["bad"][0].message
     assert found["ranks"][0]["state"] == "was told to end by its launcher" and by_check(found)["good"]
 
@@ -394,14 +423,16 @@ def test_a_launcher_that_ends_the_job_gets_what_is_known():
 
 @pytest.mark.slow
 def test_a_slow_pair_is_named(monkeypatch):
-    sent = dist.send
+    clock = Clock()
+    monkeypatch.setattr(exchange, "time", clock)
+    for name in ("send", "recv"):
+        inner = getattr(dist, name)
 
-    def slow(tensor, dst, *arguments, **options):
-        if {dist.get_rank(), dst} == {1, 3}:
-            time.sleep(0.05)
-        return sent(tensor, dst, *arguments, **options)
+        def timed(tensor, other, *arguments, inner=inner, **options):
+            clock.now += 1e-5 + 1e-9 * tensor.nbytes + (0.05 if {dist.get_rank(), other} == {1, 3} else 0)
+            return inner(tensor, other, *arguments, **options)
 
-    monkeypatch.setattr(dist, "send", slow)
+        monkeypatch.setattr(dist, name, timed)
     checks = tuple(OF_THE_JOB[name] for name in ("start", "pairs", "end"))
     diagnosis = examine_here(Request(), 4, checks)
     found = by_check(diagnosis)["pairs"]
@@ -410,7 +441,7 @@ def test_a_slow_pair_is_named(monkeypatch):
 
 
 def test_a_clock_that_is_ahead_is_named(monkeypatch):
-    monkeypatch.setattr(exchange, "wall_clock", lambda: time.time() + 5 * (dist.get_rank() == 1))
+    monkeypatch.setattr(exchange, "wall_clock", lambda: 1e9 + 5 * (dist.get_rank() == 1))
     checks = tuple(OF_THE_JOB[name] for name in ("start", "clocks", "end"))
     [finding] = by_check(examine_here(Request(), 3, checks))["clocks"]
     assert finding.status == "warning" and "clocks differ by 5.0 s (rank(s) 1 by +5.0 s)" in finding.message

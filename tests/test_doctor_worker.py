@@ -9,10 +9,11 @@ import time
 from smp.doctor import worker
 from smp.doctor.local import examine_here
 from smp.doctor.room import Check, Request
+from tests.clock import HANG_SECONDS
 
 
 def hang(room):
-    time.sleep(600)
+    time.sleep(3600)
 
 
 def test_a_process_that_cannot_be_killed_is_told_and_left(monkeypatch):
@@ -30,9 +31,9 @@ def test_a_process_that_cannot_be_killed_is_told_and_left(monkeypatch):
     monkeypatch.setattr(worker.os, "kill", kill)
     monkeypatch.setattr(worker.os, "waitpid", wait)
     monkeypatch.setattr(worker, "_GRACE_SECONDS", 0.1)
-    checks = [Check("disk", hang), Check("after", lambda room: room.ok("went on"))]
+    checks = [Check("disk", hang, share=0.1 / HANG_SECONDS), Check("after", lambda room: room.ok("went on"))]
     try:
-        diagnosis = examine_here(Request(timeout=0.5), 1, checks)
+        diagnosis = examine_here(Request(timeout=HANG_SECONDS), 1, checks)
     finally:
         monkeypatch.undo()
         for pid in set(killed):

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import cpp_extension
 
 from tests.distributed import run_distributed
-from tests.examples import EXAMPLES, SHARED, Outcome, free_port, run_example, torchrun_environment
+from tests.examples import EXAMPLES, SHARED, Outcome, run_example, torchrun_environment
+from tests.ports import free_port
 
 ROOT = EXAMPLES.parent
 SCRIPTS = pathlib.Path(sys.executable).parent
@@ -69,12 +70,12 @@ def _imported_once():
         importlib.import_module(name)
 
 
-def over_both(case: Case, *, steps: int = STEPS, environments=None, timeout: float = 120) -> Outcome:
+def over_both(case: Case, *, steps: int = STEPS, environments=None) -> Outcome:
     """Run a case over gloo and over smddp, compare, and return the latter's outcome."""
     flags = [*case.flags, "--steps", steps]
     environments = environments or (lambda: None)
     gloo, ours = (
-        run_example(case.name, *flags, "--backend", backend, environments=environments(), timeout=timeout).succeeded()
+        run_example(case.name, *flags, "--backend", backend, environments=environments()).succeeded()
         for backend in ("gloo", "smddp")
     )
     assert ours.losses == pytest.approx(gloo.losses, rel=1e-6)
@@ -267,7 +268,7 @@ def test_deepspeed(stage, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     operations = ("all_gather", "reduce_scatter" if stage == 3 else "all_reduce")
     # The first start compiles, for minutes on a busy machine.
-    output = over_both(Case("deepspeed_llama", ("--stage", stage), operations), timeout=600).output
+    output = over_both(Case("deepspeed_llama", ("--stage", stage), operations)).output
     positions = [
         re.search(pattern, output, re.MULTILINE).start()
         for pattern in (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 
 import train_lib
+from smp.faults import watchdog
 from smp.faults.guard import Guard
 from smp.runtime import Launch
+from tests.clock import Clock, wait_until
 from tests.flags import SYNTHETIC, check, differs, parse
 from tests.job import LLAMA, run_job
 
@@ -43,8 +44,16 @@ def test_watched(tmp_path):
     differs(lambda words: bool(guard(words).stragglers.slow([1.0, 2.0], 20)), ["--straggler_ratio", 3], False)
 
     def ends(rank):
-        inner = train_lib.forward
-        train_lib.forward = lambda *arguments: time.sleep(3) or inner(*arguments)
+        """The step takes long, as the watchdog sees it."""
+        inner, clock = train_lib.forward, Clock()
+
+        def forward(*arguments):
+            clock.pace, end = 1.0, clock.now + 30
+            wait_until(lambda: clock.now > end)
+            clock.pace = 0.0
+            return inner(*arguments)
+
+        watchdog.time, train_lib.forward = clock, forward
 
     job = [*LLAMA, *SYNTHETIC, "--max_steps", 1]
     run_job(*job, "--output_dir", tmp_path / "a", prepare=ends).succeeded()

@@ -119,7 +119,7 @@ def _forward_of_one_rank():
 
 
 def test_a_forward_of_one_rank_inside_summon_full_params_is_refused():
-    run_distributed(_forward_of_one_rank, world_size=2, timeout=60)
+    run_distributed(_forward_of_one_rank, world_size=2)
 
 
 def _load_inside():

@@ -1,11 +1,14 @@
 """The local launcher: torchrun's engine, the job's own exit status and nothing else on the screen."""
 
+import pathlib
+import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+
+from tests.clock import HANG_SECONDS, wait_until
 
 SCRIPT = """
 import pathlib, sys, time
@@ -25,7 +28,7 @@ sys.exit(int(sys.argv[-1]) if rank == "1" else 0)
 def test_the_jobs_status_is_the_launchers(status, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", str(tmp_path / "script.py"), "--x"]
-    done = subprocess.run([*command, str(status)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(status)], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == status, done.stderr
     assert sorted(line.split(" threads")[0] for line in done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
     assert f"['--x', '{status}']" in done.stdout
@@ -43,7 +46,7 @@ def end(number, frame):
     sys.exit(75)
 signal.signal(signal.SIGTERM, end)
 put("up", os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -58,7 +61,7 @@ def test_processes_do_not_outlive_their_launcher(name, tmp_path, monkeypatch):
     signal.signal(signal.SIGHUP, deaf)
     wait_for(tmp_path / "up")
     launcher.send_signal(getattr(signal, f"SIG{name}"))
-    assert launcher.wait(timeout=60) == (75 if name == "HUP" else -signal.SIGKILL)
+    assert launcher.wait(timeout=HANG_SECONDS) == (75 if name == "HUP" else -signal.SIGKILL)
     wait_for(tmp_path / "asked")
     assert (tmp_path / "asked").read_text() == "SIGTERM"
     assert (tmp_path / "up").read_text() == ("" if name == "HUP" else "0")
@@ -70,21 +73,20 @@ def test_a_launcher_under_nohup_does_not_hear_of_hangups(tmp_path):
     command = ["nohup", sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "1", str(tmp_path / "script.py")]
     launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     wait_for(tmp_path / "up")
+    status = pathlib.Path(f"/proc/{launcher.pid}/status").read_text()
+    ignored = int(re.search(r"^SigIgn:\s*(\w+)", status, re.MULTILINE)[1], 16)
+    assert ignored >> (signal.SIGHUP - 1) & 1  # then it is gone when it is sent
     launcher.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
     assert launcher.poll() is None and not (tmp_path / "asked").exists()
     launcher.terminate()
-    assert launcher.wait(timeout=60) == 75
+    assert launcher.wait(timeout=HANG_SECONDS) == 75
 
 
 def wait_for(path):
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(path.exists)
 
 
 def test_no_processes_is_refused():
     command = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "0", "x.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 2 and "at least 1" in done.stderr

@@ -13,6 +13,7 @@ from smp.environment import Launch, read_launch, rendezvous, sagemaker_hosts
 from smp.environment.slurm import expand_counts, expand_nodes
 from smp.errors import UserError
 from smp.runtime import own_words
+from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -273,7 +274,7 @@ def test_accelerate_that_lost_processes_is_known_by_the_address_it_has_set(asked
     path.write_text(ACCELERATE.format(python=sys.executable, command=f"'{sys.executable}' -c '{ASK}'"))
     path.chmod(0o755)
     environment = without(os.environ, "MASTER_ADDR", "MASTER_PORT") | exported | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([path, asked], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([path, asked], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     if refused:
         assert "accelerate launch was asked for several processes and started one" in done.stderr
     else:

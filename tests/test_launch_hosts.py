@@ -16,15 +16,11 @@ from smp.cli import main as smp
 from smp.launch import hosts
 from smp.launch.hosts import Attempt, Host
 from smp.launch.local import main as launch
+from tests.clock import HANG_SECONDS, wait_until
 from tests.job import LLAMA, read_metrics
+from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -77,10 +73,7 @@ def trial(tmp_path):
 
 
 def wait_for(path, process):
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.02)
+    wait_until(path.exists, alive=lambda: process.poll() is None)
 
 
 @pytest.mark.slow
@@ -92,7 +85,7 @@ def test_two_hosts_train_and_are_asked_to_stop(ssh, script_of, tmp_path):
     try:
         wait_for(run_dir / "metrics.jsonl", job)
         job.send_signal(signal.SIGUSR1)
-        text = job.communicate(timeout=120)[0]
+        text = job.communicate(timeout=HANG_SECONDS)[0]
     finally:
         job.kill()
     assert job.returncode == 75 and "SIGUSR1: all ranks stop" in text, text
@@ -105,26 +98,29 @@ def test_two_hosts_train_and_are_asked_to_stop(ssh, script_of, tmp_path):
 def test_a_failure_on_one_host_ends_the_other(ssh, script_of, trial, tmp_path):
     """The one that is left is told by the end of its standard input; it does not go by itself."""
     path = trial(
-        f"if rank == 1: wait(1); sys.exit(7)\nwait(120)\nopen({str(tmp_path)!r} + '/asked', 'w').write(str(asked))"
+        f"up, said = {str(tmp_path / 'up')!r}, {str(tmp_path / 'asked')!r}\n"
+        "if rank == 0: open(up, 'w')\n"
+        "while rank == 1 and not os.path.exists(up): time.sleep(0.02)\n"
+        "if rank == 1: sys.exit(7)\n"
+        "wait(3600)\nopen(said, 'w').write(str(asked))"
     )
     script = script_of("--script", str(path))
     done = subprocess.run(
-        [script], env=os.environ | {"SMP_GRACE_SECONDS": "1"}, capture_output=True, text=True, timeout=60
+        [script], env=os.environ | {"SMP_GRACE_SECONDS": "1"}, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 7, done.stderr
     assert "127.0.0.2 has ended with status 7" in done.stderr and "ending the other hosts" in done.stderr
-    end = time.monotonic() + 20  # its processes outlive ssh for as long as their last words take
-    while not (tmp_path / "asked").exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    # Its processes outlive ssh for as long as their last words take.
+    wait_until(lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text())
     assert (tmp_path / "asked").read_text() == "['SIGTERM']"
 
 
 @pytest.mark.slow
 def test_a_host_that_cannot_be_reached_ends_the_job(ssh, script_of, trial):
     (ssh / "refuse-127.0.0.2").touch()
-    script = script_of("--script", str(trial("wait(120)")))
+    script = script_of("--script", str(trial("wait(3600)")))
     done = subprocess.run(
-        [script], env=os.environ | {"SMP_GRACE_SECONDS": "1"}, capture_output=True, text=True, timeout=60
+        [script], env=os.environ | {"SMP_GRACE_SECONDS": "1"}, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 255 and "Connection refused" in done.stderr
 
@@ -139,14 +135,14 @@ def test_a_host_that_cannot_be_reached_ends_the_job(ssh, script_of, trial):
 )
 def test_signals_are_handed_on_to_the_processes_of_all_hosts(ssh, script_of, trial, tmp_path, name, number):
     path = trial(
-        f"open({str(tmp_path)!r} + f'/up{{rank}}', 'w'); wait(60)\nsys.exit(75 if asked == ['SIG{name}'] else 1)"
+        f"open({str(tmp_path)!r} + f'/up{{rank}}', 'w'); wait(3600)\nsys.exit(75 if asked == ['SIG{name}'] else 1)"
     )
     job = subprocess.Popen([script_of("--script", str(path))])
     try:
         for rank in (0, 1):
             wait_for(tmp_path / f"up{rank}", job)
         job.send_signal(number)
-        assert job.wait(timeout=60) == 75
+        assert job.wait(timeout=HANG_SECONDS) == 75
     finally:
         job.kill()
 
@@ -156,7 +152,7 @@ def test_words_reach_the_other_host_as_they_are(ssh, script_of, trial, tmp_path)
     path = trial(f"open({str(tmp_path)!r} + f'/words{{rank}}', 'w').write(repr(sys.argv[1:]))")
     odd = ["--name", "a  'b' \"$HOME\" `ls` \\ $(id) !x", "--list", "*", "", "é"]
     script = script_of("--script", str(path), flags=odd)
-    assert subprocess.run([script], timeout=60).returncode == 0
+    assert subprocess.run([script], timeout=HANG_SECONDS).returncode == 0
     for rank in (0, 1):
         assert (tmp_path / f"words{rank}").read_text() == repr([*odd, "--resume_from_checkpoint", "latest"])
 
@@ -168,7 +164,7 @@ def test_signals_reach_containers_and_the_end_of_the_script_ends_them(ssh, scrip
     (tmp_path / "docker").mkdir()
     shutil.copy(ROOT / "tests" / "fakes" / "docker", tmp_path / "bin")
     path = trial(
-        f"out = {str(tmp_path)!r} + f'/{{{{}}}}{{rank}}'\nopen(out.format('up'), 'w'); wait(60)\n"
+        f"out = {str(tmp_path)!r} + f'/{{{{}}}}{{rank}}'\nopen(out.format('up'), 'w'); wait(3600)\n"
         "open(out.format('said'), 'w').write(str(asked))\nsys.exit(75)"
     )
     job = subprocess.Popen([script_of("--script", str(path), "--container", "docker", "--image", "smp:1")])
@@ -177,7 +173,7 @@ def test_signals_reach_containers_and_the_end_of_the_script_ends_them(ssh, scrip
             wait_for(tmp_path / f"up{rank}", job)
         time.sleep(0.5)  # for an end of standard input to be seen, if there is one
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=60) == 75
+        assert job.wait(timeout=HANG_SECONDS) == 75
     finally:
         job.kill()
     assert [(tmp_path / f"said{rank}").read_text() for rank in (0, 1)] == ["['SIGUSR1']"] * 2
@@ -201,19 +197,27 @@ def test_a_host_that_starts_again_does_not_join_the_attempt_that_it_left():
     first.close()
     second = Attempt(Host(0, 2, "127.0.0.1", port), lambda: False)
     assert second.join() == port
-    waiting.join(timeout=30)
+    waiting.join(timeout=HANG_SECONDS)
     assert left == [port]
 
+    waits, store = threading.Event(), second._store
+
+    class Noting:
+        def __getattr__(self, name):
+            if name == "wait":
+                waits.set()
+            return getattr(store, name)
+
     def end():
+        second._store = Noting()
         second.leave(0, in_order=True)
         left.append("second")
 
     ending = threading.Thread(target=end)
     ending.start()
-    time.sleep(0.5)
-    assert left == [port]
+    assert waits.wait(HANG_SECONDS) and left == [port]
     again.leave(0, in_order=True)
-    ending.join(timeout=30)
+    ending.join(timeout=HANG_SECONDS)
     assert left == [port, "second"]
 
 
@@ -262,7 +266,7 @@ def test_launchers_of_several_hosts_are_one_job(trial, tmp_path):
     hosts = [subprocess.Popen([*command, "--node_rank", str(number), str(path)], cwd=ROOT) for number in (0, 1)]
     try:
         # Host 0, whose processes end first, serves the store until those of host 1 have ended.
-        assert [host.wait(timeout=60) for host in hosts] == [0, 0]
+        assert [host.wait(timeout=HANG_SECONDS) for host in hosts] == [0, 0]
     finally:
         for host in hosts:
             host.kill()
@@ -302,7 +306,7 @@ def test_a_host_that_is_killed_and_starts_again_at_once_resumes(lost, tmp_path):
         wait_for(run_dir / "checkpoints" / "latest", hosts[lost])
         os.killpg(hosts[lost].pid, signal.SIGKILL)
         for keeper in keepers:
-            keeper.join(timeout=150)
+            keeper.join(timeout=HANG_SECONDS)
     finally:
         stopped.append(True)
         for host in hosts:

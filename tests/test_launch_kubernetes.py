@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
 
 from smp.launch import kubernetes
+from tests.clock import HANG_SECONDS, wait_until
 from tests.test_launch_scripts import ODD, job_of
 
 LABEL = "trainer.kubeflow.org/trainjob-ancestor-step"
@@ -111,19 +111,16 @@ def test_a_pod_ends_by_a_signal_that_comes_before_python_asks_for_it(tmp_path):
         pytest.skip("needs the right to start a namespace of processes")
     stub = tmp_path / "bin" / "python3"
     stub.parent.mkdir()
-    stub.write_text(f"#!/bin/bash\ntouch {tmp_path}/up\nexec sleep 60\n")
+    stub.write_text(f"#!/bin/bash\ntouch {tmp_path}/up\nexec sleep 3600\n")
     stub.chmod(0o755)
     text = kubernetes._node(job_of(workdir=str(tmp_path)))
     environment = os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
     pod = subprocess.Popen([*alone, "bash", "-c", text, "smp-node"], env=environment)
     try:
-        end = time.monotonic() + 30
-        while not (tmp_path / "up").exists():
-            assert time.monotonic() < end and pod.poll() is None
-            time.sleep(0.02)
+        wait_until((tmp_path / "up").exists, alive=lambda: pod.poll() is None)
         [first] = pathlib.Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)
-        assert pod.wait(timeout=20) == 143
+        assert pod.wait(timeout=HANG_SECONDS) == 143
     finally:
         pod.kill()
 

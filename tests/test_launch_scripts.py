@@ -20,6 +20,7 @@ from smp.errors import UserError
 from smp.launch import hostfile, script, slurm
 from smp.launch.sizes import choose_sizes
 from smp.launch.words import quoted, require_plain_words
+from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parent.parent
 ODD = ["--name", "a  'b' \"$HOME\" `ls` \\ $(id) !x", "--list", "*", "", "é", "--last"]
@@ -308,7 +309,7 @@ def test_the_local_command_runs(tmp_path):
     words = ["launch", "local", *CPU, "--workdir", str(tmp_path), "--script", "x.py", "--run", "--", "--name", "a  'b'"]
     command = [sys.executable, "-m", "smp", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     expected = f"2 {['--name', words[-1], '--resume_from_checkpoint', 'latest']}"
     assert done.returncode == 7 and set(done.stdout.splitlines()) == {expected}, done.stderr
 

@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from smp.cli import main as smp
 from smp.launch import slurm as slurm_script
 from smp.runtime import START_SECONDS
+from tests.clock import HANG_SECONDS, wait_until
 from tests.job import LLAMA, losses, read_metrics, run_job
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -50,11 +50,8 @@ def submit(script):
     return subprocess.Popen(["sbatch", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_until(reached, job, folder, seconds=120):
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end and job.poll() is None, said(folder)
-        time.sleep(0.02)
+def wait_for(reached, job, folder):
+    wait_until(reached, alive=lambda: job.poll() is None, said=lambda: said(folder))
 
 
 def said(folder):
@@ -71,9 +68,9 @@ def test_preempted_requeued_and_resumed_to_the_end(slurm, tmp_path):
     run_dir, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     script = written(tmp_path, "--signal_seconds", "60", flags=["--max_steps", STEPS, "--output_dir", run_dir])
     job = submit(script)
-    wait_until(lambda: lines(run_dir) > 5, job, slurm)
+    wait_for(lambda: lines(run_dir) > 5, job, slurm)
     os.kill(int((slurm / "pid").read_text()), signal.SIGUSR1)
-    assert job.wait(timeout=240) == 0, said(slurm)
+    assert job.wait(timeout=HANG_SECONDS) == 0, said(slurm)
     text = said(slurm)
     assert "smp: the step has ended with status 75" in text and "smp: the step has ended with status 0" in text, text
     assert "smp: back into the queue, 1 of at most 20 times" in text
@@ -106,7 +103,7 @@ def stub(slurm, tmp_path, monkeypatch):
         for file in slurm.iterdir():
             file.unlink()
         environment = os.environ | {"STATUSES": statuses, "STUB": does}
-        done = subprocess.run(["sbatch", str(script)], env=environment, timeout=60)
+        done = subprocess.run(["sbatch", str(script)], env=environment, timeout=HANG_SECONDS)
         return done.returncode, [line.split("|") for line in (slurm / "words1").read_text().splitlines()]
 
     return start
@@ -271,7 +268,7 @@ def test_a_container_has_what_is_exported(docker, slurm, tmp_path, monkeypatch):
     names = "WANDB_API_KEY https_proxy VIRTUAL_ENV FI_PROVIDER MASTER_ADDR SLURM_JOB_ID HOME".split()
     text = f"(out / os.environ['SLURM_NODEID']).write_text(repr([os.environ.get(name) for name in {names}]))"
     job = submit(container(tmp_path, text))
-    assert job.wait(timeout=60) == 0, said(slurm)
+    assert job.wait(timeout=HANG_SECONDS) == 0, said(slurm)
     expected = ["k e\ny", "p", None, "efa", "127.0.0.1", "77", "/"]
     assert [(tmp_path / node).read_text() for node in "01"] == [repr(expected)] * 2
     assert "k e" not in (docker / "log").read_text()  # which `ps` shows
@@ -288,7 +285,7 @@ CONTAINER = """
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (out / ('up' + os.environ['SLURM_NODEID'])).write_text(str(os.getpid()))
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -296,18 +293,15 @@ time.sleep(60)
 def test_no_container_outlives_its_job(docker, slurm, tmp_path, how):
     job = submit(container(tmp_path, CONTAINER))
     up = [tmp_path / "up0", tmp_path / "up1"]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in up), job, slurm)
+    wait_for(lambda: all(path.exists() and path.read_text() for path in up), job, slurm)
     if how == "asked":
         os.kill(int((slurm / "pid").read_text()), signal.SIGUSR1)
     else:  # srun kills the tasks, which cannot do anything then
         batch = (slurm / "pid").read_text()
         [step] = subprocess.check_output(["pgrep", "-P", batch, "-f", "srun"], text=True).split()
         os.kill(int(step), signal.SIGTERM)
-    assert job.wait(timeout=60) == (75 if how == "asked" else 137), said(slurm)
-    end = time.monotonic() + 20
-    while any(is_running(path.read_text()) for path in up):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    assert job.wait(timeout=HANG_SECONDS) == (75 if how == "asked" else 137), said(slurm)
+    wait_until(lambda: not any(is_running(path.read_text()) for path in up))
     assert [path.name for path in docker.iterdir()] == ["log"]
 
 
@@ -324,7 +318,11 @@ def test_srun_starts_the_training_script_itself(slurm, tmp_path):
         "3",
     ]
     done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [*command, "--output_dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "World size = 2: dp_replicate 2 x dp_shard 1" in done.stdout + done.stderr

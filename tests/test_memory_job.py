@@ -9,9 +9,7 @@ import pathlib
 import re
 import resource
 import signal
-import socket
 import subprocess
-import time
 
 import pytest
 import torch
@@ -19,7 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import smp.memory_tracker
 from smp.activation_offload import DiskStore
+from tests.clock import wait_until
+from tests.faults.jobs import last_step
 from tests.job import NEOX, _process, losses, read_metrics, run_job
+from tests.ports import free_port
 from tests.test_train import tensors
 
 DROPOUT = ["--attn_pdrop", 0.2, "--resid_pdrop", 0.1]
@@ -53,9 +54,7 @@ def test_offloading_trains_the_same_curve_and_leaves_nothing(words, disk, tmp_pa
 
 def test_a_killed_run_leaves_no_file(disk, tmp_path):
     argv = [*map(str, [*JOB, "--max_steps", 100_000, *offload(disk), "--output_dir", tmp_path / "run"])]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     output = tmp_path / "output"
     output.touch()
     context = multiprocessing.get_context("fork")
@@ -63,13 +62,15 @@ def test_a_killed_run_leaves_no_file(disk, tmp_path):
     for rank in ranks:
         rank.start()
     try:
-        end = time.monotonic() + 90
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not (metrics.exists() and read_metrics(tmp_path / "run")):
-            assert time.monotonic() < end and all(rank.is_alive() for rank in ranks), output.read_text()
-            time.sleep(0.1)
+        wait_until(
+            lambda: last_step(tmp_path / "run") >= 1,
+            alive=lambda: all(rank.is_alive() for rank in ranks), said=output.read_text,
+        )  # fmt: skip
         for rank in ranks:
-            held = [os.stat(f"/proc/{rank.pid}/fd/{name}") for name in os.listdir(f"/proc/{rank.pid}/fd")]
+            held = []
+            for name in os.listdir(f"/proc/{rank.pid}/fd"):
+                with contextlib.suppress(OSError):  # it has just closed this one
+                    held.append(os.stat(f"/proc/{rank.pid}/fd/{name}"))
             ours = [file for file in held if file.st_dev == disk.stat().st_dev and not file.st_nlink]
             assert max(file.st_size for file in ours) >= 2 * 128 * 1024  # it was at it
     finally:

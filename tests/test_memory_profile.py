@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import resource
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ from smp.models.registry import family_of
 from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import parallelize
 from smp.tensor_parallel import region
+from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.flags import in_child
 from tests.job import run_job
@@ -86,13 +87,27 @@ def profiled_steps(layout: Layout, name: str):
     return model, account, base + allocated(torchs.profiler.kineto_results.events())
 
 
+def holders(tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def let_go(*tensors):
+    """Return when nobody holds more of the tensors than before: gloo's threads may be the last to let go."""
+    before = [holders(tensor) for tensor in tensors]
+    yield
+    wait_until(lambda: [holders(tensor) for tensor in tensors] <= before)
+
+
 def settled(exchange):
     """An exchange that is over in gloo's threads, too: what they are the last to free, torch's account would miss."""
 
     def call(*args, async_op=False, **kwargs):
-        work = exchange(*args, async_op=True, **kwargs)
-        work.wait()
-        time.sleep(0.02)
+        with let_go(*(arg for arg in args if isinstance(arg, torch.Tensor))):
+            work = exchange(*args, async_op=True, **kwargs)
+            work.wait()
+            if not async_op:
+                del work
         return work if async_op else None
 
     return call
@@ -165,12 +180,12 @@ def copies() -> None:
     ):
         with profile_memory(torch.nn.Linear(2, 2)) as account:
             before = account.latest().total
-            result = exchange()
+            with let_go(whole, part):
+                result = exchange()
+                del result
         peak = account.peak()
         assert peak.total - before == made + whole.nbytes, (account.table(), before)
         assert peak.categories["communication buffers"] == whole.nbytes, account.table()
-        del result
-        time.sleep(0.2)  # gloo's threads may be the last to let go
 
 
 def test_what_gloo_copies_is_seen():

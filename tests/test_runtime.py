@@ -23,6 +23,8 @@ from smp.runtime import (
     release_cache,
     set_default_threads,
 )
+from tests.clock import HANG_SECONDS
+from tests.distributed import GROUP_SECONDS
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -122,14 +124,14 @@ def in_environments(environments, fn, *args):
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(60)
+            process.join(HANG_SECONDS)
             process.kill()
         assert [process.exitcode for process in ranks] == [0] * len(ranks)
         return [json.loads(pathlib.Path(folder, str(rank)).read_text()) for rank in range(len(ranks))]
 
 
 def started(backend=None):
-    device = smp.init_process_group(backend, timeout=30)
+    device = smp.init_process_group(backend, timeout=GROUP_SECONDS)
     total = torch.full((3,), float(dist.get_rank() + 1))
     dist.all_reduce(total)
     # Other libraries find what torchrun would have set, and torch itself the store that is there already.

@@ -25,6 +25,7 @@ from smp.checkpoint.script import Checkpoints
 from smp.checkpoint.tagged_json import decode, encode
 from smp.cli import main as command
 from smp.errors import DamagedCheckpointError, RunError, UserError
+from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
 from tests.parity import build_reference
 
@@ -292,7 +293,7 @@ def _torn(folder: str) -> None:
 
     class Late(background.HostCopies):
         def __call__(self, pieces):
-            go.wait(60)
+            go.wait(HANG_SECONDS)
             return super().__call__(pieces)
 
     checkpoints = Checkpoints(folder, model, optimizer)

@@ -161,7 +161,7 @@ def test_the_main_job_beats_the_unigram_baseline(tmp_path):
     baseline = json.loads((SAMPLE / "baseline.json").read_text())["unigram_nll_validation"]
     root = SAMPLE.parent.parent
     words = ["--config", root / "configs" / "demo.yaml", "--output_dir", tmp_path / "run"]
-    run_job(*words, "--data_cache_dir", tmp_path / "cache", world_size=2, timeout=900).succeeded()
+    run_job(*words, "--data_cache_dir", tmp_path / "cache", world_size=2).succeeded()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     validation = [line["val_loss"] for line in lines if "val_loss" in line]
     # Well below what word frequencies alone explain, and falling to the end.

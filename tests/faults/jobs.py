@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 
 import train_lib
+from smp.checkpoint.background import BackgroundWrite
+from smp.faults import failure, members, watchdog
+from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.job import LLAMA, read_metrics
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 20, "--sharding_strategy", "full_shard"]
@@ -24,9 +27,67 @@ def wrapped(name: str, before: Callable[[], None]) -> None:
     setattr(train_lib, name, call)
 
 
+def at_call(number: int, then: Callable[[], None]) -> Callable[[], None]:
+    """What calls ``then`` when it is called for the so-manieth time; for :func:`wrapped`."""
+    calls = []
+
+    def call() -> None:
+        calls.append(None)
+        if len(calls) == number:
+            then()
+
+    return call
+
+
 def slowly(rank: int) -> None:
     """``prepare``: steps take 20 ms and more, so that a test sees them pass."""
     wrapped("forward", lambda: time.sleep(0.02))
+
+
+def watched_by(clock: SharedClock, *, silent: int | None = None) -> None:
+    """Let the watchdog of this process go by a clock that the test sets; for ``prepare`` of a job.
+
+    What the watchdog asks of the store is waited for, every rank has published before its first step, and the second
+    look at what the ranks have published is taken when all but ``silent`` have done so since the first: a busy machine
+    changes nothing.
+    """
+    within, seen, first = members.within, members.Members.seen, []
+    connect = watchdog.Watchdog.connect
+
+    def patient(seconds, call):
+        return within(HANG_SECONDS, call)
+
+    def connected(self, ranks):
+        connect(self, ranks)
+        wait_until(lambda: ranks is None or ranks.store.check([f"at{ranks.rank}"]))
+
+    def seen_anew(self):
+        others = [m.rank for m in self.members if m.rank != silent]
+        wait_until(lambda: not first or all(seen(self)[r].beat > first[0][r].beat for r in others))
+        first.append(seen(self))
+        return first[-1]
+
+    watchdog.time = clock
+    watchdog.Watchdog.connect = connected
+    members.ANSWER_SECONDS = HANG_SECONDS
+    members.within = watchdog.within = failure.within = patient
+    members.Members.seen = seen_anew
+
+
+def writes_end_first() -> None:
+    """Begin each step when what is being written in the background has ended; for ``prepare`` of a job."""
+    begin, begun = BackgroundWrite.__init__, []
+
+    def noted(self, *args, **settings):
+        begin(self, *args, **settings)
+        begun.append(self)
+
+    def ended() -> None:
+        for write in begun:
+            write.wait()
+
+    BackgroundWrite.__init__ = noted
+    wrapped("forward", ended)
 
 
 def last_step(run: pathlib.Path) -> int:

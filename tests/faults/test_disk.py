@@ -11,6 +11,7 @@ import pytest
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from tests.faults.disk import fail, fill_after
+from tests.faults.jobs import writes_end_first
 from tests.job import LLAMA, losses, run_job
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--checkpoint_freq", 2, "--lr_decay_iters", 6]
@@ -142,12 +143,7 @@ def test_a_write_that_fails_in_the_background_is_made_up_for_at_the_next_step(tm
     def prepare(rank: int) -> None:
         if rank == 1:
             fail(run / "checkpoints", "fsync data", {0})
-        import time
-
-        import train_lib
-
-        forward = train_lib.forward
-        train_lib.forward = lambda *args: time.sleep(0.3) or forward(*args)
+        writes_end_first()
 
     words = [*JOB, "--max_steps", 5, "--checkpoint_type", "async_sharded", "--output_dir", run]
     outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()

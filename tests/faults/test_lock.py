@@ -75,6 +75,6 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
         assert (run / "config.yaml").read_bytes() == before[0]
         job.wait_until(lambda: last_step(run) > before[1])
         job.signal(signal.SIGKILL)
-        job.wait(30)
+        job.wait()
     run_job(*JOB, *resume, "--max_steps", 2, "--output_dir", run, world_size=2).succeeded()
     assert not (run / LOCK_FILE).exists()

@@ -1,4 +1,7 @@
-"""A rank that dies or fails: the cause is told once, the others leave within seconds and say whom they have lost."""
+"""A rank that dies or fails: the cause is told once, the others leave and say whom they have lost.
+
+That they leave within five seconds is the watchdog's, see ``test_watchdog.py``; here its clock stands still.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,25 @@ import time
 
 import pytest
 
-from tests.faults.jobs import JOB, LONG, checkpoints, last_step, slowly, wrapped
+from tests.clock import SharedClock, wait_until
+from tests.faults.jobs import JOB, LONG, at_call, checkpoints, last_step, slowly, watched_by, wrapped
 from tests.job import run_job, running_job
 
-SURVIVORS_SECONDS = 5.0
+
+def watched(clock: SharedClock):
+    """``prepare``: only what a rank's main thread notices ends it."""
+
+    def prepare(rank: int) -> None:
+        slowly(rank)
+        watched_by(clock)
+
+    return prepare
 
 
-def killed(job, run: pathlib.Path, rank: int) -> float:
-    """Kill a rank between two steps or in one; when."""
+def kill(job, run: pathlib.Path, rank: int) -> None:
+    """Kill a rank between two steps or in one."""
     job.wait_until(lambda: last_step(run) >= 2)
     job.signal(signal.SIGKILL, rank)
-    return time.monotonic()
 
 
 SLOW = pytest.mark.slow
@@ -37,12 +48,11 @@ SLOW = pytest.mark.slow
 )
 def test_survivors_leave_and_name_the_dead(rank, backend, tmp_path):
     words = [*LONG, "--distributed_backend", backend, "--output_dir", tmp_path / "run"]
-    with running_job(*words, world_size=3, prepare=slowly) as job:
-        since = killed(job, tmp_path / "run", rank)
-        outcome = job.wait(30)
-        seconds = time.monotonic() - since
+    with running_job(*words, world_size=3, prepare=watched(SharedClock(tmp_path / "clock"))) as job:
+        kill(job, tmp_path / "run", rank)
+        outcome = job.wait()
     assert outcome.statuses == [-9 if r == rank else 1 for r in range(3)], outcome.output
-    assert seconds < SURVIVORS_SECONDS and "Traceback" not in outcome.output, outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
     for survivor in {0, 1, 2} - {rank}:
         lines = [line for line in outcome.output.splitlines() if f"rank {survivor}: lost rank" in line]
         assert len(lines) == 1 and f"rank {rank} (pid {job.pids[rank]})" in lines[0], outcome.output
@@ -54,34 +64,35 @@ def test_survivors_leave_and_name_the_dead(rank, backend, tmp_path):
 def test_rank_0_that_serves_the_store_itself_is_named_too(tmp_path):
     words = [*LONG, "--train_batch_size", 64, "--output_dir", tmp_path / "run"]
     with running_job(*words, world_size=2) as job:
-        since = killed(job, tmp_path / "run", 0)
-        outcome = job.wait(30)
-    assert outcome.statuses == [-9, 1] and time.monotonic() - since < SURVIVORS_SECONDS, outcome.output
+        kill(job, tmp_path / "run", 0)
+        outcome = job.wait()
+    assert outcome.statuses == [-9, 1], outcome.output
     assert f"rank 1: lost rank 0 (pid {job.pids[0]})" in outcome.output
 
 
 @pytest.mark.parametrize("asked", [pytest.param(False, marks=SLOW), True])
 def test_a_survivor_that_does_not_notice_is_ended(asked, tmp_path):
     """Its main thread is in a call that returns to Python only long after; a launcher may also ask it to stop."""
-    here = tmp_path / "here"
+    here, clock = tmp_path / "here", SharedClock(tmp_path / "clock")
 
     def prepare(rank: int) -> None:
         def hang() -> None:
-            if rank == 1 and last_step(tmp_path / "run") >= 1:
-                here.touch()
-                time.sleep(600)
+            here.touch()
+            time.sleep(3600)
 
-        wrapped("forward", hang)
+        if rank == 1:
+            wrapped("forward", at_call(2, hang))
+        watched_by(clock)
 
     with running_job(*LONG, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare) as job:
         job.wait_until(here.exists)
         job.signal(signal.SIGKILL, 0)
-        since = time.monotonic()
         if asked:
-            time.sleep(0.1)
             job.signal(signal.SIGTERM, 1)
-        outcome = job.wait(30)
-    assert outcome.statuses == [-9, 1] and time.monotonic() - since < SURVIVORS_SECONDS, outcome.output
+            wait_until(lambda: "SIGTERM: all ranks stop" in job.output)
+        clock.run()
+        outcome = job.wait()
+    assert outcome.statuses == [-9, 1], outcome.output
     assert f"rank 1: lost rank 0 (pid {job.pids[0]}) in 'forward' of step 2" in outcome.output
     assert checkpoints(tmp_path / "run") == []
 
@@ -100,17 +111,17 @@ PLACES = {"forward": "forward", "optimizer": "clip_grad_norm_", "checkpoint": "_
     ],
 )
 def test_an_error_of_one_rank_is_told_once_with_its_place(place, rank, tmp_path):
-
     def prepare(own: int) -> None:
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"error{own}.json")
 
         def fail() -> None:
-            if own == rank and last_step(tmp_path / "run") >= (2 if place == "checkpoint" else 1):
-                raise KeyError("the third of the keys")
+            raise KeyError("the third of the keys")
 
-        wrapped(PLACES[place], fail)
+        if own == rank:
+            wrapped(PLACES[place], at_call(2, fail))
+        watched_by(SharedClock(tmp_path / "clock"))
 
-    outcome = run_job(*LONG, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare, timeout=30)
+    outcome = run_job(*LONG, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1], outcome.output
     assert f"error: rank {rank} failed in '{place}' of step 2:" in outcome.output
     assert outcome.output.count("Traceback") == 1 and outcome.output.count("KeyError: 'the third of the keys'") == 1
@@ -127,8 +138,9 @@ def test_the_same_error_of_all_ranks_is_told_once(tmp_path):
             raise KeyError("everywhere")
 
         wrapped("forward", fail)
+        watched_by(SharedClock(tmp_path / "clock"))
 
-    outcome = run_job(*JOB, "--output_dir", tmp_path / "run", world_size=3, prepare=prepare, timeout=30)
+    outcome = run_job(*JOB, "--output_dir", tmp_path / "run", world_size=3, prepare=prepare)
     assert outcome.statuses == [1, 1, 1] and outcome.output.count("Traceback") == 1, outcome.output
 
 
@@ -140,7 +152,7 @@ def test_a_data_worker_that_dies_is_told_with_rank_and_phase(tmp_path):
         assert workers
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
-        outcome = job.wait(30)
+        outcome = job.wait()
     assert outcome.statuses == [1, 1], outcome.output
     assert "error: rank 1 failed in 'data' of step" in outcome.output, outcome.output
     assert f"the data worker process {workers[0]} has ended (status -9)" in outcome.output

@@ -78,9 +78,7 @@ def test_the_loss_of_one_rank_stops_all_before_the_update(value, layout, tmp_pat
     def prepare(own: int) -> None:
         broken_loss(value, at={2 * per_step + 1}, rank=own if own in ranks else -1)(own)
 
-    outcome = run_job(
-        *job, "--max_steps", 5, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare, timeout=30
-    )
+    outcome = run_job(*job, "--max_steps", 5, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1] and "Traceback" not in outcome.output, outcome.output
     assert checkpoints(tmp_path / "run") == [1, 2]
     [line] = record(tmp_path / "run")
@@ -94,7 +92,7 @@ def test_the_loss_of_one_rank_stops_all_before_the_update(value, layout, tmp_pat
 
 def test_a_gradient_of_one_rank_names_its_parameter(tmp_path):
     run = tmp_path / "run"
-    outcome = run_job(*JOB, "--max_steps", 4, "--output_dir", run, world_size=2, prepare=broken_gradient, timeout=30)
+    outcome = run_job(*JOB, "--max_steps", 4, "--output_dir", run, world_size=2, prepare=broken_gradient)
     assert outcome.statuses == [1, 1], outcome.output
     name = "model.layers.1.mlp.down_proj.weight"
     assert f"Step 2: the loss is finite and the gradients are not, of {name} (rank 0: samples " in outcome.output
@@ -121,7 +119,7 @@ def test_a_step_is_left_out_and_the_rest_is_as_without_it(tmp_path):
     assert [(line["step"], line["action"]) for line in record(run)] == [(2, "skip"), (4, "skip")]
     # The count is the run's: a resumed one has two of its three left out already.
     resumed = [*words, "--max_steps", 9, "--resume_from_checkpoint", "latest", "--nonfinite_budget", 3]
-    second = run_job(*resumed, world_size=2, prepare=broken_loss(math.nan, at={1, 3}), timeout=30)
+    second = run_job(*resumed, world_size=2, prepare=broken_loss(math.nan, at={1, 3}))
     assert second.statuses == [1, 1], second.output
     assert "The update was left out, 3 of 3 that may be" in second.output
     assert "4 updates have not been finite, and --nonfinite_budget 3 may be left out" in second.output
@@ -143,7 +141,7 @@ def test_weights_that_are_not_finite_stop_at_the_first_step(tmp_path):
     words = [*JOB, "--output_dir", tmp_path / "run"]
     run_job(*words, "--max_steps", 2, world_size=2).succeeded()
     resumed = [*words, "--max_steps", 4, "--resume_from_checkpoint", "latest"]
-    outcome = run_job(*resumed, world_size=2, prepare=prepare, timeout=30)
+    outcome = run_job(*resumed, world_size=2, prepare=prepare)
     assert outcome.statuses == [1, 1] and "Step 3: the loss is not finite" in outcome.output, outcome.output
     assert checkpoints(tmp_path / "run") == [2]
 

@@ -11,13 +11,16 @@ import torch
 
 from smp.faults import stop
 from smp.faults.stop import StopRequest
+from smp.faults.watchdog import Watchdog
 from smp.runtime import Launch, end_with_launcher
-from tests.faults.jobs import JOB, LONG, checkpoints, last_step, slowly, wrapped
+from tests.clock import HANG_SECONDS, SharedClock, wait_until
+from tests.faults.jobs import JOB, LONG, at_call, checkpoints, last_step, slowly, wrapped
 from tests.faults.test_lost_ranks import data_workers
 from tests.job import losses, run_job, running_job
 from tests.test_train import tensors
 
 DROPOUT = ["--attn_pdrop", 0.2]
+HEARD = "SIGTERM: all ranks stop at the next step boundary"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def test_a_signal_stops_all_ranks_at_a_step_boundary_with_one_checkpoint(number,
     with running_job(*LONG, "--output_dir", run, world_size=2, prepare=slowly) as job:
         job.wait_until(lambda: last_step(run) >= 3)
         job.signal(number, *ranks)
-        outcome = job.wait(30)
+        outcome = job.wait()
     assert outcome.statuses == [status] * 2, outcome.output
     assert checkpoints(run) == [last_step(run)]
     assert outcome.output.count("--resume_from_checkpoint latest") == 1 and "Traceback" not in outcome.output
@@ -49,11 +52,23 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
     job = [*JOB, *DROPOUT, "--max_steps", 12]
     run_job(*job, "--output_dir", whole, world_size=2).succeeded()
     resume = [*job, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    with running_job(*resume, world_size=2, prepare=slowly) as first:
-        first.wait_until(lambda: last_step(parts) >= 2)
+    here, go = tmp_path / "here", tmp_path / "go"
+
+    def prepare(rank: int) -> None:
+        def hold() -> None:
+            here.touch()
+            wait_until(go.exists)
+
+        if rank == 0:
+            wrapped("forward", at_call(5, hold))
+
+    with running_job(*resume, world_size=2, prepare=prepare) as first:
+        first.wait_until(here.exists)
         first.signal(signal.SIGTERM, 0)
-        assert first.wait(30).statuses == [75, 75], first.output
-    assert 2 <= last_step(parts) < 12
+        first.wait_until(lambda: HEARD in first.output)
+        go.touch()
+        assert first.wait().statuses == [75, 75], first.output
+    assert last_step(parts) == 5
     run_job(*resume, world_size=2).succeeded()
     assert losses(parts) == losses(whole) and len(losses(whole)) == 12
     expected, got = tensors(whole, 12), tensors(parts, 12)
@@ -67,44 +82,61 @@ SLOW = pytest.mark.slow
     "part", ["prepare_model", pytest.param("validate", marks=SLOW), pytest.param("_save_if_due", marks=SLOW)]
 )
 def test_a_signal_outside_of_steps_waits_for_the_next_boundary(part, tmp_path):
-    run, here = tmp_path / "run", tmp_path / "here"
+    run, here, go = tmp_path / "run", tmp_path / "here", tmp_path / "go"
 
     def prepare(rank: int) -> None:
         def wait() -> None:
             here.touch()
-            time.sleep(0.5)
+            wait_until(go.exists)
 
-        wrapped(part, wait)
+        if rank == 1:
+            wrapped(part, wait)
 
     words = ["--validation_freq", 2, "--checkpoint_freq", 2]
     with running_job(*LONG, *words, "--output_dir", run, world_size=2, prepare=prepare) as job:
         job.wait_until(here.exists)
         job.signal(signal.SIGTERM, 1)
-        outcome = job.wait(30)
+        job.wait_until(lambda: HEARD in job.output)
+        go.touch()
+        outcome = job.wait()
     assert outcome.statuses == [75, 75], outcome.output
     assert last_step(run) <= 2 and checkpoints(run)[-1] == last_step(run)
 
 
 def test_a_second_signal_ends_at_once_whatever_the_main_thread_does(tmp_path):
-    here = tmp_path / "here"
+    here, heard, clock = tmp_path / "here", tmp_path / "heard", SharedClock(tmp_path / "clock")
 
     def prepare(rank: int) -> None:
         def hang() -> None:
             here.touch()
-            time.sleep(600)
+            time.sleep(3600)
 
+        arrived = StopRequest._arrived
+
+        def note(self, number: int) -> None:
+            arrived(self, number)
+            with heard.open("a") as file:
+                file.write(".")
+
+        stop.time = clock
+        StopRequest._arrived = note
         wrapped("forward", hang)
+
+    def send(job, count: int) -> None:
+        job.signal(signal.SIGTERM)
+        job.wait_until(lambda: heard.exists() and len(heard.read_text()) == count)
 
     with running_job(*LONG, "--output_dir", tmp_path / "run", world_size=1, prepare=prepare) as job:
         job.wait_until(here.exists)
+        send(job, 1)
+        send(job, 2)  # as a launcher hands on what the scheduler has sent to all
+        clock.set(stop.ONE_REQUEST_SECONDS - 0.1)
+        send(job, 3)
+        clock.set(stop.ONE_REQUEST_SECONDS)
         job.signal(signal.SIGTERM)
-        job.signal(signal.SIGTERM)  # as a launcher hands on what the scheduler has sent to all
-        time.sleep(stop.ONE_REQUEST_SECONDS + 0.3)
-        assert job.processes[0].is_alive(), job.output
-        job.signal(signal.SIGTERM)
-        outcome = job.wait(10)
+        outcome = job.wait()
     assert outcome.statuses == [143] and "SIGTERM again: ended without a checkpoint" in outcome.output
-    assert checkpoints(tmp_path / "run") == []
+    assert checkpoints(tmp_path / "run") == [] and heard.read_text() == "..."
 
 
 def test_a_request_at_the_last_step_changes_nothing(tmp_path):
@@ -126,7 +158,7 @@ def test_ctrl_c_leaves_data_workers_at_work_until_the_checkpoint(tmp_path):
         assert len(workers) >= 2
         for pid in [*workers, *job.pids]:
             os.kill(pid, signal.SIGINT)
-        outcome = job.wait(30)
+        outcome = job.wait()
     assert outcome.statuses == [130, 130] and "Traceback" not in outcome.output, outcome.output
     assert checkpoints(run) == [last_step(run)]
 
@@ -138,9 +170,11 @@ def deaf(end):
         read, write = os.pipe()
         os.close(read)
         os.dup2(write, 2)
-        end()
-        time.sleep(20)
-        os._exit(0)
+        try:
+            end()
+            time.sleep(HANG_SECONDS)
+        finally:
+            os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -153,10 +187,10 @@ def test_threads_that_end_the_process_do_so_though_nobody_hears_them(monkeypatch
 
     def asked_twice():
         with StopRequest(0) as request:
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.5)
-            os._exit(request.raised)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: request.raised)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(HANG_SECONDS)
 
     assert deaf(asked_twice) == 143
 
@@ -168,9 +202,7 @@ def test_handlers_are_given_back(monkeypatch):
     with StopRequest(0) as request:
         assert not request.raised
         os.kill(os.getpid(), signal.SIGUSR1)
-        end = time.monotonic() + 10
-        while not request.raised and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: request.raised)
         assert request.signal == signal.SIGUSR1 and not request.interrupted
     assert [signal.getsignal(number) for number in stop.SIGNALS] == before and ended == []
     assert signal.set_wakeup_fd(-1) == -1
@@ -178,11 +210,13 @@ def test_handlers_are_given_back(monkeypatch):
 
 def test_a_forked_process_is_ended_by_a_signal_and_tells_nobody():
     with StopRequest(0) as request:
+        read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            os.write(write, b"!")
+            time.sleep(HANG_SECONDS)
             os._exit(0)
-        time.sleep(0.1)
+        assert os.read(read, 1) == b"!"
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not request.raised

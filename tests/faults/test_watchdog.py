@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch.distributed as dist
 
+import smp.comm
+from smp.errors import PeerError
+from smp.faults import straggler, watchdog
+from smp.faults.failure import failing_together
 from smp.faults.members import Member, Place, Seen, describe_hang, process_state
 from smp.faults.straggler import STEPS, Stragglers
-from smp.faults.watchdog import NOTICE_SECONDS, Watchdog
-from tests.faults.jobs import JOB, LONG, last_step, slowly, wrapped
-from tests.job import running_job
+from smp.faults.watchdog import TICK_SECONDS, Watchdog
+from tests.clock import Clock, SharedClock, wait_until
+from tests.faults.jobs import JOB, LONG, at_call, last_step, slowly, watched_by, wrapped
+from tests.job import run_job, running_job
 
 MEMBERS = [Member(r, "id", "h", 100 + r) for r in range(4)]
 
@@ -53,73 +57,213 @@ def test_what_is_published_is_read_back():
 
 
 def test_a_stopped_process_is_seen():
-    def becomes(wanted: str) -> bool:
-        end = time.monotonic() + 10
-        while process_state(process.pid) != wanted and time.monotonic() < end:
-            time.sleep(0.01)
-        return process_state(process.pid) == wanted
+    def becomes(wanted: str) -> None:
+        wait_until(lambda: process_state(process.pid) == wanted)
 
-    process = subprocess.Popen(["sleep", "60"])
-    assert becomes("")  # it waits for the disk, for a moment, while it is loaded
+    process = subprocess.Popen(["sleep", "3600"])
+    becomes("")  # it waits for the disk, for a moment, while it is loaded
     process.send_signal(signal.SIGSTOP)
-    assert becomes("its process is stopped")
+    becomes("its process is stopped")
     process.kill()
     process.wait()
     assert process_state(process.pid) == "its process has ended"
 
 
+# --- the thread that ends the process, by a clock of the test's own
+
+ENDED = "ended the process"
+
+
+def ticks(watched: Watchdog, monkeypatch, *, each=lambda tick: None, most: int = 1000) -> tuple[float, list]:
+    """Run the watching thread's function here: seconds until it ended the process, and with what status."""
+    clock, ended, count = Clock(), [], 0
+
+    class Event:
+        def wait(self, seconds: float) -> bool:
+            nonlocal count
+            count += 1
+            clock.now += seconds
+            each(count)
+            return count > most
+
+    def end(status: int) -> None:
+        ended.append(status)
+        raise SystemExit(ENDED)
+
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(os, "_exit", end)
+    watched._stopped = Event()
+    try:
+        watched._watch()
+    except SystemExit as error:
+        assert str(error) == ENDED
+    return clock.now - 1000, ended
+
+
+class Peers:
+    """In the place of the job's members."""
+
+    members = MEMBERS
+
+    def __init__(self, dead: list[Member]):
+        self._dead, self._store = dead, dist.HashStore()
+
+    def dead(self) -> list[Member]:
+        return self._dead
+
+    def connection(self) -> dist.Store:
+        return self._store
+
+
+def test_a_rank_whose_peer_has_died_ends_within_five_seconds(monkeypatch, capfd):
+    watched = Watchdog(0, timeout=0)
+    watched.members, watched._connected = Peers([MEMBERS[1]]), True
+    seconds, ended = ticks(watched, monkeypatch)
+    assert ended == [1] and 3 < seconds < 5
+    assert "rank 0: lost rank 1 (pid 101) in 'start': it has ended" in capfd.readouterr().err
+
+
+def test_a_rank_that_has_noticed_its_peers_death_ends_within_five_seconds(monkeypatch, capfd):
+    """Though something holds it up."""
+    watched = Watchdog(0, timeout=0)
+    watched.members, watched._connected = Peers([MEMBERS[1]]), True
+    monkeypatch.setattr(watchdog, "time", Clock())
+    with pytest.raises(PeerError, match=r"rank 0: lost rank 1 \(pid 101\)"), failing_together(watched, 0):
+        raise RuntimeError("smddp: rank 1 (pid 101) died")
+    seconds, ended = ticks(watched, monkeypatch)
+    assert ended == [1] and seconds < 5
+    assert capfd.readouterr().err == "rank 0: lost rank 1 (pid 101) in 'start': it has ended\n"
+
+
+def test_a_rank_whose_launcher_has_gone_ends_within_five_seconds(monkeypatch, capfd):
+    gone = []
+    monkeypatch.setattr(os, "getppid", lambda: 1 if gone else 4711)
+    watched = Watchdog(0, timeout=0, parent=4711)
+    seconds, ended = ticks(watched, monkeypatch, each=lambda tick: gone.append(tick) if tick == 40 else None)
+    assert ended == [1] and seconds == 40 * TICK_SECONDS < 39 * TICK_SECONDS + 5
+    assert "rank 0: the launcher (pid 4711) is gone" in capfd.readouterr().err
+
+
+def test_a_phase_has_its_time_and_the_next_one_its_own(monkeypatch, capfd):
+    watched = Watchdog(0, timeout=2)
+    watched.connect(None)
+    watched.enter("forward", 1)
+
+    def each(tick: int) -> None:
+        if tick % 8 == 0 and tick <= 80:  # every two seconds, the same phase again
+            watched.enter("forward")
+
+    seconds, ended = ticks(watched, monkeypatch, each=each)
+    assert ended == [1] and 20 + 2 < seconds <= 20 + 2 + 2 * TICK_SECONDS
+    assert "--watchdog_timeout 2: rank 0 has been in 'forward' of step 1 for 2 s" in capfd.readouterr().err
+
+
+def test_what_passes_while_the_process_is_stopped_counts_for_two_seconds(monkeypatch):
+    def each(tick: int) -> None:
+        if tick == 3:
+            watchdog.time.now += 3600
+
+    watched = Watchdog(0, timeout=3)
+    watched.connect(None)
+    watched.enter("forward", 1)
+    assert ticks(watched, monkeypatch, each=each, most=5) == (3600 + 6 * TICK_SECONDS, [])
+    assert ticks(watched, monkeypatch, each=each, most=6)[1] == [1]
+
+
+def test_leaving_has_a_deadline(monkeypatch):
+    watched = Watchdog(0, timeout=0)
+    monkeypatch.setattr(watchdog, "time", Clock())
+    watched.leave(75, 1.0)
+    seconds, ended = ticks(watched, monkeypatch)
+    assert ended == [75] and 1 < seconds <= 1 + TICK_SECONDS
+
+
+# --- jobs
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named_with_the_stacks_of_one_that_waits(rank, tmp_path):
+    clock = SharedClock(tmp_path / "clock")
+
+    def prepare(own: int) -> None:
+        slowly(own)
+        watched_by(clock, silent=rank)
+
     words = [*LONG, "--watchdog_timeout", 2, "--output_dir", tmp_path / "run"]
-    with running_job(*words, world_size=3, prepare=slowly) as job:
+    with running_job(*words, world_size=3, prepare=prepare) as job:
         job.wait_until(lambda: last_step(tmp_path / "run") >= 2)
         job.signal(signal.SIGSTOP, rank)
-        since = time.monotonic()
+        clock.run()
         waiting = [process for r, process in enumerate(job.processes) if r != rank]
-        for process in waiting:
-            process.join(40)
-        seconds, output = time.monotonic() - since, job.output
+        wait_until(lambda: not any(process.is_alive() for process in waiting), said=lambda: job.output)
+        output = job.output
         assert [process.exitcode for process in waiting] == [1, 1], output
     assert output.count("error: no progress within --watchdog_timeout 2: ") == 1, output
     report = next(line for line in output.splitlines() if "no progress" in line)
     assert f"rank {rank} (host " in report and f"pid {job.pids[rank]}) last seen in '" in report
-    assert "(its process is stopped); " in report and seconds < 30
+    assert "(its process is stopped); " in report
     assert "Stacks of rank" in output and 'File "' in output and "Traceback" not in output
+
+
+def held_at_step(step: int, rank: int, folder, clock: SharedClock):
+    """``prepare``: the rank waits in the forward of a step for a file ``go``, and has made a file ``here``."""
+
+    def prepare(own: int) -> None:
+        def hold() -> None:
+            (folder / "here").touch()
+            wait_until((folder / "go").exists)
+
+        if own == rank:
+            wrapped("forward", at_call(step, hold))
+        watched_by(clock)
+
+    return prepare
 
 
 @pytest.mark.slow
 def test_a_rank_that_pauses_for_less_changes_nothing(tmp_path):
-    words = [*JOB, "--max_steps", 40, "--watchdog_timeout", 4, "--output_dir", tmp_path / "run"]
-    with running_job(*words, world_size=2, prepare=slowly) as job:
-        job.wait_until(lambda: last_step(tmp_path / "run") >= 2)
+    clock = SharedClock(tmp_path / "clock")
+    words = [*JOB, "--max_steps", 5, "--watchdog_timeout", 4, "--output_dir", tmp_path / "run"]
+    with running_job(*words, world_size=2, prepare=held_at_step(3, 1, tmp_path, clock)) as job:
+        job.wait_until((tmp_path / "here").exists)
         job.signal(signal.SIGSTOP, 1)
-        time.sleep(1.5)
+        clock.set(1.5)
         job.signal(signal.SIGCONT, 1)
-        job.wait(60).succeeded()
+        (tmp_path / "go").touch()
+        job.wait().succeeded()
 
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_for_longer_goes_on(tmp_path):
-    words = [*JOB, "--max_steps", 40, "--watchdog_timeout", 3, "--output_dir", tmp_path / "run"]
-    with running_job(*words, world_size=2, prepare=slowly) as job:
-        job.wait_until(lambda: last_step(tmp_path / "run") >= 2)
+    clock = SharedClock(tmp_path / "clock")
+    words = [*JOB, "--max_steps", 5, "--watchdog_timeout", 3, "--output_dir", tmp_path / "run"]
+    with running_job(*words, world_size=2, prepare=held_at_step(3, 1, tmp_path, clock)) as job:
+        job.wait_until((tmp_path / "here").exists)
         job.signal(signal.SIGSTOP)
-        time.sleep(5)
+        clock.set(3600)
         job.signal(signal.SIGCONT)
-        job.wait(60).succeeded()
+        (tmp_path / "go").touch()
+        job.wait().succeeded()
 
 
 def test_a_rank_that_is_stuck_in_its_data_is_named(tmp_path):
+    clock, waits = SharedClock(tmp_path / "clock"), tmp_path / "waits"
+
     def prepare(rank: int) -> None:
         def hang() -> None:
-            if rank == 1 and last_step(tmp_path / "run") >= 1:
-                time.sleep(600)
+            wait_until(waits.exists)
+            clock.run()
+            wait_until(lambda: False)
 
-        wrapped("count_valid_tokens", hang)  # before the first exchange of the step
+        if rank == 1:
+            wrapped("count_valid_tokens", at_call(2, hang))  # before the first exchange of the step
+        else:
+            wrapped("forward", at_call(2, waits.touch))
+        watched_by(clock)
 
     words = [*LONG, "--watchdog_timeout", 2, "--output_dir", tmp_path / "run"]
     with running_job(*words, world_size=2, prepare=prepare) as job:
-        outcome = job.wait(60)
+        outcome = job.wait()
     assert outcome.statuses == [1, 1], outcome.output
     report = next(line for line in outcome.output.splitlines() if "no progress" in line)
     assert f"rank 1 (host {os.uname().nodename}, pid {job.pids[1]}) last seen in 'data' of step 2" in report
@@ -127,31 +271,54 @@ def test_a_rank_that_is_stuck_in_its_data_is_named(tmp_path):
 
 
 def test_one_process_that_hangs_is_ended_with_its_stacks(tmp_path):
+    clock = SharedClock(tmp_path / "clock")
+
     def prepare(rank: int) -> None:
-        wrapped("forward", lambda: time.sleep(600))
+        def hang() -> None:
+            clock.run()
+            wait_until(lambda: False)
+
+        wrapped("forward", hang)
+        watched_by(clock)
 
     words = [*LONG, "--watchdog_timeout", 1, "--output_dir", tmp_path / "run"]
     with running_job(*words, prepare=prepare) as job:
-        outcome = job.wait(60)
+        outcome = job.wait()
     assert outcome.statuses == [1], outcome.output
     assert "--watchdog_timeout 1: rank 0 has been in 'forward' of step 1 for" in outcome.output
     assert "Stacks of rank 0:" in outcome.output and 'jobs.py", line' in outcome.output
 
 
 def test_each_batch_of_a_validation_has_the_time_of_a_phase(tmp_path):
-    def prepare(rank: int) -> None:
-        wrapped("forward", lambda: time.sleep(0.4))
+    """It enters its phase anew, which is what begins the time."""
+    seen = tmp_path / "seen"
 
-    words = [*JOB, "--max_steps", 1, "--validation_freq", 1, "--validation_batches", 10, "--watchdog_timeout", 2]
-    with running_job(*words, "--output_dir", tmp_path / "run", prepare=prepare) as job:
-        job.wait(90).succeeded()
+    def prepare(rank: int) -> None:
+        enter, entered = Watchdog.enter, []
+
+        def note(self, phase, step=None):
+            enter(self, phase, step)
+            entered.append(phase)
+
+        def look() -> None:
+            with seen.open("a") as file:
+                file.write(f"{entered[-1]} {len(entered)}\n")
+
+        Watchdog.enter = note
+        wrapped("forward", look)
+
+    words = [*JOB, "--max_steps", 1, "--validation_freq", 1, "--validation_batches", 10]
+    run_job(*words, "--output_dir", tmp_path / "run", prepare=prepare).succeeded()
+    forwards = [line.split() for line in seen.read_text().splitlines()]
+    assert [phase for phase, _ in forwards] == ["forward"] + ["validation"] * 10
+    assert len({count for _, count in forwards}) == 11
 
 
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 print(child.pid, flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 CHILD = """
 import os, time
@@ -159,7 +326,7 @@ from smp.runtime import Launch, end_with_launcher
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
 end_with_launcher(Launch())
 print("watches", flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 
 
@@ -170,23 +337,7 @@ def test_a_worker_ends_when_its_launcher_is_killed():
     assert parent.stdout.readline() == "watches\n"
     parent.kill()
     parent.wait()
-    since = time.monotonic()
-    while os.path.exists(f"/proc/{pid}") and process_state(pid) != "its process has ended":
-        assert time.monotonic() - since < 5
-        time.sleep(0.05)
-
-
-def test_leaving_has_a_deadline(monkeypatch):
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    watchdog = Watchdog(0, timeout=0)
-    watchdog.leave(75, 0.1)
-    watchdog.start()
-    end = time.monotonic() + NOTICE_SECONDS + 10
-    while not ended and time.monotonic() < end:
-        time.sleep(0.05)
-    watchdog.stop()
-    assert ended[0] == 75
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}") or process_state(pid) == "its process has ended")
 
 
 def test_only_a_slow_rank_is_named_and_not_again_for_100_steps():
@@ -212,15 +363,17 @@ def test_ranks_are_compared_that_never_publish_the_same_step(caplog):
     assert stragglers._compared == 60
 
 
-def test_waiting_is_not_computing():
-    waited = 0.0
+def test_waiting_is_not_computing(monkeypatch):
+    clock, waited = Clock(), 0.0
+    monkeypatch.setattr(straggler, "time", clock)
     stragglers = Stragglers(1.5, lambda: waited)
     for step in range(STEPS):
+        clock.now += 5  # between two steps, which is nobody's
         stragglers.begin()
-        time.sleep(0.01)
+        clock.now += 0.01
         waited += 0.008
         stragglers.end(step + 1)
-    assert stragglers.measured[0] == STEPS and 0.002 <= stragglers.measured[1] < 0.1
+    assert stragglers.measured == (STEPS, pytest.approx(0.002))
     unknown = Stragglers(1.5, None)
     unknown.begin()
     unknown.end(1)
@@ -228,11 +381,31 @@ def test_waiting_is_not_computing():
 
 
 def test_a_slow_rank_of_a_job_is_named(tmp_path):
+    compared = tmp_path / "compared"
+
     def prepare(rank: int) -> None:
-        wrapped("forward", lambda: time.sleep(0.15 if rank == 1 else 0.02))
+        clock, calls, compare = Clock(), [], Stragglers.compare
+        own = 0.15 if rank == 1 else 0.02
+
+        def step() -> None:
+            calls.append(None)
+            clock.now += 0.15  # all of them take as long as the slowest, for whom the others wait
+            if rank == 0 and len(calls) == STEPS + 1:
+                wait_until(compared.exists)
+
+        def note(self, store, size) -> None:
+            compare(self, store, size)
+            if self._compared == STEPS:
+                compared.touch()
+
+        straggler.time = clock
+        smp.comm.blocked_seconds = lambda: len(calls) * (0.15 - own)
+        Stragglers.compare = note
+        watchdog.PUBLISH_SECONDS = 0.05
+        wrapped("forward", step)
 
     words = [*JOB, "--max_steps", 40, "--output_dir", tmp_path / "run"]
-    with running_job(*words, world_size=2, prepare=prepare) as job:
-        outcome = job.wait(90).succeeded()
+    outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
     named = [line for line in outcome.output.splitlines() if "as long as the median rank" in line]
-    assert len(named) == 1 and "Step 20: rank 1 computes" in named[0], outcome.output
+    said = "Step 20: rank 1 computes 7.5 times as long as the median rank (0.15 s against 0.02 s per step)."
+    assert len(named) == 1 and said in named[0], outcome.output
