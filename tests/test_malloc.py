@@ -66,7 +66,7 @@ def test_the_job_keeps_what_it_frees(tmp_path):
         train_lib.finish = lambda *args: print(f"faults: {faults()}.") or finish(*args)
 
     with running_job(*JOB, "--max_steps", 1, "--output_dir", tmp_path / "run", prepare=prepare) as job:
-        outcome = job.wait(300).succeeded()
+        outcome = job.wait().succeeded()
     assert int(outcome.output.split("faults: ")[1].split(".")[0]) < FEW
 
 
@@ -96,5 +96,5 @@ def test_the_prediction_counts_the_setting_in_force(environment, given_back, tmp
         monkeypatch.setenv(name, value)
     words = [*JOB, "--dry_run", 1, "--dry_run_world_size", 2, "--output_dir", tmp_path / "run"]
     with running_job(*words) as job:
-        table = job.wait(300).succeeded().output
+        table = job.wait().succeeded().output
     assert ("free blocks of the heap" not in table) == given_back

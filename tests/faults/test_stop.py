@@ -11,7 +11,6 @@ import torch
 
 from smp.faults import stop
 from smp.faults.stop import StopRequest
-from smp.faults.watchdog import Watchdog
 from smp.runtime import Launch, end_with_launcher
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.faults.jobs import JOB, LONG, at_call, checkpoints, last_step, slowly, wrapped
