@@ -292,7 +292,7 @@ def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
         clock, ends = Clock(), []
 
         def joined() -> None:
-            ends.append(clock.now + 9)
+            ends.append(clock.now + 15)  # more than the time of an update, less than that of a checkpoint
             clock.pace = 1.0
 
         def write_takes() -> None:
