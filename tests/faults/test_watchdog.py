@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import smp.comm
+from smp import runtime
 from smp.errors import PeerError
 from smp.faults import straggler, watchdog
 from smp.faults.failure import failing_together
@@ -136,11 +137,14 @@ def test_a_rank_that_has_noticed_its_peers_death_ends_within_five_seconds(monkey
 
 
 def test_a_rank_whose_launcher_has_gone_ends_within_five_seconds(monkeypatch, capfd):
-    gone = []
-    monkeypatch.setattr(os, "getppid", lambda: 1 if gone else 4711)
-    watched = Watchdog(0, timeout=0, parent=4711)
-    seconds, ended = ticks(watched, monkeypatch, each=lambda tick: gone.append(tick) if tick == 40 else None)
-    assert ended == [1] and seconds == 40 * TICK_SECONDS < 39 * TICK_SECONDS + 5
+    slept, ended = [], []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", lambda: 1 if len(slept) > 40 else 4711)
+    monkeypatch.setattr(runtime.time, "sleep", slept.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(runtime.threading.Thread, "start", lambda thread: thread.run())
+    runtime.end_with_launcher(runtime.Launch())
+    assert ended == [1] and slept[40] < 5
     assert "rank 0: the launcher (pid 4711) is gone" in capfd.readouterr().err
 
 
