@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import pathlib
 import sys
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, apply_activation_offload
+from smp.activation_offload import DiskStore, apply_activation_offload, stores
 from smp.activation_offload.stores import READ, WRITE
-from tests.clock import HANG_SECONDS
+from tests.clock import HANG_SECONDS, wait_until
 from tests.flags import in_child
 
 LAYERS = 6
@@ -31,11 +31,47 @@ def script():
     return module
 
 
+def meet(monkeypatch) -> None:
+    """A transfer lasts until a block has computed or somebody waits for it; a block computes when those asked for have
+    begun. So each is beside a block, if it is asked for ahead of its own."""
+    asked, begun, ended, free = [], [], [], threading.Event()
+    forward, submit, wait = nn.Linear.forward, concurrent.futures.ThreadPoolExecutor.submit, stores._wait
+
+    def compute(self, hidden):
+        wait_until(lambda: len(begun) > len(ended) or len(begun) == len(asked))
+        result = forward(self, hidden)
+        free.set()
+        free.clear()
+        return result
+
+    def waits(future):
+        free.set()
+        result = wait(future)
+        free.clear()
+        return result
+
+    def asks(*args):
+        asked.append(None)
+        return submit(*args)
+
+    monkeypatch.setattr(nn.Linear, "forward", compute)
+    monkeypatch.setattr(stores, "_wait", waits)
+    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", asks)
+    for name in ("write", "read"):
+        inner = getattr(DiskStore, name)
+
+        def transfer(*args, inner=inner):
+            begun.append(None)
+            assert free.wait(HANG_SECONDS)
+            inner(*args)
+            ended.append(None)
+
+        monkeypatch.setattr(DiskStore, name, transfer)
+
+
 @in_child  # a process that has profiled and trained may not be forked again
 def test_a_trace_shows_reads_and_writes_beside_computing(script, tmp_path, monkeypatch):
-    for name in ("write", "read"):  # of a slow disk; a fast one is often done before the block begins
-        transfer = getattr(DiskStore, name)
-        monkeypatch.setattr(DiskStore, name, lambda *args, transfer=transfer: (time.sleep(0.02), transfer(*args))[1])
+    meet(monkeypatch)
     horizon, trace = 2, tmp_path / "trace.json"
     script.traced_step(tmp_path, trace, horizon=horizon, layers=LAYERS, width=256, tokens=4096)
     every = script.ranges(trace)
@@ -102,7 +138,7 @@ def test_nobody_waits_for_what_was_read_beside_another_block(horizon, tmp_path):
     assert store.waits == 0
 
 
-def test_waiting_is_counted(tmp_path):
+def test_waiting_is_counted(tmp_path, monkeypatch):
     store, go = DiskStore(tmp_path), threading.Event()
     stored = store.put(torch.ones(64))
     quick = stored.load()
@@ -110,5 +146,6 @@ def test_waiting_is_counted(tmp_path):
     assert quick().sum() == 64 and store.waits == 0
     store.reader.submit(go.wait, HANG_SECONDS)
     slow = stored.load()
-    threading.Timer(0.2, go.set).start()
+    wait = stores._wait
+    monkeypatch.setattr(stores, "_wait", lambda reading: (go.set(), wait(reading))[1])
     assert slow().sum() == 64 and store.waits == 1

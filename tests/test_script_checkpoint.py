@@ -306,10 +306,11 @@ def _torn(folder: str) -> None:
     other.step()  # waits for nobody
     model.net(torch.randn(6, 5))  # changes buffers
     model.seen = 8
+    waits, wait_for_copy = threading.Event(), background.BackgroundWrite.wait_for_copy
+    background.BackgroundWrite.wait_for_copy = lambda self: (waits.set(), wait_for_copy(self))[1]
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
-    stepping.join(1.0)
-    assert stepping.is_alive()  # waits for the copy
+    assert waits.wait(HANG_SECONDS) and stepping.is_alive()
     assert torch.equal(model.net.scale, before[0].new_ones(1))
     go.set()
     stepping.join()
