@@ -38,39 +38,37 @@ SETTINGS: dict[str, str | None] = {
     "kept, huge pages (smp.launch.local)": malloc.TUNABLES,
 }
 COMPARED = ("smp", "floor", "one_process")
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
-ATTENTION = "scaled_dot_product"
-GATHER = ("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward", "FSDP::backward_prefetch")
-REDUCE = ("FSDP::post_backward", "FSDP::root_post_backward")
+# The row of the account that a range names by its beginning; the innermost one counts.
+RANGES = {
+    "aten::mm": "products", "aten::addmm": "products", "aten::bmm": "products", "aten::baddbmm": "products",
+    "aten::scaled_dot_product": "attention", "aten::_scaled_dot_product": "attention",
+    "fsdp::all_gather_copy_in": "copy_in", "fsdp::split_with_sizes_copy": "copy_out", "fsdp::chunk_cat": "chunk_cat",
+    "smddp:": "wait", "FSDP::": "hooks", "aten::_foreach_norm": "clip", "aten::_foreach_mul": "clip",
+    "Optimizer.": "optimizer",
+}  # fmt: skip
 GROUPS = {
     "products": "matrix products",
     "attention": "attention",
     "elementwise": "norms, activations, residuals, loss",
-    "gather": "gathering parameters",
-    "reduce": "reducing gradients",
-    "clip": "norm of the gradients, clipping",
     "optimizer": "AdamW",
-    "host": "Python and dispatch between operations",
+    "clip": "norm of the gradients, clipping",
+    "copy_in": "shards into the gathered buffer (all_gather_copy_in)",
+    "copy_out": "gathered buffer into parameters (split_with_sizes_copy)",
+    "chunk_cat": "gradients into the buffer to reduce (chunk_cat)",
+    "add": "adding up the ranks' gradients",
+    "wait": "waiting for the other rank",
+    "hooks": "fully_shard's hooks",
+    "host": "Python and dispatch elsewhere",
 }
 
 
 def group_of(event: Any) -> str:
-    """Return the row of the account to which an operation's own time belongs: the innermost range that names one."""
+    """Return the row of the account to which an operation's own time belongs."""
     above: Any = event
     while above is not None:
-        name = above.name
-        if name.startswith(REDUCE):
-            return "reduce"
-        if name.startswith(GATHER):
-            return "gather"
-        if name.startswith("Optimizer."):
-            return "optimizer"
-        if "foreach_norm" in name or "foreach_mul" in name:
-            return "clip"
-        if ATTENTION in name:
-            return "attention"
-        if name in PRODUCTS:
-            return "products"
+        for beginning, row in RANGES.items():
+            if above.name.startswith(beginning):
+                return "add" if row == "wait" and event.name.startswith("aten::") else row
         above = above.cpu_parent
     return "elementwise" if event.name.startswith("aten::") else "host"
 

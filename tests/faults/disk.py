@@ -31,7 +31,7 @@ def kind(path: str) -> str:
         return "manifest"
     if name.startswith(("latest", "best")):
         return "link"
-    if name.startswith(".probe"):
+    if name.endswith(" (deleted)"):  # without a name
         return "probe"
     if name.endswith(".json"):
         return "list"
