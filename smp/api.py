@@ -130,9 +130,10 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
     degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
-    mesh = build_mesh(degrees, served_device_type())
-    if mesh.device_type == "cpu":
+    device_type = served_device_type()
+    if device_type == "cpu":
         malloc.keep_freed_memory()
+    mesh = build_mesh(degrees, device_type)
     region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if degrees.tp > 1 else None
     offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
     _current = _Initialized(mesh, parallel, region, offloading, horizon)
