@@ -45,7 +45,7 @@ def keep_freed_memory() -> None:
 def unused_heap() -> float:
     """Return how much malloc holds in free blocks at the peak of a process, of its tensors' bytes, as it is set now.
 
-    Measured (``benchmarks/memory.py``): 0.02 to 0.44, as much when freed memory is kept as by glibc's own rule; none
+    Measured (``benchmarks/memory.py``): 0.03 to 0.44, as much when freed memory is kept as by glibc's own rule; none
     where large blocks are given back at once.
     """
     if not is_glibc():
