@@ -29,4 +29,4 @@ RUN python3 -m pip install --no-cache-dir --constraint constraints.txt --editabl
 
 ENV PYTHONUNBUFFERED=1
 
-CMD ["python3", "-m", "smp.launch.local", "--nproc_per_node", "2", "train_lib.py", "--config", "configs/demo.yaml"]
+CMD ["python3", "-m", "smp.launch.local", "--nproc_per_node", "2", "-m", "smp.train", "--config", "configs/demo.yaml"]

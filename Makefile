@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 train: setup
-	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) train_lib.py --config configs/demo.yaml $(ARGS)
+	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) -m smp.train --config configs/demo.yaml $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow" tests

@@ -32,11 +32,11 @@ from pages import Bystanders, origin, publish
 from step_variants import OPTIM, SIZES, resolved_model
 from torch import nn
 
-from data.pipelines.data_pipeline import StepBatch
 from smp.checkpoint import files
 from smp.checkpoint.background import BackgroundWrite, HostCopies
 from smp.checkpoint.checkpointer import (
     agree,
+    allocate_state,
     begin,
     load_checkpoint,
     model_entry,
@@ -49,11 +49,12 @@ from smp.checkpoint.chunks import run_tensors
 from smp.checkpoint.layout import checkpoint_name
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.config import ActivationConfig, ParallelConfig
+from smp.data.data_pipeline import StepBatch
 from smp.memory_tracker import rss_bytes
 from smp.mesh import Mesh, build_mesh, resolve_degrees
-from smp.optimizer import allocate_state, build_optimizer
 from smp.prepare import prepare_model
-from train_lib import train_step
+from smp.train.optimizer import build_optimizer
+from smp.train.trainer import train_step
 
 PROCESSES = 2
 MIB = 2**20

@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline  # noqa: E402
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline  # noqa: E402
 
 LENGTH, BATCH, VOCAB = 1024, 8, 32_000
 SAMPLE = ROOT / "data" / "sample"

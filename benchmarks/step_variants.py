@@ -18,17 +18,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import smp.comm
-from data.pipelines.data_pipeline import StepBatch
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.data.data_pipeline import StepBatch
 from smp.delayed_init import initialize_
 from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import build_mesh, resolve_degrees
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
-from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import model_blocks, prepare_model
-from train_lib import train_step
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.trainer import train_step
 
 SEED, LR = 0, 3e-4
 OPTIM = OptimConfig()  # the job's own: AdamW, decay on matrices, clipping at 1

@@ -1,1 +1,1 @@
-"""Where training tokens come from: sources, order, packing, caches."""
+"""The bundled sample, and the old name of ``python -m smp.data.prepare``."""

@@ -8,8 +8,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import arguments  # noqa: E402
 from smp.smp_v2_names import FLAGS, KEYS, NAMES, VARIABLES  # noqa: E402
+from smp.train import arguments  # noqa: E402
 
 HEAD = """# SMP v2's names
 

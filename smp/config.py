@@ -1,8 +1,8 @@
 """Settings: the base of every configuration section, and the sections that several parts read.
 
 A setting is written once, as a field made by :func:`setting`: its name is the flag and the YAML key, its
-annotation the type, and its metadata the help text and the checks. ``arguments.py`` derives the command line from
-it. A section with a single reader lives in that reader's file; those with several live here.
+annotation the type, and its metadata the help text and the checks. ``smp.train.arguments`` derives the command line
+from it. A section with a single reader lives in that reader's file; those with several live here.
 """
 
 from __future__ import annotations

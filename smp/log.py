@@ -70,7 +70,7 @@ def say(text: str) -> None:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger ``name`` in smp's tree: ``smp.loss`` stays itself, ``train_lib`` becomes ``smp.train_lib``."""
+    """The logger ``name`` in smp's tree: ``smp.loss`` stays itself, ``script`` becomes ``smp.script``."""
     return logging.getLogger(name if name == "smp" or name.startswith("smp.") else f"smp.{name}")
 
 

@@ -66,7 +66,7 @@ def cpu_tensor_bytes() -> int:
 
 
 class ScalarWriters(Protocol):
-    """Where curves go; ``smp.metrics.Writers`` is one."""
+    """Where curves go; ``smp.train.metrics.Writers`` is one."""
 
     def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
         """Several curves in one chart."""

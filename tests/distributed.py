@@ -24,6 +24,8 @@ def _join_group(rank: int, world_size: int, folder: str, backend: str, timeout: 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
+    # torch lets a rank leave before the others have finished connecting to it; those then fail over gloo.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
     if prepare is not None:
         prepare(rank)
@@ -36,8 +38,8 @@ def _join_group(rank: int, world_size: int, folder: str, backend: str, timeout: 
 
 
 def _rank_main(rank: int, world_size: int, folder: str, fn, args, backend: str, timeout: float | None, prepare) -> None:
-    _join_group(rank, world_size, folder, backend, timeout, prepare)
     try:
+        _join_group(rank, world_size, folder, backend, timeout, prepare)
         fn(*args)
     except BaseException:
         # Written before leaving: the peers then fail with "connection closed", which would hide the cause.

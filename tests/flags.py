@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from arguments import FLAGS, parse_args
-from job import make_plan
 from smp.mesh import build_mesh, resolve_degrees
 from smp.models.model_config import resolve_model
 from smp.prepare import prepare_model
 from smp.runtime import Launch, process_group
+from smp.train.arguments import FLAGS, parse_args
+from smp.train.run_plan import make_plan
 from tests.job import LLAMA
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from data.pipelines.data_pipeline import StepBatch
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.data.data_pipeline import StepBatch
 from smp.mesh import Mesh, build_mesh, resolve_degrees
 from smp.models.registry import family_of
-from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import parallelize
 from smp.sharding import MIN_UNIT_PARAMETERS
-from train_lib import train_step
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.trainer import train_step
 
 VOCABULARY = 96
 ROWS, LENGTH = 16, 12

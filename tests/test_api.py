@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 import smp
 from smp.models import llama, registry
-from smp.optimizer import OptimConfig, build_optimizer
+from smp.train.optimizer import OptimConfig, build_optimizer
 from tests.distributed import run_distributed
 from tests.parity import CLIP, LR, VOCABULARY, build_reference, global_batch, reference_trajectory
 

@@ -10,10 +10,10 @@ import re
 import pytest
 import yaml
 
-import arguments
-from arguments import FLAGS, RETIRED, SECTIONS, parse_args
 from smp.errors import ConfigError, UserError
 from smp.smp_v2_names import FLAGS as SMP_V2
+from smp.train import arguments
+from smp.train.arguments import FLAGS, RETIRED, SECTIONS, parse_args
 
 ROOT = pathlib.Path(__file__).parent.parent
 SYNTHETIC = ["--use_synthetic_data", "1"]

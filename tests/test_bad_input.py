@@ -353,7 +353,7 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
 
 @pytest.mark.parametrize("words", [["--model", "llama70b"], ["--model", "llama70b", *SYNTHETIC]])
 def test_a_large_model_names_a_dry_run_that_works_and_a_preset_that_fits(words, refused, capsys, monkeypatch):
-    monkeypatch.setattr("job.available_memory", lambda device, processes: 16 << 30)
+    monkeypatch.setattr("smp.train.run_plan.available_memory", lambda device, processes: 16 << 30)
     lines = refused(*words)
     assert len(lines) == 1 + (len(words) == 2) and ("no training data" in lines[0]) == (len(words) == 2)
     assert "or --model llama_tiny, which fits here" in lines[-1]

@@ -45,12 +45,12 @@ from smp.checkpoint.retention import prune
 from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.models.registry import family_of
-from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import parallelize
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.trainer import train_step
 from smp.train_state import TrainState
 from tests.distributed import run_distributed
 from tests.parity import Layout, build_reference, rank_batch, tiny_config
-from train_lib import train_step
 
 
 def make(directory, step, name="m", val_loss=None, kind="sharded"):

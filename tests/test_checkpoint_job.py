@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import train_lib
 from smp.checkpoint import background, files, saver, writer
 from smp.checkpoint.background import BackgroundWrite
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.faults import watchdog
+from smp.train import trainer
 from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
 from tests.faults.jobs import wrapped, writes_end_first
@@ -211,7 +211,7 @@ def test_a_local_checkpoint_can_be_named(tmp_path):
 def test_the_best_by_validation_loss_is_kept(tmp_path):
     def prepare(rank: int) -> None:
         values = iter([3.0, 1.0, 2.0, 4.0, 5.0])
-        train_lib.validate = lambda trainer: next(values)
+        trainer.validate = lambda trainer: next(values)
 
     words = [
         *JOB, "--max_steps", 5, "--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--keep_best", 2,
@@ -301,13 +301,13 @@ def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
 
         on_a_disk(write_takes, joined)
         watchdog.time = clock
-        forward, seen = train_lib.forward, [0]
+        forward, seen = trainer.forward, [0]
 
         def call(*args):
             seen[0] += 1
             return forward(*args) * (float("nan") if seen[0] == 4 else 1.0)
 
-        train_lib.forward = call
+        trainer.forward = call
 
     # It is waited for in a phase of its own: the update's time would be over.
     words = [*JOB, "--max_steps", 9, "--checkpoint_freq", 3, "--checkpoint_type", "async_sharded"]

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.pipelines import hf as module
-from data.pipelines.hf import MappedRows, label_extremes, open_hf
-from data.storage import list_files
-from data.token_cache import cached, recorded
+from smp.data import hf as module
+from smp.data.hf import MappedRows, label_extremes, open_hf
+from smp.data.storage import list_files
+from smp.data.token_cache import cached, recorded
 from smp.errors import UserError
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]

@@ -7,8 +7,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from data.pipelines.jsonl import open_jsonl
-from data.storage import list_files
+from smp.data.jsonl import open_jsonl
+from smp.data.storage import list_files
 from smp.errors import UserError
 
 

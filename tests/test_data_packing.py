@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.packing import Collator, PackedRows, Row, WindowRows
-from data.token_cache import Columns
+from smp.data.packing import Collator, PackedRows, Row, WindowRows
+from smp.data.token_cache import Columns
 
 END = 1
 

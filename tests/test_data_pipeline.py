@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import ConfigError, UserError
 from tests.clock import HANG_SECONDS, wait_until
 
@@ -79,7 +79,7 @@ def test_workers_change_nothing(config):
 
 KILLED = """
 import multiprocessing, os, signal
-from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 if __name__ == "__main__":
     shape = BatchShape(
         sequence_length=4, vocab_size=64, global_batch_size=2, micro_batch_size=2, data_rank=0, data_size=1, seed=0

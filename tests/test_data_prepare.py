@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from data.pipelines.data_pipeline import BatchShape, DataConfig, create_data_pipeline
-from data.pipelines.text import TextTokenizer
-from data.prepare import in_validation, main
 from data.sample.build import HERE
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.data.prepare import in_validation, main
+from smp.data.text import TextTokenizer
 
 TOKENIZER = str(HERE / "tokenizer")
 EOS = 0

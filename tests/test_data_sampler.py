@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.sampler import PADDING, permute, samples_at, step_positions
+from smp.data.sampler import PADDING, permute, samples_at, step_positions
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4095, 4097, 65537])

@@ -6,7 +6,7 @@ import sys
 import fsspec
 import pytest
 
-from data.storage import list_files, open_file
+from smp.data.storage import list_files, open_file
 from smp.errors import UserError
 
 TYPES = (".json", ".jsonl")

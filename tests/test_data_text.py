@@ -9,10 +9,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from data.pipelines import text as module
-from data.pipelines.text import TextTokenizer, open_text, read_documents
 from data.sample.build import HERE
-from data.storage import list_files
+from smp.data import text as module
+from smp.data.storage import list_files
+from smp.data.text import TextTokenizer, open_text, read_documents
 from smp.errors import UserError
 
 TOKENIZER = HERE / "tokenizer"

@@ -8,8 +8,8 @@ import signal
 import numpy as np
 import pytest
 
-from data import token_cache
-from data.token_cache import cached, recorded, token_dtype
+from smp.data import token_cache
+from smp.data.token_cache import cached, recorded, token_dtype
 from smp.errors import UserError
 from tests.clock import HANG_SECONDS, wait_until
 

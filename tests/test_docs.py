@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import pytest
 
-import arguments
 import smp
+from smp.train import arguments
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -138,7 +138,7 @@ def test_a_whole_configuration(tmp_path):
     found = by_check(json.loads(out))
     assert status == 0, (out, err)
     assert "llama_tiny: 2,077,920 parameters" in found["model"][0].message
-    assert found["dry run"][0].message == "train_lib.py --dry_run 1 accepts the settings and reads the data"
+    assert found["dry run"][0].message == "the training job accepts the settings and reads the data"
     assert len(found["disk"]) == 2 and len(found["data"]) == 2
     status, out, _ = command("--timeout", 30, "--", "--lrr", 1, "--use_synthetic_data", 1)
     assert status == 1 and "--lrr" in out and "did you mean" in out

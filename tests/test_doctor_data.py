@@ -11,6 +11,7 @@ import pytest
 
 from smp.doctor import data, model
 from smp.doctor.room import Request, Room
+from smp.errors import UserError
 from smp.runtime import Launch
 from tests.test_doctor_checks import found
 
@@ -158,19 +159,19 @@ def test_models_that_fit_and_that_do_not():
     found(model.check_model, "problem", "does not divide", model="llama_tiny", tensor_parallel_degree=3)
 
 
-def test_the_training_jobs_own_complaints(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")  # what looks at the settings is no rank of this job
-    request = Request({}, ("--lr", "x"), None)
-    said = []
-    room = Room(request, Launch(), said.append)
-    model.check_plan(room)
-    assert said[0]["finding"][1] == "warning" and "no train_lib.py" in said[0]["finding"][2]
-    (tmp_path / "train_lib.py").write_text(
-        "import os, sys\nassert 'RANK' not in os.environ\nsys.stderr.write('error: one\\nerror: two\\n')\nsys.exit(2)"
-    )
-    room = Room(Request({}, ("--lr", "x"), tmp_path), Launch(), said.append)
-    model.check_plan(room)
-    assert [each["finding"][1:3] for each in said[1:]] == [["problem", "one"], ["problem", "two"]]
-    (tmp_path / "train_lib.py").write_text("import time\ntime.sleep(60)")
-    model.check_plan(Room(Request({}, ("--lr", "x"), tmp_path, timeout=0.1), Launch(), said.append))
-    assert "has not ended within" in said[-1]["finding"][2]
+def test_the_training_jobs_own_complaints():
+    def plan(*words):
+        said = []
+        room = Room(Request({}, words), Launch(), said.append)
+        try:
+            model.check_plan(room)
+        except UserError as error:
+            return str(error)
+        return said[0]["finding"][1:3]
+
+    assert "no dry run was made" in plan()[1]
+    complaint = plan("--lr", "x", "--model", "lama_tiny")
+    assert "--lr takes a number" in complaint
+    good = ("--model", "llama_tiny", "--use_synthetic_data", "1")
+    assert plan(*good) == ["ok", "the training job accepts the settings and reads the data"]
+    assert "does not divide" in plan(*good, "--tensor_parallel_degree", "3")

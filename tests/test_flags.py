@@ -23,8 +23,6 @@ import smp.memory_tracker
 import tests.test_flags_faults
 import tests.test_flags_model  # noqa: F401
 import train_lib
-from arguments import FLAGS, parse_args
-from job import planned_launch
 from smp.checkpoint import checkpointer, saver
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.read_back import ReadBack
@@ -34,6 +32,9 @@ from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
 from smp.prepare import prepare_model
 from smp.runtime import Launch, process_group
+from smp.train import trainer
+from smp.train.arguments import FLAGS, parse_args
+from smp.train.run_plan import planned_launch
 from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
 from tests.job import LLAMA, read_metrics, run_job
 
@@ -41,7 +42,7 @@ from tests.job import LLAMA, read_metrics, run_job
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch):
     """Leave out what only costs time here: curves, and the walk over all tensors."""
-    monkeypatch.setattr(train_lib, "draw_curves", lambda plan: None)
+    monkeypatch.setattr(trainer, "draw_curves", lambda plan: None)
     monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)
 
 
@@ -165,10 +166,10 @@ def test_profile_nsys(tmp_path):
 @check("grad_clip", "defer_gradient_sync", "clean_cache")
 def test_handed_to_the_step(monkeypatch, tmp_path):
     seen: dict[str, list] = {"clip": [], "defer": [], "clean": []}
-    clip, sync = train_lib.clip_grad_norm_, train_lib.set_gradient_sync
-    monkeypatch.setattr(train_lib, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
-    monkeypatch.setattr(train_lib, "set_gradient_sync", lambda m, **k: seen["defer"].append(k["defer"]) or sync(m, **k))
-    monkeypatch.setattr(train_lib, "release_cache", lambda device: seen["clean"].append(1))
+    clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
+    monkeypatch.setattr(trainer, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
+    monkeypatch.setattr(trainer, "set_gradient_sync", lambda m, **k: seen["defer"].append(k["defer"]) or sync(m, **k))
+    monkeypatch.setattr(trainer, "release_cache", lambda device: seen["clean"].append(1))
     train([], tmp_path / "a")
     assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "clean": []}
     train(["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--clean_cache", 1], tmp_path / "b")
@@ -221,8 +222,8 @@ def test_validation(files, tmp_path, monkeypatch):
     batch = lambda words: len(next(iter(plan(words).validation_data)).microbatches[0]["input_ids"])  # noqa: E731
     differs(batch, ["--val_batch_size", 2], 2)
     forwards: list[bool] = []
-    forward = train_lib.forward
-    monkeypatch.setattr(train_lib, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
+    forward = trainer.forward
+    monkeypatch.setattr(trainer, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
     for count in (10, 3):
         train(["--validation_freq", 1, "--validation_batches", count], tmp_path / f"v{count}", steps=1)
     assert forwards == [True, *[False] * 10, True, *[False] * 3]
@@ -260,7 +261,7 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "d", steps=3)
     often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "e", steps=3)
     assert len(names(rare)) == 2 and len(names(often)) == 3
-    monkeypatch.setattr(train_lib, "validate", lambda trainer: -1.0 / trainer.state.step)
+    monkeypatch.setattr(trainer, "validate", lambda trainer: -1.0 / trainer.state.step)
     every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
     assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
     reads: list[int] = []

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-import train_lib
 from smp.faults import watchdog
 from smp.faults.guard import Guard
 from smp.runtime import Launch
+from smp.train import trainer
 from tests.clock import Clock, wait_until
 from tests.flags import SYNTHETIC, check, differs, parse
 from tests.job import LLAMA, run_job
@@ -18,8 +18,8 @@ from tests.job import LLAMA, run_job
 @check("nonfinite", "nonfinite_budget")
 def test_nonfinite(tmp_path):
     def diverges(rank):
-        inner = train_lib.forward
-        train_lib.forward = lambda *arguments: inner(*arguments) + math.inf
+        inner = trainer.forward
+        trainer.forward = lambda *arguments: inner(*arguments) + math.inf
 
     def end(words):
         run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -45,7 +45,7 @@ def test_watched(tmp_path):
 
     def ends(rank):
         """The step takes long, as the watchdog sees it."""
-        inner, clock = train_lib.forward, Clock()
+        inner, clock = trainer.forward, Clock()
 
         def forward(*arguments):
             clock.pace, end = 1.0, clock.now + 30
@@ -53,7 +53,7 @@ def test_watched(tmp_path):
             clock.pace = 0.0
             return inner(*arguments)
 
-        watchdog.time, train_lib.forward = clock, forward
+        watchdog.time, trainer.forward = clock, forward
 
     job = [*LLAMA, *SYNTHETIC, "--max_steps", 1]
     run_job(*job, "--output_dir", tmp_path / "a", prepare=ends).succeeded()

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import reporting
 import smp.chunked_loss
 import smp.prepare
-from reporting import memory_of_step
 from smp.activation_offload import DiskStore
 from smp.chunked_loss import model_loss_sum
 from smp.errors import ConfigError
-from smp.lr_schedule import lr_at
 from smp.mesh import resolve_degrees
 from smp.models.model_config import resolve_model
-from smp.optimizer import build_optimizer
+from smp.train import report
+from smp.train.lr_schedule import lr_at
+from smp.train.optimizer import build_optimizer
+from smp.train.report import memory_of_step
 from tests.flags import (
     LLAMA3,
     MISTRAL,
@@ -277,7 +277,7 @@ def test_rate(flag):
 @check("memory_profiling_all_ranks", "memory_snapshot")
 def test_memory_profiling(tmp_path, monkeypatch):
     tables, calls = [], []
-    monkeypatch.setattr(reporting, "rank_table", lambda peaks: tables.append(len(peaks)) or "")
+    monkeypatch.setattr(report, "rank_table", lambda peaks: tables.append(len(peaks)) or "")
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(os.path.basename(path)))
 

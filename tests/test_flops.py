@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig
 
 from smp.errors import UserError
-from smp.flops import model_flops_per_token, peak_flops, six_n_flops, smp_v2_flops
+from smp.train.flops import model_flops_per_token, peak_flops, six_n_flops, smp_v2_flops
 
 BATCH, LENGTH = 2, 24
 TINY = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}

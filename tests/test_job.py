@@ -8,8 +8,8 @@ import types
 import pytest
 import torch.distributed as dist
 
-from settling import require_agreement
 from smp.errors import UserError
+from smp.train.settling import require_agreement
 from smp.train_state import TrainState
 from tests.distributed import run_distributed
 

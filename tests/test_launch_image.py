@@ -28,7 +28,8 @@ def test_what_it_names_is_there():
         assert (ROOT / source).exists() and source not in ignored
     for needed in (
         "smp",
-        "train_lib.py",
+        "-m",
+        "smp.train",
         "arguments.py",
         "pyproject.toml",
         "README.md",

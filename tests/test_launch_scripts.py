@@ -14,12 +14,12 @@ import sys
 import pytest
 import yaml
 
-from arguments import parse_args
 from smp.cli import main as smp
 from smp.errors import UserError
 from smp.launch import hostfile, script, slurm
 from smp.launch.sizes import choose_sizes
 from smp.launch.words import quoted, require_plain_words
+from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -28,7 +28,7 @@ ODD = ["--name", "a  'b' \"$HOME\" `ls` \\ $(id) !x", "--list", "*", "", "é", "
 
 def job_of(**changes):
     values = {
-        "nodes": 2, "gpus": 8, "processes": 8, "workdir": "/a b/it's", "script": "train_lib.py", "words": ODD,
+        "nodes": 2, "gpus": 8, "processes": 8, "workdir": "/a b/it's", "program": ["-m", "smp.train"], "words": ODD,
         "resumes": False, "comments": ["one", "two"],
     }  # fmt: skip
     return script.Job(**(values | changes))
@@ -113,7 +113,7 @@ def test_a_container_over_ssh_has_its_jobs_name():
 
 def test_marks_in_values_stay_as_they_are():
     words = ["--output_dir", "/x/@@MAX_REQUEUES@@/@@NODE@@/@@PORT@@", "@@SCRIPT@@"]
-    job = job_of(words=words, workdir="/@@PLACE@@", script="@@COMMENTS@@.py")
+    job = job_of(words=words, workdir="/@@PLACE@@", program=["@@COMMENTS@@.py"])
     for text in (slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@")), hostfile.hostfile_script(job, ["a"], 1)):
         assert words[1] in text and words[2] in text and "cd /@@PLACE@@ || exit 2" in text and "@@COMMENTS@@.py" in text
     assert "#SBATCH --job-name=@@NODES@@\n" in slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@"))
@@ -216,8 +216,10 @@ def test_bad_input_is_a_sentence_and_nothing_is_printed(case):
     assert (status, out) == (2, "") and text in err and err.rstrip().count("\n") <= 1 and "Traceback" not in err
 
 
-def test_training_flags_are_checked_where_the_training_script_is(tmp_path):
-    status, out, err = says("slurm", *CPU, "--workdir", ROOT, "--", "--modle", "llama7b", "--max_steps", "-1")
+@pytest.mark.parametrize("script", [[], ["--script", "train_lib.py"]])
+def test_training_flags_are_checked_from_any_directory(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = says("slurm", *CPU, *script, "--", "--modle", "llama7b", "--max_steps", "-1")
     assert (status, out) == (2, "") and err.count("error: ") == 1
     assert "unknown flag --modle: did you mean model?" in err and "--max_steps must be at least 1" in err
 
@@ -298,7 +300,7 @@ def test_the_script_has_the_chosen_sizes():
 def test_the_local_command_is_printed():
     words = ["local", *CPU, "--workdir", ROOT, "--model", "llama_tiny"]
     status, out, _ = says(*words, "--", "--use_synthetic_data", "1", "--max_steps", "2")
-    assert status == 0 and "exec python3 -m smp.launch.local --nproc_per_node 2 --no_gpus train_lib.py" in out
+    assert status == 0 and "exec python3 -m smp.launch.local --nproc_per_node 2 --no_gpus -m smp.train" in out
     assert "--resume_from_checkpoint latest" in out
 
 

@@ -9,12 +9,10 @@ import re
 import pytest
 import yaml
 
-from arguments import parse_args
 from smp.cli import launch
 from smp.cli import main as smp
-from smp.errors import UserError
 from smp.launch import kubernetes, script, slurm
-from smp.launch.words import Checked, check_words, comment, value_of
+from smp.launch.words import check_words, comment, value_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
@@ -40,17 +38,6 @@ def written(*words):
     return out
 
 
-@pytest.fixture
-def in_process(monkeypatch):
-    """Training flags are checked by the same parser, without a process for each time."""
-
-    def check(words, directory):
-        config = parse_args(list(words))
-        return Checked(config.flat(), config.given)
-
-    monkeypatch.setattr(launch, "check_words", check)
-
-
 def configured(tmp_path, **settings):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"model": "llama_tiny", "use_synthetic_data": True} | settings))
@@ -62,7 +49,7 @@ def arguments(manifest):
     return list(yaml.safe_load_all(manifest))[1]["spec"]["trainer"]["args"][2:]
 
 
-def test_a_checkpoint_that_the_config_names_is_where_the_first_start_begins(tmp_path, in_process):
+def test_a_checkpoint_that_the_config_names_is_where_the_first_start_begins(tmp_path):
     named = configured(tmp_path, resume_from_checkpoint="/x")
     first, later = written("slurm", *HERE, "--", *named), written("slurm", *HERE, "--", *configured(tmp_path))
     assert "    --resume_from_checkpoint latest" not in first and "    --resume_from_checkpoint latest" in later
@@ -72,7 +59,7 @@ def test_a_checkpoint_that_the_config_names_is_where_the_first_start_begins(tmp_
 
 
 @pytest.mark.parametrize("target", [["slurm"], ["local"], POD, [*POD, "--kind", "pytorchjob"], ["hostfile"]])
-def test_a_runs_own_configuration_names_no_checkpoint(target, tmp_path, in_process):
+def test_a_runs_own_configuration_names_no_checkpoint(target, tmp_path):
     """It has null for what was not given."""
     (tmp_path / "hosts").write_text("a slots=2\n")
     own = ["--hosts", tmp_path / "hosts"] if target == ["hostfile"] else []
@@ -85,7 +72,7 @@ def test_a_runs_own_configuration_names_no_checkpoint(target, tmp_path, in_proce
     assert ("/mnt/smp/runs/smp" in text) == ("kubernetes" in target)
 
 
-def test_the_users_own_run_directory_stays(tmp_path, monkeypatch, in_process):
+def test_the_users_own_run_directory_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for flags in (["--output_dir", "/mnt/smp/mine"], ["--output_dir=/mnt/smp/mine"]):
         words = arguments(written(*POD, *CPU, "--", *TINY, *flags))
@@ -111,7 +98,7 @@ def test_no_value_of_a_config_ends_a_comment(tmp_path):
     assert comment(lines).splitlines() == ["# one two  three", "# s3://me:***@host/x", *(f"# {x}" for x in lines[2:])]
 
 
-def test_secrets_of_a_config_stay_there(tmp_path, in_process):
+def test_secrets_of_a_config_stay_there(tmp_path):
     """They are refused among the flags, which the script shows."""
     named = configured(tmp_path, training_dir="s3://me:hunter2@host/x")
     assert check_words(list(map(str, named)), ROOT).settings["training_dir"] == "s3://me:hunter2@host/x"
@@ -127,7 +114,7 @@ def as_kubernetes(word, values):
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob"])
 def test_words_survive_kubernetes(kind):
     words = ["--a", "$$", "$$x", "a$", "$$$", "$(HOME)", "$$(HOME)", "$HOME", "\U0001f600 \u00e9 \u4e2d", '\\u0041 "q"']
-    job = script.Job(1, 0, 1, "/w", "x.py", words, resumes=kind == "pytorchjob", comments=[], image="smp:\U0001f600")
+    job = script.Job(1, 0, 1, "/w", ["x.py"], words, resumes=kind == "pytorchjob", comments=[], image="smp:\U0001f600")
     make = kubernetes.train_job if kind == "trainjob" else kubernetes.pytorch_job
     found = list(yaml.safe_load_all(make(job, kubernetes.KubernetesOptions("x", "y", mount="/\U0001f600"))))
     if kind == "trainjob":
@@ -209,9 +196,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_ignored_or_refused_later_is_a_sentence(case, tmp_path, monkeypatch, request):
-    if case != "help":
-        request.getfixturevalue("in_process")
+def test_what_would_be_ignored_or_refused_later_is_a_sentence(case, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     words, text = REFUSED[case]
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
@@ -231,7 +216,7 @@ def test_times_as_sbatch_reads_them(text, seconds):
     assert slurm._seconds(text) == seconds
 
 
-def test_output_on_mounts_is_taken(in_process):
+def test_output_on_mounts_is_taken():
     for place in ("runs/x", ROOT / "runs", "/d", "/d/x"):
         assert f"--output_dir {place}\n" in written("slurm", *IN_DOCKER, "--", *TINY, "--output_dir", place)
     apptainer = ["--container", "apptainer", "--image", "i"]  # mounts as the site says
@@ -265,12 +250,6 @@ def test_resources_of_kubernetes():
     text = written(*POD, *CPU, "--script", "x.py", *(word for each in good for word in ("--resource", each)))
     limits = list(yaml.safe_load_all(text))[1]["spec"]["trainer"]["resourcesPerNode"]["limits"]
     assert [f"{name}={value}" for name, value in limits.items()] == good[:-1]
-
-
-def test_an_answer_that_is_none(tmp_path):
-    (tmp_path / "arguments.py").write_text("import sys\nsys.exit('broken')\n")
-    with pytest.raises(UserError, match=r"arguments.py cannot check the training flags \(broken\): mend it"):
-        check_words([], tmp_path)
 
 
 def test_the_last_value_of_a_flag():

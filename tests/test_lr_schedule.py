@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp.errors import ConfigError
-from smp.lr_schedule import LRConfig, LRSchedule, lr_at
+from smp.train.lr_schedule import LRConfig, LRSchedule, lr_at
 
 STYLES = ["linear", "cosine", "exponential", "plateau", "wsd"]
 

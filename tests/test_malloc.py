@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-import train_lib
 from smp.environment import malloc
 from smp.launch.local import LocalJob
+from smp.train import __main__ as train_main
 from tests.faults.jobs import JOB
 from tests.job import running_job
 
@@ -62,8 +62,8 @@ def test_a_process_keeps_what_it_frees_only_where_it_was_asked_to(code, environm
 
 def test_the_job_keeps_what_it_frees(tmp_path):
     def prepare(rank: int) -> None:
-        finish = train_lib.finish
-        train_lib.finish = lambda *args: print(f"faults: {faults()}.") or finish(*args)
+        finish = train_main.finish
+        train_main.finish = lambda *args: print(f"faults: {faults()}.") or finish(*args)
 
     with running_job(*JOB, "--max_steps", 1, "--output_dir", tmp_path / "run", prepare=prepare) as job:
         outcome = job.wait().succeeded()

@@ -21,13 +21,13 @@ from smp.activation_offload import DiskStore, HostStore, offload
 from smp.activation_offload.stores import _OnDisk, _OnHost
 from smp.config import ActivationConfig, LossConfig
 from smp.models.registry import family_of
-from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import model_blocks, parallelize
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.trainer import train_step
 from tests.distributed import run_distributed
 from tests.parity import LR, Layout, global_batch, rank_batch, relative
 from tests.test_activation_checkpoint import Products
 from tests.test_activation_offload import blocks_of, dropout_model, gradients
-from train_lib import train_step
 
 STEPS, MICROBATCHES, BLOCKS = 5, 2, 3
 LAYOUTS = {"fsdp": Layout("full_shard"), "tp": Layout("full_shard", tp=2)}

@@ -13,27 +13,27 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import train_lib
-from data.pipelines.data_pipeline import StepBatch
-from reporting import memory_of_step
 from smp.config import ActivationConfig, LossConfig
+from smp.data.data_pipeline import StepBatch
 from smp.memory_advice import advice_text, changes_that_help
 from smp.memory_plan import Workload, estimate_memory
 from smp.memory_profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
 from smp.memory_tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import Degrees
-from smp.metrics import LoggingConfig
 from smp.models.registry import family_of
-from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import parallelize
 from smp.tensor_parallel import region
+from smp.train import __main__ as train_main
+from smp.train.metrics import LoggingConfig
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.report import memory_of_step
+from smp.train.trainer import train_step
 from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.flags import in_child
 from tests.job import run_job
 from tests.parity import Layout, tiny_config
 from tests.test_memory_plan import shape_of
-from train_lib import train_step
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, VOCABULARY, LAYERS = 4, 96, 1024, 3
@@ -339,7 +339,7 @@ def little_memory(monkeypatch):
         room = int(held.split()[1]) * 1024 + 200 * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
-    monkeypatch.setattr(train_lib, "refuse_too_large", limit)
+    monkeypatch.setattr(train_main, "refuse_too_large", limit)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sets a limit from what Linux says is held")

@@ -7,7 +7,7 @@ import pytest
 
 from smp import metrics
 from smp.errors import ConfigError, UserError
-from smp.metrics import LoggingConfig, MetricsLogger, NullMetricsLogger
+from smp.train.metrics import LoggingConfig, MetricsLogger, NullMetricsLogger
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [

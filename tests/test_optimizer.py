@@ -2,7 +2,8 @@
 
 import torch
 
-from smp.optimizer import OptimConfig, allocate_state, build_optimizer
+from smp.checkpoint.checkpointer import allocate_state
+from smp.train.optimizer import OptimConfig, build_optimizer
 from tests.parity import build_reference
 
 

@@ -12,11 +12,11 @@ import sys
 import pytest
 import torch.distributed as dist
 
-import arguments
 import smp
 from docs import make_tables
 from smp.errors import ConfigError, UserError
 from smp.smp_v2_names import FLAGS, KEYS, NAMES, VARIABLES
+from smp.train import arguments
 from tests.distributed import run_distributed
 
 ROOT = pathlib.Path(__file__).parent.parent

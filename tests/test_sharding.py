@@ -17,9 +17,9 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.models.registry import family_of
 from smp.prepare import parallelize
 from smp.sharding import fsdp_modules, set_gradient_sync, size_based_units
+from smp.train.trainer import forward
 from tests.distributed import run_distributed
 from tests.parity import Layout, build_reference, rank_batch
-from train_lib import forward
 
 BLOCKS = 3
 UNITS = BLOCKS + 2  # embedding and (norm, head) besides

@@ -28,13 +28,13 @@ from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
-from smp.optimizer import OptimConfig, build_optimizer
 from smp.prepare import prepare_model
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.trainer import train_step
 from tests import parity
 from tests.distributed import run_distributed
 from tests.parity import Layout, rank_batch
 from tests.test_checkpoint import whole
-from train_lib import train_step
 
 CPU = torch.device("cpu")
 NAMES = ["llama_tied", "gpt_neox", "odd"]

@@ -24,7 +24,6 @@ from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start, write_
 from smp.comm.report import readable
 from smp.errors import RunError, UserError
 from smp.mesh import Mesh
-from smp.optimizer import allocate_state
 from smp.sharding import reshard
 from smp.train_state import TrainState
 
@@ -267,6 +266,18 @@ def check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create AdamW's state (zero moments, step 0) without taking a step, so that a checkpoint can be read into it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def load_checkpoint(

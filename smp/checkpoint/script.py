@@ -309,7 +309,7 @@ def _read(path: Path) -> Manifest:
     manifest = read_manifest(path)
     if not _is_script(manifest.run):
         raise UserError(
-            f"checkpoint {path} was not written by Checkpoints.save: the training job's are resumed by train_lib.py, "
+            f"checkpoint {path} was not written by Checkpoints.save: the training job's are resumed by the job itself, "
             f"and `smp export` makes a model of them"
         )
     return manifest

@@ -12,29 +12,20 @@ Exit status 0: no problem, though perhaps warnings; 1: a problem was found; 2: n
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from smp.doctor.environment import has_launcher, says_another_rank
 from smp.doctor.findings import Diagnosis
 from smp.doctor.local import examine_alone, examine_here
-from smp.doctor.model import run_python
 from smp.doctor.ranks import examine_rank
 from smp.doctor.room import Request
 from smp.errors import UserError
 from smp.runtime import data_channel, read_launch, set_default_threads
+from smp.train.arguments import parse_args
 
 _OWN = ("model", "training_dir", "test_dir", "dataset_type", "tokenizer_name_or_dir", "vocab_size", "output_dir",
         "distributed_backend")  # fmt: skip
-_SETTINGS_SECONDS = 120.0
-_PRINT_SETTINGS = """
-import json, sys
-sys.path.insert(0, sys.argv.pop(1))
-import arguments
-print(json.dumps(arguments.parse_args(sys.argv[1:]).flat()))
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer_name_or_dir", metavar="DIR", help="the tokenizer of text")
     parser.add_argument("--vocab_size", type=int, metavar="N", help="ids must be below it; default: the model's")
     parser.add_argument("--output_dir", metavar="DIR", help="where the run will write")
-    parser.add_argument("--distributed_backend", choices=("smddp", "gloo", "nccl"), help="default: as train_lib.py")
+    parser.add_argument("--distributed_backend", choices=("smddp", "gloo", "nccl"), help="default: as the job")
     parser.add_argument(
         "--nproc_per_node", type=int, metavar="N", help="processes to start, without a launcher (default 2)"
     )
@@ -56,15 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full", action="store_true", help="read all data, write and exchange more, measure all pairs")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of train_lib.py")
-
-
-def checkout() -> Path | None:
-    """The folder that holds ``train_lib.py`` beside the package, or where the command was started."""
-    for folder in (Path(__file__).resolve().parent.parent.parent, Path.cwd()):
-        if (folder / "train_lib.py").is_file() and (folder / "arguments.py").is_file():
-            return folder
-    return None
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the training job")
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -82,38 +65,31 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.config is not None or options.flags:
         words = ["--config", options.config] if options.config is not None else []
         words += options.flags + [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    folder = checkout()
-    settings: dict[str, Any] = dict(given)
-    if words and folder is not None:
-        settings = _settings(folder, words) | settings
+    settings: dict[str, Any] = _settings(words) | given if words else dict(given)
     for name, channel in (("training_dir", "train"), ("test_dir", "test")):
         if settings.get(name) is None and (place := data_channel(channel)):
             settings[name] = place
     return Request(
         {name: value for name, value in settings.items() if value is not None},
-        tuple(words), folder, options.timeout, options.full,
+        tuple(words), options.timeout, options.full,
     )  # fmt: skip
 
 
-def _settings(folder: Path, words: list[str]) -> dict[str, Any]:
+def _settings(words: list[str]) -> dict[str, Any]:
     """The training job's settings; empty where it refuses its flags, of which its dry run tells.
 
     Raises:
         UserError: the flags ask for something else than a job.
     """
-    done = run_python(_SETTINGS_SECONDS, ["-c", _PRINT_SETTINGS, str(folder), *words])
-    if done is None or done.returncode:
-        return {}
-    try:
-        found = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        found = None
-    if not isinstance(found, dict):
+    if {"--help", "-h"} & set(words):
         raise UserError(
-            "the flags after -- ask for help instead of a job: leave --help out, and read it with `python "
-            "train_lib.py --help`"
+            "the flags after -- ask for help instead of a job: leave --help out, and read it with `python -m smp.train "
+            "--help`"
         )
-    return found
+    try:
+        return parse_args(words).flat()
+    except UserError:
+        return {}
 
 
 def run(options: argparse.Namespace) -> int:

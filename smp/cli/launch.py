@@ -1,6 +1,6 @@
 """Write the script that starts a training job: for Slurm, Kubernetes, a file of hosts, or this machine.
 
-The training flags come after `--`; the checkout's own train_lib.py checks them before anything is written. Degrees and
+The training flags come after `--` and are checked before anything is written. Degrees and
 micro-batch are chosen from the GPUs' memory where they are not given. The script is printed; --output FILE writes it.
 
     smp launch slurm --model llama70b --nodes 8 --partition gpu -- --training_dir /data/text --max_steps 10000
@@ -44,18 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         target = targets.add_parser(name, help=summary, description=summary)
         _add_common(target)
         add(target)
-        target.add_argument("words", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of train_lib.py")
+        target.add_argument("words", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training job")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME", help="as train_lib.py's; it may stand among its flags instead")
+    parser.add_argument("--model", metavar="NAME", help="as the job's; it may stand among its flags instead")
     parser.add_argument(
         "--gpus_per_node", type=int, metavar="N", help="default 8, or the slots of --hosts; 0 trains on CPUs"
     )
     parser.add_argument("--processes_per_node", type=int, metavar="N", help="default: as many as GPUs")
     parser.add_argument("--gpu_memory_gib", type=float, default=80.0, metavar="GIB", help="of one GPU; default 80")
-    parser.add_argument("--workdir", metavar="DIR", help="where train_lib.py is, on all nodes; default: here")
-    parser.add_argument("--script", default="train_lib.py", metavar="FILE", help="another script to start")
+    parser.add_argument("--workdir", metavar="DIR", help="where the job runs, on all nodes; default: here")
+    parser.add_argument("--script", metavar="FILE", help="a script to start instead of `-m smp.train`")
     parser.add_argument("--output", metavar="FILE", help="write it there; a file that exists is left as it is")
 
 
@@ -94,7 +94,7 @@ def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", choices=("trainjob", "pytorchjob"), default="trainjob", help="Kubeflow Trainer v2 (default), or v1"
     )
-    parser.add_argument("--image", required=True, metavar="IMAGE", help="with train_lib.py in --workdir")
+    parser.add_argument("--image", required=True, metavar="IMAGE", help="with smp installed")
     parser.add_argument("--claim", required=True, metavar="NAME", help="volume claim that all nodes can write")
     parser.add_argument("--mount_path", default="/mnt/smp", metavar="DIR", help="of the claim; default /mnt/smp")
     parser.add_argument("--job_name", metavar="NAME", help="default: the model's")
@@ -180,7 +180,7 @@ def _words_of(options: argparse.Namespace) -> list[str]:
     words = list(options.words)
     if words and words[0] != "--":
         raise UserError(
-            f"{words[0]!r} is no flag of `smp launch {options.target}`: train_lib.py's flags come after `--`"
+            f"{words[0]!r} is no flag of `smp launch {options.target}`: the training job's flags come after `--`"
         )
     words = require_plain_words(words[1:])
     if options.model is not None:
@@ -207,14 +207,14 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
     _require_environment(options)
     words = _words_of(options)
     processes, gpus = _processes(options, slots)
-    found = _checked(options, words, options.workdir)
+    found = _checked(options, words)
     given = found.named if found is not None else frozenset(_flags(words))
     if found is not None:
         _require_kept(options, found)
     title = f"Made by `smp launch {options.target}`: {nodes} node(s)"
     chosen: list[str] = []
     if found is None:
-        comments = [title + ".", _unchecked(options, words)]
+        comments = [title + ".", _unchecked(words)]
     elif not gpus:
         comments = [f"{title}, on CPUs. No sizes were chosen."]
     else:
@@ -227,7 +227,7 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
     if options.target == "kubernetes" and "output_dir" not in given:
         words += ["--output_dir", f"{options.mount_path}/runs/{_name(options, words)}"]
     return Job(
-        nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir, script=options.script,
+        nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir, program=_program(options),
         words=[*words, *chosen], resumes=RESUME.removeprefix("--") in given, comments=comments,
         venv=getattr(options, "venv", None), conda=getattr(options, "conda", None),
         image=getattr(options, "image", None), container=getattr(options, "container", None),
@@ -273,20 +273,20 @@ def _flags(words: list[str]) -> list[str]:
     return [word[2:].partition("=")[0] for word in words if word.startswith("--")]
 
 
-def _checked(options: argparse.Namespace, words: list[str], workdir: str) -> Checked | None:
-    """The training flags as train_lib.py reads them; None where it is not the script, or not here."""
-    checkout = _checkout(workdir)
-    return None if options.script != "train_lib.py" or checkout is None else check_words(words, checkout)
+def _program(options: argparse.Namespace) -> list[str]:
+    return ["-m", "smp.train"] if options.script is None else [options.script]
 
 
-def _checkout(workdir: str) -> Path | None:
-    return next((folder for folder in (Path(workdir), Path.cwd()) if (folder / "arguments.py").is_file()), None)
+def _checked(options: argparse.Namespace, words: list[str]) -> Checked | None:
+    """The training flags as the job reads them; None where they are another script's."""
+    if options.script is not None and Path(options.script).name != "train_lib.py":
+        return None
+    return check_words(words, Path(options.workdir))
 
 
-def _unchecked(options: argparse.Namespace, words: list[str]) -> str:
+def _unchecked(words: list[str]) -> str:
     """Says, on standard error too, that the training flags were not looked at."""
-    why = "there is no train_lib.py here" if options.script == "train_lib.py" else "they are of another script"
-    note = f"The training flags were not checked, and no sizes chosen: {why}."
+    note = "The training flags were not checked, and no sizes chosen: they are of another script."
     if "config" in _flags(words):
         note += f" What the file of --config says of {RESUME} and --output_dir is not known: name them among the flags."
     print(f"note: {note}", file=sys.stderr)

@@ -113,7 +113,7 @@ def check_bf16(room: Room) -> None:
     if ceiling is not None:
         room.warn(
             f"a bf16 matrix product dies on this CPU, which advertises instructions that it traps: set "
-            f"ONEDNN_MAX_CPU_ISA={ceiling} (train_lib.py does so by itself)",
+            f"ONEDNN_MAX_CPU_ISA={ceiling} (the training job does so by itself)",
             ceiling=ceiling,
         )
         return

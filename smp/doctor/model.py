@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import Any
-
 import torch
 
 from smp.checkpoint.config import CheckpointConfig
@@ -26,7 +22,8 @@ from smp.mesh import resolve_degrees
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.registry import build_model
 from smp.prepare import compute_dtype
-from smp.runtime import environment_with
+from smp.train.arguments import parse_args
+from smp.train.run_plan import make_plan, planned_launch
 
 _BATCH = 2  # --train_batch_size where it is not known
 PLAN_SHARE = 5.0  # of --timeout: data may have to be converted
@@ -57,7 +54,7 @@ def check_model(room: Room) -> None:
     }  # fmt: skip
     room.measure("model", data)
     enough = processes_that_fit(shape, work, available, tp=degrees.tp)
-    smaller = "a smaller model, batch or sequence (train_lib.py --dry_run 1 shows what needs how much)"
+    smaller = "a smaller model, batch or sequence (--dry_run 1 shows what needs how much)"
     advice = f"use {enough} such processes with full sharding, or {smaller}" if enough else f"use {smaller}"
     check_fits(needed, available, model=model.name, processes=launch.world_size, advice=advice)
     room.ok(
@@ -95,52 +92,12 @@ def _sizes(room: Room, model: ResolvedModel) -> tuple[ModelShape, Workload]:
     )
 
 
-# --- the training job's own check
-
-
-def run_python(seconds: float, words: list[str]) -> subprocess.CompletedProcess[str] | None:
-    """Run Python as a process of no job, offline; None where it takes longer than ``seconds``."""
-    environment = {name: value for name, value in environment_with({}).items() if not _of_a_job(name)}
-    try:
-        return subprocess.run(
-            [sys.executable, *words],
-            env=environment, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _of_a_job(name: str) -> bool:
-    """Whether a variable says that its process is one of a job."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-    return name in ranks or name.startswith(("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "MPI_", "MV2_", "SLURM_"))
-
-
-def problems_of(done: subprocess.CompletedProcess[Any]) -> list[str]:
-    """The sentences of a training process that has refused, or its last line where it failed otherwise."""
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return said or [f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}"]
-
-
 def check_plan(room: Room) -> None:
-    """Let the training job check its own settings: ``train_lib.py --dry_run 1``."""
-    request = room.request
-    if not request.training_words:
+    """Plan the job as its ``--dry_run 1`` does."""
+    words = room.request.training_words
+    if not words:
         room.ok("no training flags were given after --, nor --config: no dry run was made")
         return
-    if request.checkout is None:
-        room.warn("there is no train_lib.py beside the package smp: --config and the flags after -- were not looked at")
-        return
-    words = [str(request.checkout / "train_lib.py"), *request.training_words, "--dry_run", "1"]
-    words += ["--dry_run_world_size", str(room.launch.world_size)]
-    limit = room.request.timeout * PLAN_SHARE * 0.9
-    done = run_python(limit, words)
-    if done is None:
-        room.warn(f"train_lib.py --dry_run 1 has not ended within {limit:.0f} s: give --timeout more, or run it alone")
-        return
-    if done.returncode == 0:
-        room.ok("train_lib.py --dry_run 1 accepts the settings and reads the data")
-        return
-    for sentence in problems_of(done):
-        room.problem(sentence)
+    config = parse_args([*words, "--dry_run", "1", "--dry_run_world_size", str(room.launch.world_size)])
+    make_plan(config, planned_launch(config, room.launch)).close()
+    room.ok("the training job accepts the settings and reads the data")

@@ -26,7 +26,6 @@ class Request:
     Attributes:
         settings: of the training job by flag name, as far as they are known.
         training_words: what the training job's own command line would be, or empty where none was given.
-        checkout: the folder that holds ``train_lib.py``, or None.
         timeout: seconds that one check may take.
         full: look at everything instead of samples, and measure more.
         root: stands for ``/`` in what is read of the system.
@@ -34,7 +33,6 @@ class Request:
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     training_words: tuple[str, ...] = ()
-    checkout: Path | None = None
     timeout: float = 60.0
     full: bool = False
     root: Path = Path("/")

@@ -57,7 +57,7 @@ def read_launch(environment: Environment | None = None) -> Launch:
     if missing:
         raise UserError(
             f"the environment sets only part of what torchrun sets: {', '.join(missing)} missing or not a number; "
-            f"start with `torchrun --nproc_per_node N train_lib.py ...`, or unset RANK and WORLD_SIZE for one process"
+            f"start with `torchrun --nproc_per_node N -m smp.train ...`, or unset RANK and WORLD_SIZE for one process"
         )
     rank, world_size, local_rank, local_world_size = (int(values[name] or 0) for name in NAMES)
     restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -182,7 +182,8 @@ def _parser() -> argparse.ArgumentParser:
         help="reads names of signals to hand on from standard input (TERM, USR1, INT), and ends with it",
     )  # fmt: skip
     parser.add_argument("--no_gpus", action="store_true", help="hides this machine's GPUs from the processes")
-    parser.add_argument("script", help="Python file to run in each process")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as python -m takes it")
+    parser.add_argument("script", help="Python file, or module with -m, to run in each process")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
 
@@ -204,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error("--max_restarts is for jobs on one host: what starts this on each host is to start it again")
         host = Host(options.node_rank, options.nnodes, options.master_addr, options.master_port)
     set_default_threads(options.nproc_per_node)
-    command = [sys.executable, "-u", options.script, *options.arguments]
+    command = [sys.executable, "-u", *(["-m"] if options.module else []), options.script, *options.arguments]
     job = LocalJob(
         command, options.nproc_per_node, options.max_restarts, host,
         controlled=options.controlled, no_gpus=options.no_gpus,

@@ -24,8 +24,8 @@ class Job:
         nodes: their number.
         gpus: of each; 0: it computes on CPUs.
         processes: on each.
-        workdir: where the training script is, on all nodes.
-        script: its name there.
+        workdir: where it runs, on all nodes.
+        program: what Python starts there: a file, or ``-m`` and a module.
         words: its flags, with those that were chosen.
         resumes: whether these say where to start from.
         comments: what there is to say of them.
@@ -40,7 +40,7 @@ class Job:
     gpus: int
     processes: int
     workdir: str
-    script: str
+    program: list[str]
     words: list[str]
     resumes: bool
     comments: list[str]
@@ -90,7 +90,7 @@ def node_script(job: Job, *, place: str, name: str = "", controlled: bool = Fals
         "PROCESSES": str(job.processes),
         "NO_GPUS": "" if job.gpus else "--no_gpus ",
         "CONTROLLED": "--controlled " if controlled else "",
-        "SCRIPT": shlex.quote(job.script),
+        "PROGRAM": quoted(job.program),
     }
     return filled("node.sh", values).rstrip("\n")
 
@@ -121,7 +121,7 @@ def _environment(job: Job, name: str, *, controlled: bool) -> str:
 def local_command(job: Job) -> list[str]:
     """The command that runs a job of one node on this machine."""
     launcher = ["python3", "-m", "smp.launch.local", "--nproc_per_node", str(job.processes)]
-    return [*launcher, *([] if job.gpus else ["--no_gpus"]), job.script, *with_resume(job)]
+    return [*launcher, *([] if job.gpus else ["--no_gpus"]), *job.program, *with_resume(job)]
 
 
 def with_resume(job: Job) -> list[str]:

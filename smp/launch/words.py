@@ -1,39 +1,24 @@
-"""The words of a training command: checked where the training script is, and quoted for shells."""
+"""The words of a training command: checked as the job checks them, and quoted for shells."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from smp.errors import ConfigError, UserError
+from smp.errors import UserError
 from smp.log import redact
-
-_CHECK_SECONDS = 120
-# Run where the training script is: this package does not import it.
-_CHECK = """
-import json, sys
-from arguments import parse_args
-from smp.errors import ConfigError, UserError
-try:
-    config = parse_args(sys.argv[1:])
-except UserError as error:
-    print(json.dumps({"problems": error.problems if isinstance(error, ConfigError) else [str(error)]}))
-else:
-    print(json.dumps({"settings": config.flat(), "given": sorted(config.given)}))
-"""
+from smp.train.arguments import parse_args
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """The training flags as the training script reads them.
+    """The training flags as the job reads them.
 
     Args:
         settings: every setting by name.
@@ -50,30 +35,23 @@ class Checked:
 
 
 def check_words(words: Sequence[str], directory: Path) -> Checked:
-    """Let the checkout's own ``arguments.py`` read training flags, in a process of its own.
+    """Read training flags as the job does.
+
+    Args:
+        directory: where the job runs; paths such as that of ``--config`` are relative to it, if it is on this machine.
 
     Raises:
-        ConfigError: with every problem that it found.
-        UserError: it cannot be run.
+        ConfigError: with every problem found.
+        UserError: they ask for help instead of a job.
     """
-    command = [sys.executable, "-c", _CHECK, *words]
-    try:
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{directory}/arguments.py did not answer within {_CHECK_SECONDS} s: see why") from None
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        if done.returncode == 0:  # it has printed something else, and ended
-            raise UserError(
-                "the training flags ask for help instead of a job: leave --help out, and read it with `python "
-                "train_lib.py --help`"
-            ) from None
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UserError(f"{directory}/arguments.py cannot check the training flags ({last}): mend it") from None
-    if "problems" in answer:
-        raise ConfigError(answer["problems"])
-    found = Checked(answer["settings"], frozenset(answer["given"]))
+    if {"--help", "-h"} & set(words):
+        raise UserError(
+            "the training flags ask for help instead of a job: leave --help out, and read it with `python -m smp.train "
+            "--help`"
+        )
+    with contextlib.chdir(directory if directory.is_dir() else "."):
+        config = parse_args(words)
+    found = Checked(config.flat(), config.given)
     for name in sorted(found.given):  # a --config file can hold what no word may
         for value in _texts(found.settings.get(name)):
             _require_printable(f"--{name}", value)

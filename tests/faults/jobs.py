@@ -6,9 +6,10 @@ import pathlib
 import time
 from collections.abc import Callable
 
-import train_lib
 from smp.checkpoint.background import BackgroundWrite
 from smp.faults import failure, members, watchdog
+from smp.train import __main__ as train_main
+from smp.train import trainer
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.job import LLAMA, read_metrics
 
@@ -18,13 +19,14 @@ LONG = [*JOB, "--max_steps", 100_000, "--checkpoint_freq", 100_000]
 
 def wrapped(name: str, before: Callable[[], None]) -> None:
     """Call ``before`` each time the job calls its part ``name``; for ``prepare`` of a job."""
-    inner = getattr(train_lib, name)
+    module = trainer if name in vars(trainer) else train_main
+    inner = getattr(module, name)
 
     def call(*args, **kwargs):
         before()
         return inner(*args, **kwargs)
 
-    setattr(train_lib, name, call)
+    setattr(module, name, call)
 
 
 def at_call(number: int, then: Callable[[], None]) -> Callable[[], None]:

@@ -24,9 +24,9 @@ import sys
 import tempfile
 import time
 
-import train_lib
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.train import trainer
 from tests.faults.disk import kill_at, record
 from tests.job import LLAMA, losses, run_job, running_job
 
@@ -56,7 +56,7 @@ def job(run: pathlib.Path, kind: str) -> list[object]:
 
 def die_in_step(number: int) -> None:
     """End this process in the forward of a step."""
-    forward, seen = train_lib.forward, [0]
+    forward, seen = trainer.forward, [0]
 
     def call(*args, **kwargs):
         if seen[0] == number:
@@ -64,7 +64,7 @@ def die_in_step(number: int) -> None:
         seen[0] += 1
         return forward(*args, **kwargs)
 
-    train_lib.forward = call
+    trainer.forward = call
 
 
 def checkpoint_folders(run: pathlib.Path, kind: str) -> list[pathlib.Path]:

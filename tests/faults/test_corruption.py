@@ -9,10 +9,10 @@ import shutil
 
 import pytest
 
-import train_lib
 from smp.checkpoint.layout import find_checkpoints, quick_problem
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.errors import UserError
+from smp.train import __main__ as train_main
 from tests.faults.jobs import wrapped
 from tests.job import LLAMA, run_job
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_passed_over_is_named_once(what, copy):
         data[-5] ^= 4
         file.write_bytes(data)
     words = [*JOB[:-4], "--max_steps", 4, "--num_kept_checkpoints", 3, "--output_dir", copy]
-    as_a_program = functools.partial(wrapped, "read_config", train_lib._log_to_console)
+    as_a_program = functools.partial(wrapped, "read_config", train_main.log_to_console)
     done = run_job(*words, "--resume_from_checkpoint", "latest", prepare=lambda rank: as_a_program()).succeeded()
     said = [line for line in done.output.splitlines() if "Not resuming from" in line or "Passed over" in line]
     assert len(said) == 1 and path.name in said[0], done.output

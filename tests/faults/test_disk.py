@@ -79,9 +79,9 @@ def test_training_goes_on_if_that_is_asked_for(checkpoint_bytes, tmp_path):
     def prepare(rank: int) -> None:
         if rank == 0:
             fill_after(run / "checkpoints", checkpoint_bytes // 2, until=room_again)
-        import train_lib
+        from smp.train import trainer
 
-        forward, seen = train_lib.forward, [0]
+        forward, seen = trainer.forward, [0]
 
         def call(*args):
             seen[0] += 1
@@ -89,7 +89,7 @@ def test_training_goes_on_if_that_is_asked_for(checkpoint_bytes, tmp_path):
                 room_again.touch()
             return forward(*args)
 
-        train_lib.forward = call
+        trainer.forward = call
 
     words = [*JOB, "--max_steps", 6, "--on_save_error", "continue", "--output_dir", run]
     outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()

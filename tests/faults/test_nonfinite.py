@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-import train_lib
 from smp.faults.nonfinite import spread_nonfinite
 from smp.grad_norm import clip_grad_norm_
+from smp.train import __main__ as train_main
+from smp.train import trainer
 from tests.faults.jobs import JOB, checkpoints
 from tests.job import LLAMA, read_metrics, run_job
 from tests.test_train import tensors
@@ -27,7 +28,7 @@ def broken_loss(value: float, *, at: set[int], rank: int = 1):
     """``prepare``: the loss of one rank is ``value`` in some forward passes of it, counted from 1."""
 
     def prepare(own: int) -> None:
-        inner, count = train_lib.forward, 0
+        inner, count = trainer.forward, 0
 
         def forward(model, microbatch, device):
             nonlocal count
@@ -35,14 +36,14 @@ def broken_loss(value: float, *, at: set[int], rank: int = 1):
             loss = inner(model, microbatch, device)
             return loss + value if own == rank and count in at else loss
 
-        train_lib.forward = forward
+        trainer.forward = forward
 
     return prepare
 
 
 def broken_gradient(own: int) -> None:
     """``prepare``: one element of one rank's gradient is infinite in the second step, before the norm."""
-    inner, count = train_lib.clip_grad_norm_, 0
+    inner, count = trainer.clip_grad_norm_, 0
 
     def clip(model, bound):
         nonlocal count
@@ -52,7 +53,7 @@ def broken_gradient(own: int) -> None:
             weight.grad.to_local().view(-1)[0] = math.inf
         return inner(model, bound)
 
-    train_lib.clip_grad_norm_ = clip
+    trainer.clip_grad_norm_ = clip
 
 
 def record(run) -> list[dict]:
@@ -128,7 +129,7 @@ def test_a_step_is_left_out_and_the_rest_is_as_without_it(tmp_path):
 
 def test_weights_that_are_not_finite_stop_at_the_first_step(tmp_path):
     def prepare(rank: int) -> None:
-        inner = train_lib.load_checkpoint
+        inner = train_main.load_checkpoint
 
         def load(*args, **kwargs):
             state = inner(*args, **kwargs)
@@ -136,7 +137,7 @@ def test_weights_that_are_not_finite_stop_at_the_first_step(tmp_path):
                 next(iter(kwargs["model"].parameters())).to_local().view(-1)[:64] = math.nan
             return state
 
-        train_lib.load_checkpoint = load
+        train_main.load_checkpoint = load
 
     words = [*JOB, "--output_dir", tmp_path / "run"]
     run_job(*words, "--max_steps", 2, world_size=2).succeeded()

@@ -18,7 +18,8 @@ LOCAL = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2"]
 # Says when it is there, and waits for a byte of standard input.
 SCRIPT = """
 import os, signal, sys, threading, time
-import smp, train_lib
+import smp
+import smp.train.__main__ as train_lib
 
 def wait():
     os.write(1, b"there\\n")

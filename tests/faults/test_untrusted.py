@@ -24,12 +24,12 @@ from transformers import LlamaConfig
 
 import smp.cli
 import train_lib
-from data.pipelines.hf import open_mapped, saved_files
-from data.pipelines.jsonl import MAX_LINE, read_objects
-from data.pipelines.text import TextTokenizer, read_text
-from data.storage import list_files
-from data.token_cache import TokenFile, cached, recorded
 from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.data.hf import open_mapped, saved_files
+from smp.data.jsonl import MAX_LINE, read_objects
+from smp.data.storage import list_files
+from smp.data.text import TextTokenizer, read_text
+from smp.data.token_cache import TokenFile, cached, recorded
 from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_json
 from smp.models.model_config import ModelConfig, resolve_model

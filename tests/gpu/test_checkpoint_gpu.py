@@ -12,7 +12,7 @@ from smp.checkpoint.checkpointer import begin, load_checkpoint, publish_snapshot
 from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
 from smp.config import ParallelConfig
 from smp.mesh import build_mesh, resolve_degrees
-from smp.optimizer import OptimConfig, build_optimizer
+from smp.train.optimizer import OptimConfig, build_optimizer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,5 +5,5 @@ set -o pipefail
 cd @@WORKDIR@@ || exit 2
 @@ENVIRONMENT@@
 @@EXEC@@@@INSIDE@@python3 -u -m smp.launch.local --nnodes "$nnodes" --node_rank "$node_rank" \
-    --master_addr "$address" --master_port "$port" --nproc_per_node @@PROCESSES@@ @@NO_GPUS@@@@CONTROLLED@@@@SCRIPT@@ "$@"@@BESIDE@@
+    --master_addr "$address" --master_port "$port" --nproc_per_node @@PROCESSES@@ @@NO_GPUS@@@@CONTROLLED@@@@PROGRAM@@ "$@"@@BESIDE@@
 @@AFTER@@

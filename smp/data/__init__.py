@@ -1,0 +1,1 @@
+"""Where training tokens come from: sources, order, packing, caches."""

@@ -1,0 +1,373 @@
+"""The one entry to the data: :func:`create_data_pipeline`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from smp.config import Section, setting
+from smp.data.hf import open_hf
+from smp.data.jsonl import open_jsonl
+from smp.data.packing import Collator, Row, RowSource
+from smp.data.sampler import PADDING, samples_at, step_positions
+from smp.data.storage import JSONL, TEXT, list_files
+from smp.data.synthetic import SyntheticRows
+from smp.data.text import TextTokenizer, open_text
+from smp.errors import UserError
+
+Split = Literal["train", "validation"]
+LOOKED_UP_AT_ONCE = 1024
+FEWEST_WORKERS_ALLOWED = 8
+WORKER_END_SECONDS = 0.2  # from the first sign of a worker's end to its status
+log = logging.getLogger("smp.data")
+
+NO_DATA = "no training data: set --training_dir, or --use_synthetic_data 1 for random tokens"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Where samples come from and how they are served."""
+
+    dataset_type: Literal["gpt_jsonl", "hf", "text"] = setting(
+        "gpt_jsonl",
+        "Format of the data: JSON lines with input_ids, a saved Hugging Face dataset or parquet, or raw text.",
+    )
+    use_synthetic_data: bool = setting(False, "Train on random tokens; no data is read.")
+    synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1, maximum=1 << 40)
+    training_dir: str | None = setting(
+        None, "Training data: a folder, a file, a glob, or a URL such as s3://bucket/folder."
+    )
+    test_dir: str | None = setting(None, "Validation data, as --training_dir.")
+    zipped_data: bool | None = setting(
+        None, "Which files of a folder to read: 1 only .gz, 0 only uncompressed. Default: both (SMP v2: only .gz)."
+    )
+    tokenizer_name_or_dir: str | None = setting(
+        None, "Local tokenizer directory, for --dataset_type text and --document_mask 1."
+    )
+    text_document_separator: str | None = setting(
+        None, "Line that separates documents in a text file; '' is a blank line. Default: a file is one document."
+    )
+    data_cache_dir: str | None = setting(
+        None, "Folder of the converted, memory-mapped token files. Default: ~/.cache/smp/tokens."
+    )
+    data_num_workers: int = setting(0, "Processes that prepare training batches. 0: the training process.", minimum=0)
+    shuffle_data: bool = setting(
+        True, "Visit the training samples in another order each epoch. 0: in the data's order, as SMP v2."
+    )
+    document_mask: bool = setting(
+        False, "Keep packed documents apart: attention and positions restart after each end-of-sequence token."
+    )
+    validation_freq: int | None = setting(None, "Steps between validations. Default: none.", minimum=1)
+    validation_batches: int = setting(10, "Batches per validation.", minimum=1)
+    val_batch_size: int = setting(4, "Validation samples per data rank and batch.", minimum=1)
+    fast_validation: bool = setting(True, "Validate on the last file of --test_dir only.")
+    preserve_np_state: bool = setting(
+        False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
+    )
+
+    def problems(self) -> list[str]:
+        """Adds what a source needs to be opened at all."""
+        found = super().problems()
+        if self.use_synthetic_data:
+            return found
+        if self.training_dir is None:
+            found.append(NO_DATA)
+        if self.validation_freq is not None and self.test_dir is None:
+            found.append(f"--validation_freq {self.validation_freq} needs validation data: set --test_dir")
+        if self.dataset_type == "text" and self.tokenizer_name_or_dir is None:
+            found.append("--dataset_type text needs --tokenizer_name_or_dir, a local tokenizer directory")
+        if self.dataset_type != "text" and self.text_document_separator is not None:
+            found.append(
+                f"--text_document_separator is for --dataset_type text, which is {self.dataset_type}: leave it out"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """What the training loop knows and the data must fit.
+
+    Attributes:
+        sequence_length: tokens per sample.
+        vocab_size: ids must be below it.
+        global_batch_size: samples per optimizer step over all data ranks; need not divide.
+        micro_batch_size: most samples per forward pass.
+        data_rank, data_size: this data-parallel rank and their number.
+        seed: of the order, and of random tokens; at least 0.
+        pin_memory: put batches in page-locked memory, for faster copies to a GPU.
+        eos_token_id: what ends a document, for data without a tokenizer.
+        pad_token_id: what fills short rows; its value never matters. Default: the end-of-sequence id, or 0.
+    """
+
+    sequence_length: int
+    vocab_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+    seed: int
+    pin_memory: bool = False
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclasses.dataclass
+class StepBatch:
+    """One rank's share of one optimizer step.
+
+    Attributes:
+        microbatches: see :class:`smp.data.packing.Collator`, each with ``sample_ids`` (B,), the stream positions of its
+            rows, -1 for a padding row. Their number is the same on every rank.
+        sample_ids: (k,) int64, the stream positions this rank consumes, without padding rows.
+    """
+
+    microbatches: list[dict[str, Tensor]]
+    sample_ids: Tensor
+
+
+Positions = tuple[np.ndarray, np.ndarray]  # of one micro-batch: stream positions, and the samples of the real ones
+
+
+@dataclasses.dataclass(frozen=True)
+class _Microbatches(Dataset):
+    """Map-style, with a whole micro-batch as the index; in the same words in a worker and at home."""
+
+    source: RowSource
+    collate: Collator
+
+    def __getitem__(self, index: Positions) -> dict[str, Tensor]:
+        positions, samples = index
+        # Padding rows are alone in their micro-batch.
+        rows: list[Row | None] = [*self.source.rows(samples)] if len(samples) else [None]
+        return {**self.collate(rows), "sample_ids": torch.from_numpy(positions)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """The endless stream of one rank's micro-batches, from any position: what DataLoader calls a sampler."""
+
+    step: list[np.ndarray]
+    global_batch_size: int
+    samples: int
+    seed: int
+    shuffle: bool
+    start: int
+
+    def __iter__(self) -> Iterator[Positions]:
+        mine = np.concatenate(self.step)
+        # Looking up many positions at once costs little more than one.
+        ahead = np.arange(max(1, LOOKED_UP_AT_ONCE // len(mine))) * self.global_batch_size
+        start = self.start
+        while True:
+            block = np.where(mine == PADDING, PADDING, start + ahead[:, None] + mine)
+            found = np.full(block.shape, PADDING)
+            found[block != PADDING] = samples_at(
+                block[block != PADDING], self.samples, seed=self.seed, shuffle=self.shuffle
+            )
+            edges = np.cumsum([0, *map(len, self.step)]).tolist()
+            for positions, samples in zip(block, found, strict=True):
+                for begin, end in itertools.pairwise(edges):
+                    chosen = samples[begin:end]
+                    yield positions[begin:end], chosen if chosen[0] != PADDING else chosen[:0]
+            start += len(ahead) * self.global_batch_size
+
+
+def _end_with_parent(worker: int) -> None:
+    """End a worker as soon as the training process is gone, however it went.
+
+    DataLoader's own watch looks at the worker's parent, which here is the fork server, and that one waits for its
+    workers: after a SIGKILL they would keep each other alive. Signals that ask the whole job to stop leave the worker
+    at work: the training process acts on them at the end of its step.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _as_it_is(microbatch: Any) -> Any:
+    return microbatch
+
+
+class DataPipeline:
+    """Endless steps of data, from any position of the stream at once.
+
+    Each ``iter()`` begins again at ``start_sample`` and ends the iteration before it.
+
+    Attributes:
+        samples_per_epoch: rows of the data; stream position g is in epoch ``g // samples_per_epoch``.
+        fingerprint: names the data and how it is cut into samples, for refusing to resume on other data.
+    """
+
+    def __init__(
+        self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int, start_sample: int
+    ):
+        self.samples_per_epoch = len(source)
+        identity = f"{source.fingerprint} {batch.sequence_length} {collate.document_end}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:20]
+        step = step_positions(
+            batch=batch.global_batch_size, micro=batch.micro_batch_size, rank=batch.data_rank, size=batch.data_size
+        )
+        self._microbatches_per_step = len(step)
+        order = _Order(step, batch.global_batch_size, len(source), batch.seed, shuffle, start_sample)
+        # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on. The
+        # server imports torch once for all workers, which share its memory.
+        context = multiprocessing.get_context("forkserver") if workers else None
+        if context is not None:
+            context.set_forkserver_preload([__name__])
+        self._loader = DataLoader(
+            _Microbatches(source, collate),
+            sampler=order,  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            multiprocessing_context=context,
+            worker_init_fn=_end_with_parent,
+            prefetch_factor=2 * self._microbatches_per_step if workers else None,
+            pin_memory=batch.pin_memory,
+            # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
+            generator=torch.Generator(),
+        )
+        self._steps: Iterator[StepBatch] | None = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        self.close()
+        self._steps = self._iterate()
+        return self._steps
+
+    def _iterate(self) -> Iterator[StepBatch]:
+        microbatches = []
+        for microbatch in self._served():
+            microbatches.append(microbatch)
+            if len(microbatches) == self._microbatches_per_step:
+                ids = torch.cat([each["sample_ids"] for each in microbatches])
+                yield StepBatch(microbatches, ids[ids != PADDING])
+                microbatches = []
+
+    def _served(self) -> Iterator[dict[str, Tensor]]:
+        iterator = iter(self._loader)
+        try:
+            yield from iterator
+        except (RuntimeError, OSError, EOFError) as error:
+            time.sleep(WORKER_END_SECONDS)
+            for worker in getattr(iterator, "_workers", []):
+                if not worker.is_alive():
+                    raise RuntimeError(
+                        f"the data worker process {worker.pid} has ended (status {worker.exitcode}): killed by hand, "
+                        f"or by the system for memory; --data_num_workers 0 does without"
+                    ) from error
+            raise
+
+    def close(self) -> None:
+        """End the running iteration and its worker processes."""
+        if self._steps is not None:
+            self._steps.close()  # type: ignore[attr-defined]
+            self._steps = None
+
+
+def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape, start_sample: int = 0) -> DataPipeline:
+    """Open the data of one split.
+
+    Every rank may call it at once; what has to be converted is converted by one process per cache folder. Validation
+    data is read in its own order, by the training process.
+
+    Args:
+        config: the settings.
+        split: which data.
+        batch: shape of batches and this rank's place.
+        start_sample: stream position to begin at: samples consumed so far by all ranks together.
+
+    Raises:
+        UserError: the data is missing, empty, malformed or does not fit the model; with file and line.
+    """
+    most = max(FEWEST_WORKERS_ALLOWED, os.cpu_count() or 1)
+    if config.data_num_workers > most:
+        raise UserError(
+            f"--data_num_workers {config.data_num_workers} is more than this machine can use: at most {most} here; "
+            f"0 to 4 are enough for most data"
+        )
+    source, eos = _open_source(config, split, batch)
+    eos = batch.eos_token_id if eos is None else eos
+    if len(source) == 0:
+        raise UserError(f"{_path(config, split)} holds no tokens: nothing to train on")
+    if config.document_mask and eos is None:
+        raise UserError(
+            "--document_mask 1 needs to know which token ends a document: set --tokenizer_name_or_dir, or leave it at 0"
+        )
+    pad = next((each for each in (batch.pad_token_id, eos) if each is not None and each < batch.vocab_size), 0)
+    collate = Collator(
+        sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.document_mask else None
+    )
+    train = split == "train"
+    return DataPipeline(
+        source,
+        collate,
+        batch,
+        shuffle=config.shuffle_data and train,
+        workers=config.data_num_workers if train else 0,
+        start_sample=start_sample,
+    )
+
+
+def _path(config: DataConfig, split: Split) -> str:
+    path = config.training_dir if split == "train" else config.test_dir
+    if path is None:
+        raise UserError(f"no {split} data: set --{'training_dir' if split == 'train' else 'test_dir'}")
+    return path
+
+
+def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[RowSource, int | None]:
+    """The rows of one split, and the id that ends a document where the source knows it."""
+    length, vocab = batch.sequence_length, batch.vocab_size
+    tokenizer = None
+    if config.tokenizer_name_or_dir is not None and (config.dataset_type == "text" or config.document_mask):
+        tokenizer = TextTokenizer(config.tokenizer_name_or_dir)
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    if config.use_synthetic_data:
+        if split == "train" and config.training_dir is not None:
+            log.info("--use_synthetic_data 1: %s is not read", config.training_dir)
+        rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
+        return rows, eos
+    path = _path(config, split)
+    last_only = split == "validation" and config.fast_validation
+    if config.dataset_type == "hf":
+        source = open_hf(
+            path, split, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir, last_only=last_only
+        )
+        return source, eos
+    if config.dataset_type == "gpt_jsonl":
+        files = list_files(path, extensions=JSONL, zipped=config.zipped_data)[-1 if last_only else 0 :]
+        return open_jsonl(files, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir), eos
+    if config.dataset_type == "text":
+        files = list_files(path, extensions=TEXT, zipped=config.zipped_data)[-1 if last_only else 0 :]
+        assert tokenizer is not None  # DataConfig refuses text without one
+        tokenizer.require_below(vocab)
+        text = open_text(
+            files,
+            tokenizer,
+            sequence_length=length,
+            separator=config.text_document_separator,
+            cache_dir=config.data_cache_dir,
+        )
+        return text, eos
+    raise ValueError(f"unknown dataset_type {config.dataset_type!r}")

@@ -1,0 +1,294 @@
+"""Hugging Face datasets saved with ``save_to_disk``, and parquet files: columns input_ids, attention_mask, labels.
+
+Local saved datasets are memory mapped as they are; parquet, which is compressed, and remote ones are converted once
+to token files. Neither makes a Python object per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from smp.data.jsonl import beyond_vocabulary
+from smp.data.packing import IGNORED, WindowRows
+from smp.data.progress import Progress
+from smp.data.storage import PARQUET, DataFile, filesystem_of, list_files, open_file, reading
+from smp.data.token_cache import Columns, TokenWriter, cached, digest_of, recorded, token_dtype
+from smp.errors import UserError
+from smp.json_input import MAX_JSON, strict_json
+
+BLOCK = 1 << 22  # labels that are looked at together
+COLUMNS = ("input_ids", "attention_mask", "labels")
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
+
+
+class MappedRows(WindowRows):
+    """Rows of memory-mapped arrow files; pickles as what opens them again."""
+
+    def __init__(self, stores: list[Columns], sequence_length: int, fingerprint: str, reopen: tuple[Any, ...]):
+        super().__init__(stores, sequence_length, fingerprint)
+        self._reopen = reopen
+
+    def __reduce__(self) -> tuple[Callable[..., MappedRows], tuple[Any, ...]]:
+        return open_mapped, self._reopen
+
+
+def rows_of(batch: Any, where: str, first_row: int) -> Columns:
+    """A record batch's columns as flat arrays, without a copy where arrow allows it.
+
+    Args:
+        batch: pyarrow.RecordBatch with at least input_ids.
+        where: file, for messages.
+        first_row: number of rows before the batch.
+
+    Raises:
+        UserError: a column is missing, of another type, has gaps or another length than input_ids.
+    """
+    names = batch.schema.names
+    if "input_ids" not in names:
+        raise UserError(f"{where}: has no column input_ids; columns found: {', '.join(names) or 'none'}")
+    tokens, lengths = _flat(batch.column("input_ids"), "input_ids", where, first_row)
+    if len(empty := np.flatnonzero(lengths == 0)):
+        raise UserError(f"{where}, row {first_row + empty[0] + 1}: input_ids is empty; leave the row out")
+    others: list[np.ndarray | None] = []
+    for name in COLUMNS[1:]:
+        if name not in names or batch.column(name).null_count == len(batch):
+            others.append(None)
+            continue
+        values, theirs = _flat(batch.column(name), name, where, first_row)
+        if len(wrong := np.flatnonzero(theirs != lengths)):
+            row = wrong[0]
+            raise UserError(
+                f"{where}, row {first_row + row + 1}: {name} has {theirs[row]} entries, input_ids {lengths[row]}; "
+                f"they must be equal"
+            )
+        others.append(values)
+    return Columns(tokens, np.concatenate([[0], np.cumsum(lengths)]), *others)
+
+
+def _flat(array: Any, name: str, where: str, first_row: int) -> tuple[np.ndarray, np.ndarray]:
+    """(values, lengths) of a list column."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = array.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+        raise UserError(f"{where}: column {name} must hold lists of integers, it holds {kind}")
+    if array.null_count:
+        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise UserError(f"{where}, row {first_row + row + 1}: has no {name}")
+    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = array.flatten()
+    if values.null_count:
+        place = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]
+        row = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+        raise UserError(f"{where}, row {first_row + row + 1}: {name} has an empty place; it must hold integers only")
+    return values.to_numpy(zero_copy_only=False), lengths
+
+
+def label_extremes(labels: np.ndarray | None) -> list[int]:
+    """Lowest and highest of the labels (n,) that are in the loss and of 0, in bounded memory."""
+    lowest = highest = 0
+    for start in range(0, 0 if labels is None else len(labels), BLOCK):
+        block = labels[start : start + BLOCK]  # type: ignore[index]
+        counted = block[block != IGNORED]
+        lowest, highest = min(lowest, int(counted.min(initial=0))), max(highest, int(counted.max(initial=0)))
+    return [lowest, highest]
+
+
+def extremes_of(rows: Columns) -> list[list[int]]:
+    """[lowest, highest] of the ids, and :func:`label_extremes`."""
+    return [[int(rows.tokens.min()), int(rows.tokens.max())], label_extremes(rows.labels)]
+
+
+def check_rows(rows: Columns, extremes: list[list[int]], *, where: str, first_row: int, vocab_size: int) -> None:
+    """Raise a UserError naming the first row with an id, or else a label, that the model does not have.
+
+    Args:
+        rows: one after the other.
+        extremes: theirs, as :func:`extremes_of` gives them.
+        where: file, for messages.
+        first_row: number of rows before these.
+        vocab_size: ids must be in [0, vocab_size), labels too or -100.
+    """
+    for values, (lowest, highest), is_label in zip((rows.tokens, rows.labels), extremes, (False, True), strict=True):
+        if values is None or (lowest >= 0 and highest < vocab_size):
+            continue
+        wrong = (values < 0) | (values >= vocab_size)
+        place = int(np.flatnonzero(wrong & (values != IGNORED) if is_label else wrong)[0])
+        at = f"{where}, row {first_row + int(np.searchsorted(rows.offsets, place, side='right'))}"
+        value, name = int(values[place]), "label" if is_label else "token id"
+        if value >= vocab_size:
+            raise UserError(beyond_vocabulary(at, value, vocab_size, name=name))
+        allowed = f"labels must be in [0, {vocab_size}), or -100 for positions out of the loss"
+        raise UserError(
+            f"{at}: {name} {value} is negative; {allowed if is_label else f'ids must be in [0, {vocab_size})'}"
+        )
+
+
+def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, cache_dir: str | None) -> MappedRows:
+    """Memory map local arrow stream files.
+
+    The extremes of each record batch's ids and labels are computed once and kept in the cache folder.
+    """
+    import pyarrow as pa
+
+    stores: list[Columns] = []
+    for file in files:
+        try:
+            batches = pa.ipc.open_stream(pa.memory_map(file.url)).read_all().to_batches()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(f"{file.url} is not a readable arrow file ({error}); save the dataset again") from error
+        firsts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
+        found = [rows_of(batch, file.url, first) for batch, first in zip(batches, firsts, strict=False) if len(batch)]
+        firsts = [first for batch, first in zip(batches, firsts, strict=False) if len(batch)]
+        extremes = recorded(
+            cache_dir,
+            file.name,
+            ["extremes", "labels", file.url, file.size, file.stamp],
+            lambda found=found: [extremes_of(rows) for rows in found],  # type: ignore[misc]
+        )
+        for rows, first, theirs in zip(found, firsts, extremes, strict=True):
+            check_rows(rows, theirs, where=file.url, first_row=first, vocab_size=vocab_size)
+        stores += found
+    identity = digest_of("hf", sequence_length, [file.identity for file in files])
+    return MappedRows(stores, sequence_length, identity, (files, sequence_length, vocab_size, cache_dir))
+
+
+def _batches(file: DataFile) -> Iterator[Any]:
+    """Record batches of a parquet or arrow stream file on any file system."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with open_file(file) as (content, raw), Progress(f"reading {file.name}", file.size) as progress:
+        try:
+            if file.name.endswith(".arrow"):
+                batches: Any = pa.ipc.open_stream(content)
+            else:
+                parquet = pq.ParquetFile(content)
+                wanted = [name for name in COLUMNS if name in parquet.schema_arrow.names]
+                # Without input_ids every column is read, so that the complaint can name them.
+                batches = parquet.iter_batches(batch_size=1024, columns=wanted if "input_ids" in wanted else None)
+            for batch in batches:
+                yield batch
+                progress.reach(raw.tell())
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{file.url} is not a readable file of its kind ({error}); write it again") from error
+
+
+def _convert(file: DataFile, vocab_size: int, writer: TokenWriter) -> None:
+    for batch in _batches(file):
+        if len(batch) == 0:
+            continue
+        rows = rows_of(batch, file.url, writer.rows)
+        check_rows(rows, extremes_of(rows), where=file.url, first_row=writer.rows, vocab_size=vocab_size)
+        writer.add(rows.tokens, rows.offsets[1:], mask=rows.mask, labels=rows.labels)
+    if writer.rows == 0:
+        raise UserError(f"{file.url} holds no rows: remove it, or write it again")
+
+
+def open_converted(
+    files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None
+) -> WindowRows:
+    """Convert parquet or remote arrow files that are not cached yet, and cut their rows into windows."""
+    stores = []
+    for file in files:
+        store = cached(
+            cache_dir,
+            file.name,
+            ["hf", file.url, file.size, file.stamp],
+            lambda writer, file=file: _convert(file, vocab_size, writer),  # type: ignore[misc]
+            dtype=token_dtype(vocab_size),
+        )
+        extremes = [[0, store.highest], [0, 0]]
+        if store.labels is not None:  # beside the token file, which may be older than the check of labels
+            extremes[1] = recorded(
+                cache_dir,
+                file.name,
+                ["label extremes", file.url, file.size, file.stamp],
+                lambda store=store: label_extremes(store.labels),  # type: ignore[misc]
+            )
+        check_rows(store, extremes, where=file.url, first_row=0, vocab_size=vocab_size)
+        stores.append(store)
+    identity = digest_of("hf", sequence_length, [file.identity for file in files])
+    return WindowRows(stores, sequence_length, identity)
+
+
+def saved_files(path: str, split: str) -> list[DataFile] | None:
+    """The arrow files of a dataset saved with ``save_to_disk``, or None where ``path`` is no such folder.
+
+    Raises:
+        UserError: it is a saved DatasetDict without that split, or its JSON files are not what ``save_to_disk`` writes.
+    """
+    if (described := _described(path, "dataset_dict.json")) is not None:
+        names = _plain_names(f"{path}/dataset_dict.json", described.get("splits"))
+        chosen = next((name for name in SPLIT_NAMES[split] if name in names), None)
+        if chosen is None:
+            raise UserError(
+                f"{path} has the splits {', '.join(names)}, but no {' or '.join(SPLIT_NAMES[split])}: give the folder "
+                f"of one split"
+            )
+        path = f"{path.rstrip('/')}/{chosen}"
+    if (described := _described(path, "state.json")) is None:
+        return None
+    entries = described.get("_data_files")
+    entries = entries if isinstance(entries, list) else []
+    listed = [each.get("filename") if isinstance(each, dict) else None for each in entries]
+    names = _plain_names(f"{path}/state.json", listed)
+    return [list_files(f"{path.rstrip('/')}/{name}", extensions=(".arrow",))[0] for name in names]
+
+
+def _described(path: str, name: str) -> dict[str, Any] | None:
+    """One of the JSON files that ``save_to_disk`` leaves in a folder, or None."""
+    fs, inner = filesystem_of(path)
+    file = f"{inner.rstrip('/')}/{name}"
+    with reading(path):
+        if not fs.exists(file):
+            return None
+        content = fs.cat_file(file, start=0, end=MAX_JSON)
+    try:
+        found = strict_json(content)
+    except ValueError as error:
+        raise UserError(f"{path}/{name} is not valid JSON ({error}): save the dataset again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}/{name} holds a {type(found).__name__} instead of an object: save the dataset again")
+    return found
+
+
+def _plain_names(where: str, names: Any) -> list[str]:
+    """``names`` if they are names of files or folders beside the file ``where`` that lists them.
+
+    Raises:
+        UserError: they are no list of such names.
+    """
+    names = names if isinstance(names, list) and names else [None]
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise UserError(
+                f"{where} lists {str(name)[:80]!r}, which is no name of a file beside it: save the dataset again"
+            )
+    return names
+
+
+def open_hf(
+    path: str, split: str, *, sequence_length: int, vocab_size: int, cache_dir: str | None, last_only: bool = False
+) -> WindowRows:
+    """Open a saved dataset, a saved DatasetDict (its ``split``), or parquet files.
+
+    Args:
+        path: folder, parquet file, glob or URL.
+        split: ``train`` or ``validation``.
+        last_only: read the last parquet file only; a saved dataset is one.
+
+    Raises:
+        UserError: nothing is there, or it is unusable; with file and row.
+    """
+    files = saved_files(path, split)
+    if files is not None and "://" not in path:
+        return open_mapped(files, sequence_length, vocab_size, cache_dir)
+    if files is None:
+        files = list_files(path, extensions=PARQUET)[-1 if last_only else 0 :]
+    return open_converted(files, sequence_length=sequence_length, vocab_size=vocab_size, cache_dir=cache_dir)

@@ -1,0 +1,159 @@
+"""From token files to training rows and batches.
+
+Two ways to cut: :class:`WindowRows` keeps every stored row for itself (long ones become consecutive windows, short
+ones are padded), :class:`PackedRows` joins all of them end to end and cuts every ``sequence_length`` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp.data.token_cache import Columns
+
+IGNORED = -100
+
+
+class Row(NamedTuple):
+    """At most ``sequence_length`` tokens: ids (n,), mask (n,) or None, labels (n,) or None."""
+
+    tokens: np.ndarray
+    mask: np.ndarray | None = None
+    labels: np.ndarray | None = None
+
+
+class RowSource(Protocol):
+    """What a pipeline reads: rows by number, and a name for the whole that changes with its content."""
+
+    fingerprint: str
+
+    def __len__(self) -> int:
+        """Rows."""
+
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """The rows of these numbers, (k,) int64."""
+
+
+class WindowRows:
+    """Stored rows, each cut into windows of at most ``sequence_length`` tokens; nothing is left out."""
+
+    def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
+        self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
+        windows = [-(-np.diff(store.offsets) // sequence_length) for store in stores]
+        self._first_window = np.concatenate([[0], *windows]).cumsum()  # of each row, over all stores
+        self._first_row = np.cumsum([0, *map(len, windows)])  # of each store
+
+    def __len__(self) -> int:
+        return int(self._first_window[-1])
+
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Windows by number over all stores."""
+        rows = np.searchsorted(self._first_window, indices, side="right") - 1
+        stores = np.searchsorted(self._first_row, rows, side="right") - 1
+        skipped = (indices - self._first_window[rows]) * self.sequence_length
+        inside = rows - self._first_row[stores]
+        return [self._cut(*each) for each in zip(stores.tolist(), inside.tolist(), skipped.tolist(), strict=True)]
+
+    def _cut(self, which: int, row: int, skipped: int) -> Row:
+        store = self.stores[which]
+        start = int(store.offsets[row]) + skipped
+        stop = min(start + self.sequence_length, int(store.offsets[row + 1]))
+        mask, labels = store.mask, store.labels
+        return Row(
+            store.tokens[start:stop],
+            None if mask is None else mask[start:stop],
+            None if labels is None else labels[start:stop],
+        )
+
+
+class PackedRows:
+    """All tokens of all files end to end, cut every ``sequence_length``; the last row may be shorter."""
+
+    def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
+        self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
+        self._first_token = np.cumsum([0, *(len(store.tokens) for store in stores)])
+
+    def __len__(self) -> int:
+        return -(-int(self._first_token[-1]) // self.sequence_length)
+
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Rows by number: the end of one file may share its row with the beginning of the next."""
+        starts = indices * self.sequence_length
+        stores = np.searchsorted(self._first_token, starts, side="right") - 1
+        return [self._cut(*each) for each in zip(stores.tolist(), starts.tolist(), strict=True)]
+
+    def _cut(self, which: int, start: int) -> Row:
+        stop = min(start + self.sequence_length, int(self._first_token[-1]))
+        pieces = []
+        while start < stop:
+            begin, end = int(self._first_token[which]), int(self._first_token[which + 1])
+            pieces.append(self.stores[which].tokens[start - begin : stop - begin])
+            start, which = end, which + 1
+        return Row(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collator:
+    """Makes rows into a micro-batch.
+
+    Attributes:
+        sequence_length: columns of every tensor.
+        pad_token_id: what fills the right of short rows.
+        document_end: the id that ends a document where documents are kept apart; None joins them.
+    """
+
+    sequence_length: int
+    pad_token_id: int
+    document_end: int | None = None
+
+    def __call__(self, rows: list[Row | None]) -> dict[str, Tensor]:
+        """Pad and stack.
+
+        Args:
+            rows: B rows; None is a padding row, which no loss sees.
+
+        Returns:
+            input_ids (B, S) int64 and labels (B, S) int64, not shifted, -100 where nothing is to be predicted;
+            attention_mask (B, S) only where some row has a masked token before a real one (a causal model never looks
+            right, so padding on the right needs none); with documents kept apart position_ids (B, S) instead, which
+            restart at each document, from which transformers derives a block-diagonal mask.
+        """
+        shape = (len(rows), self.sequence_length)
+        ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
+        for b, row in enumerate(rows):
+            if row is not None:
+                n = len(row.tokens)
+                ids[b, :n] = row.tokens
+                labels[b, :n] = ids[b, :n] if row.labels is None else row.labels
+        batch = {"input_ids": ids, "labels": labels}
+        if self.document_end is not None or any(row is not None and row.mask is not None for row in rows):
+            self._apply_masks(batch, rows)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _apply_masks(self, batch: dict[str, np.ndarray], rows: list[Row | None]) -> None:
+        """Take masked tokens and the first ones of documents out of the labels; add what attention needs."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        real = np.zeros(ids.shape, bool)
+        for b, row in enumerate(rows):
+            if row is not None:
+                real[b, : len(row.tokens)] = True if row.mask is None else row.mask
+        # A token behind a masked one would be predicted from a position that saw nothing.
+        after_masked = np.zeros(ids.shape, bool)
+        after_masked[:, 1:] = real[:, 1:] & ~real[:, :-1]
+        labels[~real | after_masked] = IGNORED
+        if self.document_end is not None:
+            starts = after_masked
+            starts[:, 1:] |= real[:, :-1] & ((ids[:, :-1] == self.document_end) | ~real[:, 1:])
+            labels[starts] = IGNORED
+            columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+            batch["position_ids"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
+        elif after_masked.any():
+            # Rows that are padded on the right keep an unmasked beginning, so no query of theirs is without a key;
+            # a padding row has none at all and is left unmasked for the same reason.
+            real[~real.any(axis=1)] = True
+            batch["attention_mask"] = real.astype(np.int64)

@@ -1,0 +1,226 @@
+"""Turns text or JSON lines into a packed token dataset with a disjoint validation split.
+
+    python -m smp.data.prepare --input corpus/*.txt --output tokens --tokenizer tokenizer_dir --sequence_length 2048
+
+writes ``tokens/train`` and ``tokens/validation``, which ``datasets.load_from_disk`` and ``--dataset_type hf`` open by
+memory map. Documents are joined, an end-of-sequence token behind each, and cut into rows; the last row of a split may
+be shorter. Input is streamed: memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp.data.jsonl import checked_row, read_objects
+from smp.data.sampler import mix64
+from smp.data.storage import JSONL, TEXT, DataFile, list_files
+from smp.data.text import TextTokenizer, read_text, tokenized
+from smp.errors import UserError
+
+EXTENSIONS = {"text": TEXT, "jsonl": JSONL}
+ROWS_PER_BATCH = 1000
+SPLITS = ("train", "validation")
+
+
+class SplitWriter:
+    """Packs tokens into rows of ``sequence_length`` and writes them in the layout of ``Dataset.save_to_disk``.
+
+    Args:
+        folder: where; made here.
+        split: its name.
+        sequence_length: tokens per row.
+    """
+
+    def __init__(self, folder: Path, split: str, sequence_length: int):
+        import pyarrow as pa
+
+        folder.mkdir()
+        self.folder, self.split, self.sequence_length, self.rows, self.documents = folder, split, sequence_length, 0, 0
+        self._held: list[np.ndarray] = []
+        self._held_tokens = 0
+        self._schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+        self._file = pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append tokens (n,)."""
+        self._held.append(ids.astype(np.int32))
+        self._held_tokens += len(ids)
+        if self._held_tokens >= ROWS_PER_BATCH * self.sequence_length:
+            self._write(self._held_tokens // self.sequence_length)
+
+    def _write(self, rows: int) -> None:
+        import pyarrow as pa
+
+        tokens = np.concatenate([*self._held, np.empty(0, np.int32)])
+        used = min(rows * self.sequence_length, len(tokens))
+        offsets = np.minimum(np.arange(rows + 1) * self.sequence_length, used).astype(np.int32)
+        column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens[:used]))
+        self._stream.write_batch(pa.record_batch([column], schema=self._schema), {})
+        self.rows += rows
+        self._held, self._held_tokens = [tokens[used:]], len(tokens) - used
+
+    def close(self) -> None:
+        """Write the last, possibly shorter row and the descriptions."""
+        if self._held_tokens:
+            self._write(-(-self._held_tokens // self.sequence_length))
+        self._stream.close()
+        self._file.close()
+        feature = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "List"}
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
+            "_fingerprint": os.urandom(8).hex(),
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": self.split,
+        }
+        (self.folder / "dataset_info.json").write_text(json.dumps({"features": {"input_ids": feature}}, indent=2))
+        (self.folder / "state.json").write_text(json.dumps(state, indent=2))
+
+
+def _text_of(file: DataFile, key: str) -> Iterator[tuple[str, bool]]:
+    for number, found in read_objects(file, "tokenizing"):
+        text = found.get(key)
+        if not isinstance(text, str):
+            raise UserError(
+                f"{file.url}, line {number}: has no text under {key!r}; keys found: {', '.join(found) or 'none'}; "
+                f"name the right one with --text_key"
+            )
+        yield text, True
+
+
+def _ids_of(file: DataFile, tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
+    for number, found in read_objects(file, "reading"):
+        ids = checked_row(found, f"{file.url}, line {number}", tokenizer.vocab_size)[0]
+        yield ids if ids[-1] == tokenizer.eos_token_id else np.append(ids, tokenizer.eos_token_id), True
+
+
+def _holds_ids(file: DataFile) -> bool:
+    return "input_ids" in next((found for _, found in read_objects(file, "opening")), {})
+
+
+def documents(
+    files: list[DataFile], tokenizer: TextTokenizer, *, input_type: str, text_key: str, separator: str | None
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """Every document's ids in pieces, as :func:`smp.data.text.tokenized` yields them, in the order of files.
+
+    JSON lines hold ``input_ids`` or text under ``text_key``; the first line of each file says which.
+    """
+    for file in files:
+        if input_type == "text":
+            yield from tokenized(read_text(file, separator), tokenizer)
+        elif _holds_ids(file):
+            yield from _ids_of(file, tokenizer)
+        else:
+            yield from tokenized(_text_of(file, text_key), tokenizer)
+
+
+def in_validation(document: int, fraction: float) -> bool:
+    """Whether a document, by its number from 0, is held out: a hash below ``fraction`` of its range."""
+    return int(mix64(np.array([document + 1], np.uint64))[0]) < fraction * 2.0**64
+
+
+def write_splits(
+    pieces: Iterator[tuple[np.ndarray, bool]], folder: Path, *, sequence_length: int, validation_fraction: float
+) -> list[SplitWriter]:
+    """Deal documents out to the splits and write them under ``folder``.
+
+    Raises:
+        UserError: a split that was asked for got no document.
+    """
+    names = SPLITS if validation_fraction > 0 else SPLITS[:1]
+    writers = [SplitWriter(folder / name, name, sequence_length) for name in names]
+    document = 0
+    for ids, ends in pieces:
+        writer = writers[in_validation(document, validation_fraction)]
+        writer.add(ids)
+        writer.documents += ends
+        document += ends
+    for writer in writers:
+        writer.close()
+        if writer.documents == 0:
+            raise UserError(
+                f"the input has {document} document(s), and none fell to {writer.split} with --validation_fraction "
+                f"{validation_fraction}: give more documents (--text_document_separator splits files), or another "
+                f"fraction (0: no validation split)"
+            )
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(names)}))
+    return writers
+
+
+def prepare(args: argparse.Namespace) -> list[SplitWriter]:
+    """Run one preparation; ``args`` as :func:`main` parses them.
+
+    Raises:
+        UserError: the input or the tokenizer is unusable, or the output is not empty.
+    """
+    if args.sequence_length < 1 or not 0 <= args.validation_fraction < 1:
+        raise UserError(
+            f"--sequence_length must be at least 1 and --validation_fraction in [0, 1), "
+            f"got {args.sequence_length} and {args.validation_fraction}"
+        )
+    output = Path(args.output).expanduser().absolute()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists and is not empty: choose another --output, or remove it")
+    extensions = EXTENSIONS[args.input_type]
+    files = [file for path in args.input for file in list_files(path, extensions=extensions)]
+    tokenizer = TextTokenizer(args.tokenizer)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error}; choose another --output") from error
+    try:
+        pieces = documents(
+            files, tokenizer, input_type=args.input_type, text_key=args.text_key, separator=args.text_document_separator
+        )
+        writers = write_splits(
+            pieces, partial, sequence_length=args.sequence_length, validation_fraction=args.validation_fraction
+        )
+        partial.chmod(0o755)  # mkdtemp makes it private
+        os.replace(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return writers
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 2 for input that cannot be used."""
+    parser: Any = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, help="files, folders, globs or URLs")
+    parser.add_argument("--output", required=True, help="folder to make; it must not exist, or be empty")
+    parser.add_argument("--tokenizer", required=True, help="local tokenizer directory")
+    parser.add_argument("--sequence_length", type=int, required=True, help="tokens per row")
+    parser.add_argument("--validation_fraction", type=float, default=0.01, help="share of documents; 0: no split")
+    parser.add_argument("--input_type", choices=sorted(EXTENSIONS), default="text")
+    parser.add_argument("--text_key", default="text", help="key of the text in JSON lines")
+    parser.add_argument("--text_document_separator", help="line that separates documents in a text file")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        writers = prepare(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for writer in writers:
+        print(f"{args.output}/{writer.split}: {writer.documents:,} documents, {writer.rows:,} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

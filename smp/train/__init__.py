@@ -1,0 +1,1 @@
+"""The training job: ``python -m smp.train``, which ``train_lib.py`` starts too."""

@@ -1,0 +1,156 @@
+"""Train, resume or finetune: ``torchrun --nproc_per_node N -m smp.train --model NAME ...``.
+
+The run from top to bottom: read the flags, plan, join the group, build each part, train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+
+import torch
+
+from smp.checkpoint.checkpointer import load_checkpoint
+from smp.checkpoint.saver import Saver
+from smp.environment import Launch, malloc, read_launch
+from smp.errors import PeerError, UserError
+from smp.faults.agreement import together
+from smp.faults.guard import Guard
+from smp.faults.lock import lock_directories
+from smp.instruction_set import ensure_bf16_works
+from smp.log import configure_logging, get_logger
+from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
+from smp.mesh import build_mesh
+from smp.prepare import prepare_model
+from smp.runtime import choose_backend, end_with_launcher, process_group, seed_everything
+from smp.train.exit import exit_status, print_problems, run_to_end
+from smp.train.lr_schedule import LRSchedule
+from smp.train.optimizer import build_optimizer
+from smp.train.report import (
+    announce,
+    arguments_table,
+    begin_files,
+)
+from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch, read_config, refuse_too_large
+from smp.train.settling import require_agreement, settle_start
+from smp.train.trainer import Trainer, finish, train
+from smp.train_state import TrainState
+
+logger = get_logger("train")
+
+
+def run(plan: RunPlan, guard: Guard) -> int:
+    """Build each part, train, and write what remains; returns the exit status."""
+    config, launch = plan.config, plan.launch
+    if plan.device.type == "cpu":
+        malloc.keep_freed_memory()
+        if plan.dtype == torch.bfloat16:
+            ensure_bf16_works()
+    with (
+        process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
+        guard.connected(),
+        lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
+    ):
+        configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
+        plan = settle_start(plan)
+        guard.refuse_crash_loop(plan.state.step)
+        require_agreement(plan)
+        curves = HeldScalars()
+        memory = build_memory_tracker(
+            plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=curves
+        )
+        mesh = build_mesh(plan.degrees, plan.device.type)
+        model = prepare_model(
+            plan.model,
+            mesh=mesh,
+            parallel=config.parallel,
+            activation=config.activation,
+            dtype=plan.dtype,
+            device=plan.device,
+            seed=config.run.seed,
+            load_weights=plan.resume is None,
+            loss=config.loss,
+            record=functools.partial(memory.record, step=plan.state.step),
+        )
+        optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
+        seed_everything(config.run.seed, mesh.data_rank)
+        state = dataclasses.replace(plan.state)  # the plan keeps where the run began
+        if plan.resume is not None and plan.saved is not None:
+            source, seed = (plan.resume, plan.saved), config.run.seed
+            state = together(lambda: load_checkpoint(*source, model=model, optimizer=optimizer, seed=seed, mesh=mesh))
+        schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
+        saver = Saver(
+            config.checkpoint,
+            plan.checkpoint_dirs,
+            model=model,
+            optimizer=optimizer,
+            model_name=plan.model.name,
+            first_step=state.step,
+            max_steps=plan.max_steps,
+            record=functools.partial(_record_checkpoint, memory, state),
+        )
+        together(saver.prepare)
+        # All is well: only now is anything written, or anything of an earlier run touched.
+        metrics = together(lambda: begin_files(plan))
+        curves.connect(metrics.writers)
+        saver.set_aside()
+        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
+        announce(plan)
+        metrics.text("Arguments", arguments_table(config))
+        with saver.finishing(guard.enter):
+            status = train(trainer)
+        finish(trainer, status)
+    return status
+
+
+def _record_checkpoint(memory: MemoryTracker, state: TrainState, tag: str) -> None:
+    memory.record(tag, state.step)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the job; returns the exit status: 0 done, 1 failed, 2 bad input, 75 asked to stop, 130 Ctrl-C."""
+    launch, config = Launch(), None
+    try:
+        launch = read_launch()
+        end_with_launcher(launch)
+        config = read_config(argv, launch)
+        plan = make_plan(config, planned_launch(config, launch))
+        if config.run.dry_run:
+            dry_run(plan)
+            return 0
+        refuse_too_large(plan)
+    except UserError as error:
+        # Every rank finds the same problems, but with checkpoints of its own; one of each host says so.
+        speaks = launch.local_rank == 0 or (config is not None and config.checkpoint.is_local)
+        if speaks and not isinstance(error, PeerError):
+            print_problems(error)
+        return 2
+    guard = Guard(
+        config.faults,
+        launch,
+        plan.device,
+        backend=choose_backend(config.comm, plan.device),
+        run_dir=plan.run_dir,
+        timeout=config.comm.distributed_timeout,
+    )
+    with guard:
+        return run_to_end(plan, guard, functools.partial(run, plan, guard))
+
+
+def log_to_console() -> None:
+    """Show what planning has to say, such as the progress of a conversion; the log files come with the run."""
+    with contextlib.suppress(UserError):  # said again, as an error, by main
+        launch = read_launch()
+        configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
+
+
+def command() -> int:
+    """Run the job as a program; returns the exit status."""
+    log_to_console()
+    return exit_status(main)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

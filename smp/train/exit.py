@@ -1,0 +1,67 @@
+"""How a run ends: what is said of it, once for the whole job, and with which exit status."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from smp.errors import ConfigError, PeerError, RankError, RunError, UserError
+from smp.faults.guard import Guard
+from smp.faults.stop import INTERRUPTED
+from smp.memory_profile import is_out_of_memory
+from smp.train.report import say_out_of_memory
+from smp.train.run_plan import RunPlan
+
+
+def exit_status(main: Callable[[], int]) -> int:
+    """Call a program's ``main``; what it does not handle goes to the launcher's error file too."""
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        return main()
+    except KeyboardInterrupt:  # before there is anything to save
+        print("Interrupted before the first step: nothing was saved.", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        handler.record_exception(error)
+        raise
+
+
+def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
+    """Call ``run`` and say why it failed, if it does; returns the exit status.
+
+    Of a failure of one rank, that rank says everything, and each other one in a line that it lost it.
+    """
+    try:
+        return run()
+    except PeerError as error:
+        if error.status != 2 and str(error):  # else the sentence of the rank that found it is enough
+            print(f"error: {error}", file=sys.stderr)
+        return error.status
+    except UserError as error:
+        if plan.launch.local_rank == 0 or isinstance(error, RankError):
+            print_problems(error)
+        return 2
+    except RunError as error:
+        get_error_handler().record_exception(error)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        if not is_out_of_memory(error):
+            print(f"error: rank {plan.launch.rank} failed in {guard.watchdog.place}:", file=sys.stderr)
+            traceback.print_exception(error)
+            return 1
+        failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
+    say_out_of_memory(plan, failure, tables)  # not before the error is gone, with the frames that hold the memory
+    return 1
+
+
+def print_problems(error: UserError) -> None:
+    """Every problem as a line of its own."""
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)

@@ -1,0 +1,398 @@
+"""What a run reports: the console line, ``metrics.jsonl`` and TensorBoard, written by rank 0 alone."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from smp.config import Section, setting
+from smp.errors import UserError
+from smp.log import get_logger, redact
+
+logger = get_logger(__name__)
+
+# SMP v2 left the first steps out of its averages ("high variance on initial steps").
+STEPS_BEFORE_AVERAGE = 15
+_GET_TENSORBOARD = "pip install 'smp[tensorboard]'"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """What is reported, how often and where."""
+
+    logging_freq: int = setting(1, "Steps between log lines.", minimum=1)
+    logging_freq_for_avg: int = setting(50, "Steps between lines of running averages.", minimum=1)
+    log_reduced_training_loss: bool = setting(
+        False,
+        "SMP v2's switch to a loss averaged over all ranks.",
+        no_effect="the logged loss is always the mean over the global batch",
+    )
+    tensorboard_dir: tuple[str, ...] = setting(
+        (), "TensorBoard folders, each with all the curves. Default: tensorboard/ in --output_dir if it is installed."
+    )
+    enable_memory_profiling: bool = setting(
+        False, "Log memory at marked places of the first steps, and what holds it at the peak of the first two."
+    )
+    memory_profiling_all_ranks: bool = setting(False, "With --enable_memory_profiling 1, show it for every rank.")
+    memory_snapshot: bool = setting(False, "With it, on GPUs: write the allocator's history of the second step.")
+    nccl_test_log: str = setting("", "Output of nccl-tests whose average bus bandwidths TensorBoard shows.")
+
+    def problems(self) -> list[str]:
+        """Adds a TensorBoard folder where TensorBoard is missing."""
+        found = super().problems()
+        if self.tensorboard_dir and not _has_tensorboard():
+            found.append(f"--tensorboard_dir needs TensorBoard: {_GET_TENSORBOARD}, or leave the flag out")
+        for name in ("memory_profiling_all_ranks", "memory_snapshot"):
+            if getattr(self, name) and not self.enable_memory_profiling:
+                found.append(f"--{name} 1 needs --enable_memory_profiling 1: set it, or leave --{name} out")
+        try:
+            _nccl_bandwidths(self.nccl_test_log)
+        except UserError as error:
+            found.append(str(error))
+        return found
+
+    def due(self, step: int, *, max_steps: int) -> bool:
+        """Whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""
+        return step % self.logging_freq == 0 or step == max_steps
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class Progress(Protocol):
+    """Where a run stands: updates done, and global samples and tokens consumed."""
+
+    step: int
+    samples: int
+    tokens: int
+
+
+class Writers:
+    """The same values to every TensorBoard folder; with no folder, nothing.
+
+    Args:
+        folders: one event file each.
+        first_step: events of this step and later, left by a run that went further than its checkpoint, are hidden.
+    """
+
+    def __init__(self, folders: list[Path], first_step: int):
+        self._writers: list[Any] = []
+        if folders:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers = [SummaryWriter(str(folder), purge_step=first_step) for folder in folders]
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """One value of one curve."""
+        for writer in self._writers:
+            writer.add_scalar(tag, value, step)
+
+    def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
+        """Several curves in one chart."""
+        for writer in self._writers:
+            writer.add_scalars(tag, dict(values), step)
+
+    def text(self, tag: str, text: str) -> None:
+        """A text (markdown), secrets hidden."""
+        for writer in self._writers:
+            writer.add_text(tag, redact(text))
+
+    def close(self) -> None:
+        """Write what is buffered and close."""
+        for writer in self._writers:
+            writer.close()
+
+
+@dataclasses.dataclass
+class _Speed:
+    """Work done in some seconds of training."""
+
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: _Speed) -> None:
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+
+    @property
+    def samples_per_sec(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_sec(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class NullMetricsLogger:
+    """The twin of :class:`MetricsLogger` on every rank but 0: accepts the calls, does nothing."""
+
+    def __init__(self) -> None:
+        self.writers = Writers([], 0)
+
+    def train_step(self, step: int, **values: Any) -> None:
+        """Do nothing."""
+
+    def validation(self, step: int, *, loss: float) -> None:
+        """Do nothing."""
+
+    def text(self, tag: str, text: str) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+class MetricsLogger:
+    """Reports a run on rank 0.
+
+    Args:
+        config: the settings.
+        run_dir: the run directory; ``metrics.jsonl`` and ``tensorboard/`` go there.
+        flops_per_token: model FLOPs of one token, forward and backward (``smp.train.flops``).
+        peak_flops: FLOP/s one device can do in the format computed in; None, where it is unknown, makes ``mfu`` null.
+        world_size: number of devices.
+        max_steps: the run's length in updates.
+        resume_from: where the run resumes; lines beyond it, from the stretch that was lost, are dropped. None: a new
+            run, which must not find a ``metrics.jsonl``.
+
+    Raises:
+        UserError: ``metrics.jsonl`` exists in a new run, ``run_dir`` cannot be written, or the nccl-tests log is
+            missing or holds no bandwidth.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        run_dir: Path,
+        flops_per_token: float,
+        peak_flops: float | None,
+        world_size: int,
+        max_steps: int,
+        resume_from: Progress | None = None,
+    ):
+        self._config = config
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._world_size = world_size
+        self._max_steps = max_steps
+        position = (resume_from.step, resume_from.samples, resume_from.tokens) if resume_from else (0, 0, 0)
+        self._step, self._samples, self._tokens = position
+        bandwidths = _nccl_bandwidths(config.nccl_test_log)
+        self._file = _open_metrics(run_dir / "metrics.jsonl", keep_until=resume_from.step if resume_from else None)
+        folders = [Path(folder) for folder in config.tensorboard_dir]
+        if not folders and _has_tensorboard():
+            folders = [run_dir / "tensorboard"]
+        if not folders:
+            logger.info("No TensorBoard curves: %s to have them.", _GET_TENSORBOARD)
+        self.writers = Writers(folders, first_step=self._step + 1)
+        if bandwidths:
+            self.writers.scalar("NCCLTest/len", len(bandwidths), self._step)
+            self.writers.scalars("NCCLTest/stats", _spread(bandwidths), self._step)
+        self._average = _Speed()
+        # A run too short to leave that many steps out leaves out half of them.
+        self._average_after = min(self._step + STEPS_BEFORE_AVERAGE, (self._step + max_steps) // 2)
+        self._recent: collections.deque[float] = collections.deque(maxlen=51)
+        self._started = time.monotonic()
+        self._train_seconds = 0.0
+
+    def train_step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        tokens: int,
+        samples: int,
+        step_time_s: float,
+        memory: Mapping[str, float | None],
+    ) -> None:
+        """Report the steps since the last call.
+
+        Args:
+            step: updates done, so 1 after the first; it must grow from call to call.
+            loss: mean over the valid tokens of the step's global batch.
+            lr: the rate this update used.
+            grad_norm: global gradient norm before clipping.
+            tokens: tokens consumed since the start of training, all ranks; padding does not count.
+            samples: samples consumed since the start of training, all ranks.
+            step_time_s: mean seconds per step since the last call, without validation and checkpoints.
+            memory: what ``smp.memory_tracker.memory_stats`` returns.
+        """
+        steps = step - self._step
+        seconds = steps * step_time_s
+        speed = _Speed(samples - self._samples, tokens - self._tokens, seconds)
+        tflops = self._tflops(speed)
+        record = {
+            "step": step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": tokens,
+            "samples_per_sec": speed.samples_per_sec,
+            "tokens_per_sec": speed.tokens_per_sec,
+            "step_time_s": step_time_s,
+            "model_tflops_per_device": tflops,
+            "mfu": None if self._peak_flops is None else tflops * 1e12 / self._peak_flops,
+            **{key: memory.get(key) for key in ("mem_allocated_gib", "mem_peak_gib", "host_rss_gib")},
+        }
+        self._write(record)
+        for tag, value in {
+            "Loss/train": loss,
+            "Perf/SeqPerSec": speed.samples_per_sec,
+            "Perf/ModelTFLOPs": tflops,
+            "LR/learning_rate": lr,
+            "Norms/grad_norm": grad_norm,
+        }.items():
+            self.writers.scalar(tag, value, step)
+        self._recent.append(step_time_s)
+        left = (self._max_steps - step) * statistics.median(self._recent)
+        logger.info(
+            "Batch %d Loss: %s, Speed: %.2f samples/sec, Model TFLOPS/GPU: %.2f, lr: %.6f, gradnorm: %.4f, "
+            "Tokens/sec: %.0f, %sTime left: %s",
+            step, f"{loss:.5f}", speed.samples_per_sec, tflops, lr, grad_norm,
+            speed.tokens_per_sec, _memory_text(memory), _clock(left),
+        )  # fmt: skip
+        self._running_average(step, speed)
+        self._train_seconds += seconds
+        self._step, self._samples, self._tokens = step, samples, tokens
+
+    def _running_average(self, step: int, speed: _Speed) -> None:
+        """Take in the steps since the last call if all lie beyond the first ones; say the average when it is time."""
+        average = self._average
+        if self._step >= self._average_after:
+            if not average.seconds:
+                self._average_after = self._step
+            average.add(speed)
+        every = self._config.logging_freq_for_avg
+        if average.seconds and step // every > self._step // every:
+            logger.info(
+                "Batch %d Running Avg Speed: %.2f samples/sec, Running Avg Model TFLOPS/GPU: %.2f (steps %d to %d)",
+                step, average.samples_per_sec, self._tflops(average), self._average_after + 1, step,
+            )  # fmt: skip
+
+    def _tflops(self, speed: _Speed) -> float:
+        return speed.tokens_per_sec * self._flops_per_token / self._world_size / 1e12
+
+    def validation(self, step: int, *, loss: float) -> None:
+        """Report a validation after ``step`` updates; ``loss`` is the mean over its valid tokens."""
+        # A diverged run: e to the power of a loss beyond 709 has no double.
+        perplexity = math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
+        self._write({"step": step, "val_loss": loss, "val_ppl": perplexity})
+        self.writers.scalar("Loss/val", loss, step)
+        self.writers.scalar("Loss/perplexity", perplexity, step)
+        logger.info("Batch %d Validation loss: %s", step, f"{loss:.5f}")
+        logger.info("Batch %d Validation perplexity: %s", step, f"{perplexity:.4f}")
+
+    def text(self, tag: str, text: str) -> None:
+        """A text for TensorBoard, such as the arguments as a markdown table; secrets are hidden."""
+        self.writers.text(tag, text)
+
+    def finish(self) -> None:
+        """Write the run's seconds, in total and in training steps, and close the files."""
+        runtime = {"total": time.monotonic() - self._started, "train": self._train_seconds}
+        self.writers.scalars("Perf/runtime", runtime, self._step)
+        self.writers.close()
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        values = {key: _strict(value) for key, value in record.items()}
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
+    """Open ``metrics.jsonl`` to append, after dropping the lines beyond step ``keep_until``.
+
+    The shortened file replaces the old one in one step, so that a crash here loses no line.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size:
+            if keep_until is None:
+                raise UserError(
+                    f"{path} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
+                    f"or choose another --output_dir"
+                )
+            shortened = path.with_name(path.name + ".tmp")
+            with path.open(encoding="utf-8", errors="replace") as old, shortened.open("w", encoding="utf-8") as new:
+                new.writelines(line for line in old if 0 < _step_of(line) <= keep_until)
+                new.flush()
+                os.fsync(new.fileno())
+            shortened.replace(path)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}): choose an --output_dir you may write to") from error
+
+
+def last_logged_step(path: Path) -> int:
+    """The last step that a ``metrics.jsonl`` speaks of; 0 where there is none."""
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return max((_step_of(line) for line in file), default=0)
+
+
+def _step_of(line: str) -> int:
+    """The step of a line; 0 for one that a crash cut off."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN: a diverged run's numbers become the strings that ``float`` reads back."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _memory_text(memory: Mapping[str, float | None]) -> str:
+    peak = memory.get("mem_peak_gib")
+    return "" if peak is None else f"Memory: {peak:.2f} GiB, "
+
+
+def _clock(seconds: float) -> str:
+    whole = max(round(seconds), 0)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def _nccl_bandwidths(path: str) -> list[float]:
+    """The average bus bandwidths (GB/s) that nccl-tests wrote into ``path``, in order; none for no path."""
+    if not path:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(
+            f"--nccl_test_log {path} cannot be read ({error.strerror}): give a file with the output of nccl-tests"
+        ) from error
+    found = [float(value) for value in re.findall(r"Avg bus bandwidth\s*:\s*(\d+(?:\.\d+)?)", text)]
+    if not found:
+        raise UserError(
+            f"--nccl_test_log {path} has no line 'Avg bus bandwidth : <number>': give the output of nccl-tests"
+        )
+    return found
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {
+        "min": min(values),
+        "max": max(values),
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "std": statistics.pstdev(values),
+    }

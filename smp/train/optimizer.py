@@ -1,0 +1,46 @@
+"""AdamW with weight decay on matrices only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from smp.config import Section, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(Section):
+    """The optimizer's settings; the learning rate has a section of its own."""
+
+    weight_decay: float = setting(
+        0.2, "Decoupled weight decay of matrices; norms and biases have none.", minimum=0, maximum=1000
+    )
+    beta1: float = setting(0.9, "AdamW's decay of the mean gradient.", minimum=0, maximum=0.999999)
+    beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient.", minimum=0, maximum=0.999999)
+    adam_eps: float = setting(1e-8, "AdamW's epsilon.", above=0, maximum=1)
+    grad_clip: float = setting(1.0, "Bound of the global gradient norm; 0: no clipping.", minimum=0)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, *, lr: float) -> torch.optim.AdamW:
+    """AdamW over a sharded model, made after sharding so that its state is sharded alike.
+
+    Norm weights and biases are the one-dimensional parameters of these models; they get no weight decay (the
+    originals matched norm classes by name and missed some).
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        # One kernel for the whole update; the default loops over tensors on a CPU.
+        fused=True,
+    )

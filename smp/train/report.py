@@ -1,0 +1,284 @@
+"""What a run says of itself, beside its metrics: the start, the settings, the curves and what can be done next."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+
+from smp import __version__ as smp_version
+from smp import comm
+from smp.checkpoint.checkpointer import model_entry
+from smp.checkpoint.manifest import Manifest, now, versions
+from smp.errors import UserError
+from smp.log import configure_logging, get_logger
+from smp.memory_advice import advice_text, changes_that_help
+from smp.memory_plan import estimate_memory, memory_table
+from smp.memory_profile import MemoryProfile, profile_memory, rank_table
+from smp.mesh import Degrees
+from smp.models.registry import count_parameters
+from smp.models.tensor_plan import tensor_parallel_problems
+from smp.plots import plot_metrics
+from smp.train.arguments import SECTIONS, TrainConfig
+from smp.train.flops import model_flops_per_token, peak_flops
+from smp.train.metrics import MetricsLogger, NullMetricsLogger
+from smp.train.run_plan import RunPlan, batch_of_flags, sizes
+from smp.train_state import TrainState
+
+logger = get_logger("train")
+
+# Settings that say where and how long, not what is trained; a resumed run may change them without a word.
+WHERE_AND_HOW_LONG = {
+    "output_dir", "max_steps", "epochs", "dry_run", "dry_run_world_size", "profile_nsys", "data_cache_dir",
+    "data_num_workers", "validation_freq", "validation_batches", "val_batch_size", "fast_validation",
+    # What follows from these is said where the global batch is.
+    "train_batch_size", "gradient_accumulation_steps", "global_batch_size",
+}  # fmt: skip
+# The first makes the optimizer's state in its update; from the second on it is there at the peak.
+PROFILED_STEPS = 2
+TRAINED = ("run", "model", "precision", "optim", "lr", "data")
+
+
+def announce(plan: RunPlan) -> None:
+    """Log what is about to be trained, on what, and what a resumed run does otherwise than before."""
+    degrees = plan.degrees
+    parameters = count_parameters(plan.model.hf_config)
+    logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
+    logger.info(
+        "World size = %d: dp_replicate %d x dp_shard %d x tp %d on %s over %s, computing in %s",
+        plan.launch.world_size, degrees.dp_replicate, degrees.dp_shard, degrees.tp, plan.device.type,
+        dist.get_backend(), str(plan.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    tokens = plan.global_batch_size * plan.model.sequence_length
+    logger.info(
+        "Global batch: %d samples, %d tokens; %d samples per epoch; training to step %d",
+        plan.global_batch_size, tokens, plan.train_data.samples_per_epoch, plan.max_steps,
+    )  # fmt: skip
+    for sentence in plan.config.without_effect():
+        logger.info(sentence)
+    if plan.resume is not None:
+        logger.info("Resumed from %s at step %d, sample %d", plan.resume, plan.state.step, plan.state.samples)
+        flags = batch_of_flags(plan.config, degrees)
+        if plan.config.run.global_batch_size is None and flags != plan.global_batch_size:
+            logger.warning(
+                "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
+                "flags and the number of processes give.", plan.global_batch_size, flags,
+            )  # fmt: skip
+        for change in changes_since(plan.saved.run if plan.saved else {}, plan):
+            logger.warning("Changed since the checkpoint: %s", change)
+
+
+def say_how_ranks_exchanged() -> None:
+    """Log what the ``smddp`` backend did and, where it left something to another backend, why."""
+    if report := comm.report():
+        logger.info("Collectives of this rank:\n%s", report)
+
+
+def changes_since(saved: dict[str, Any], plan: RunPlan) -> list[str]:
+    """What a resumed run does otherwise than the one that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
+    now, before = plan.config.flat(), saved.get("config", {})
+    names = [f.name for section in TRAINED for f in dataclasses.fields(SECTIONS[section])]
+    found = [
+        f"{name} {before[name]} -> {now[name]}"
+        for name in names
+        if name not in WHERE_AND_HOW_LONG and name in before and before[name] != now[name]
+    ]
+    if saved.get("data") not in (None, plan.train_data.fingerprint):
+        found.append("the data; the position in it is kept, so samples may be missed or repeated")
+    horizon = saved.get("max_steps")
+    if plan.config.lr.lr_decay_iters is None and horizon not in (None, plan.max_steps):
+        found.append(
+            f"the learning rate's horizon, {horizon} -> {plan.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
+        )
+    return found
+
+
+def describe(plan: RunPlan, state: TrainState, val_loss: float | None) -> Manifest:
+    """The manifest of a checkpoint of now, but for files and tensors; ``val_loss`` is of this very step."""
+    return Manifest(
+        kind="local" if plan.config.checkpoint.is_local else "sharded",
+        step=state.step,
+        world_size=plan.launch.world_size,
+        degrees=dataclasses.asdict(plan.degrees),
+        model=model_entry(plan.model.name, plan.model.hf_config),
+        run={
+            "progress": state.state_dict(),
+            "config": plan.config.flat(),
+            "data": plan.train_data.fingerprint,
+            "global_batch_size": plan.global_batch_size,
+            "max_steps": plan.max_steps,
+            "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+        },
+        saved_at=now(),
+        versions={"smp": smp_version, **versions()},
+    )
+
+
+def begin_files(plan: RunPlan) -> MetricsLogger | NullMetricsLogger:
+    """Write what a run has from its start on: log files, configuration, metrics."""
+    launch = plan.launch
+    configure_logging(
+        rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
+    )
+    if not launch.is_main:
+        return NullMetricsLogger()
+    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
+    write_config(plan, flops.formula)
+    return build_metrics(plan, flops.total)
+
+
+def write_config(plan: RunPlan, formula: str) -> None:
+    """Write the resolved configuration where ``--config`` can read it again, the FLOP formula in its first line."""
+    text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
+    (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {formula}\n{text}", encoding="utf-8")
+
+
+def build_metrics(plan: RunPlan, flops_per_token: float) -> MetricsLogger:
+    """What rank 0 logs with."""
+    device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
+    continues = plan.config.checkpoint.resume_from_checkpoint is not None
+    return MetricsLogger(
+        plan.config.logging,
+        run_dir=plan.run_dir,
+        flops_per_token=flops_per_token,
+        peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
+        world_size=plan.launch.world_size,
+        max_steps=plan.max_steps,
+        # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
+        resume_from=plan.state if continues else None,
+    )
+
+
+def arguments_table(config: TrainConfig) -> str:
+    """Every setting as a markdown table, for TensorBoard."""
+    return "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in config.flat().items())])
+
+
+def draw_curves(plan: RunPlan) -> None:
+    """Write ``curves.png``, or say why there is none."""
+    try:
+        plot_metrics(plan.run_dir / "metrics.jsonl", plan.run_dir / "curves.png")
+    except UserError as error:  # no matplotlib, or a run that ended before its first logged step
+        logger.info("No curves.png: %s", error)
+
+
+def say_what_next(plan: RunPlan, step: int, final: Path | None) -> None:
+    """The commands a user is likely to want now; ``final`` is the exported model, if there is one."""
+    run_dir = _shown(plan.run_dir)
+    logger.info("Done: step %d of %d. What next (with make train, flags go into ARGS='...'):", step, plan.max_steps)
+    logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
+    logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * step)
+    if final is not None:
+        logger.info(
+            "  finetune:  python -m smp.launch.local --nproc_per_node %d -m smp.train "
+            "--hf_pretrained_model_name_or_dir %s --training_dir DATA --output_dir runs/finetuned",
+            plan.launch.local_world_size, _shown(final),
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def memory_of_step(
+    plan: RunPlan, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, record: Callable[[str], None]
+) -> Iterator[Callable[[str], None]]:
+    """Account for the memory of a step, if that is asked for, and log what held it; collective for all ranks.
+
+    Args:
+        step: updates done.
+        record: the memory tracker's.
+
+    Yields:
+        What the step is to call at its marked places; ``record`` itself where nothing is asked for.
+    """
+    settings = plan.config.logging
+    wanted = plan.launch.is_main or settings.memory_profiling_all_ranks
+    if not settings.enable_memory_profiling or not wanted or step >= plan.state.step + PROFILED_STEPS:
+        yield record
+        return
+    with contextlib.ExitStack() as stack:
+        if settings.memory_snapshot and step == plan.state.step + PROFILED_STEPS - 1:
+            stack.enter_context(_allocator_history(plan.run_dir / f"memory_snapshot_rank{plan.launch.rank}.pickle"))
+        profile = stack.enter_context(profile_memory(model, optimizer, device=plan.device))
+
+        def both(tag: str) -> None:
+            profile.mark(tag)  # first: the tracker starts a new peak
+            record(tag)
+
+        yield both
+    _say_what_holds_memory(plan, profile, step + 1)
+
+
+def _say_what_holds_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
+    if plan.launch.is_main:
+        shape, work = sizes(plan)
+        title = f"What holds the memory of rank 0 at the peak of step {step}"
+        predicted = estimate_memory(shape, plan.degrees, work)
+        logger.info("%s", profile.table(title=title, predicted=predicted))
+        try:
+            profile.plot(plan.run_dir / "memory_timeline.png")
+        except UserError as error:
+            logger.info("No memory_timeline.png: %s", error)
+    if plan.config.logging.memory_profiling_all_ranks:
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, profile.peak())
+        logger.info("What holds the memory of every rank at its peak, in MiB:\n%s", rank_table(peaks))
+
+
+@contextlib.contextmanager
+def _allocator_history(path: Path) -> Iterator[None]:
+    """Write CUDA's allocations, with stacks, for https://pytorch.org/memory_viz."""
+    history = getattr(torch.cuda.memory, "_record_memory_history", None)
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if history is None or dump is None:
+        logger.warning("No %s: this torch cannot record the allocator's history.", path.name)
+        yield
+        return
+    history(max_entries=200_000)
+    try:
+        yield
+    finally:
+        dump(str(path))
+        history(enabled=None)
+        logger.info("Wrote %s: open it at https://pytorch.org/memory_viz", path)
+
+
+def say_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
+    """Print what held the memory, or was predicted to, and what would help most.
+
+    Args:
+        failure: what the allocator said.
+        tables: what was measured; empty where nothing was.
+    """
+    shape, work = sizes(plan)
+    family, hf_config, run = plan.model.family, plan.model.hf_config, plan.config.run
+
+    def legal(degrees: Degrees) -> bool:
+        return not tensor_parallel_problems(family.tensor_plan, hf_config, degree=degrees.tp, shard=degrees.dp_shard)
+
+    changes = changes_that_help(
+        shape,
+        plan.degrees,
+        work,
+        device_type=plan.device.type,
+        accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
+        legal=legal,
+    )
+    predicted = "What each process was predicted to hold:\n" + memory_table(
+        estimate_memory(shape, plan.degrees, work), None
+    )
+    lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
+    print("\n".join([*lines, *(tables or [predicted]), advice_text(changes)]), file=sys.stderr)
+
+
+def _shown(path: Path) -> str:
+    """A path as the user would type it from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
