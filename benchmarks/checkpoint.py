@@ -51,7 +51,7 @@ from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.config import ActivationConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.memory_tracker import rss_bytes
-from smp.mesh import Mesh, build_mesh, resolve_degrees
+from smp.mesh import Mesh, resolve_mesh
 from smp.prepare import prepare_model
 from smp.train.optimizer import build_optimizer
 from smp.train.trainer import train_step
@@ -65,8 +65,8 @@ class Subject:
 
     def __init__(self, name: str):
         parallel = ParallelConfig(sharding_strategy="full_shard")
-        degrees = resolve_degrees(parallel, world_size=PROCESSES, local_world_size=PROCESSES)
-        self.mesh: Mesh = build_mesh(degrees, "cpu")
+        mesh = resolve_mesh(parallel, world_size=PROCESSES, local_world_size=PROCESSES)
+        self.mesh: Mesh = mesh.join("cpu")
         self.resolved = resolved_model(name)
         self.model: nn.Module = prepare_model(
             self.resolved, mesh=self.mesh, parallel=parallel, activation=ActivationConfig(),

@@ -34,7 +34,7 @@ from smp.config import ActivationConfig, LossConfig
 from smp.errors import UserError
 from smp.memory_plan import Workload, estimate_memory, model_shape
 from smp.memory_tracker import rss_bytes
-from smp.mesh import Degrees
+from smp.mesh import lay_out
 from smp.models.registry import build_model, count_parameters
 
 MIB = 2**20
@@ -75,7 +75,7 @@ def predicted(model: str, activation: ActivationConfig, loss: LossConfig) -> int
         selective=activation.activation_checkpointing_mode == "selective",
         offload_horizon=activation.activation_loading_horizon if activation.offload_activations else 0,
     )
-    return sum(estimate_memory(shape, Degrees(1, 2), work).values())
+    return sum(estimate_memory(shape, lay_out(1, 2), work).values())
 
 
 def steps_table(arguments: argparse.Namespace) -> list[str]:

@@ -23,7 +23,7 @@ from smp.data.data_pipeline import StepBatch
 from smp.delayed_init import initialize_
 from smp.environment import malloc
 from smp.errors import UserError
-from smp.mesh import build_mesh, resolve_degrees
+from smp.mesh import resolve_mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
 from smp.prepare import model_blocks, prepare_model
@@ -111,10 +111,10 @@ def smp_step(
     """The job's own parts, put together as ``train_lib.run`` does."""
     malloc.keep_freed_memory()
     parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
-    degrees = resolve_degrees(parallel, world_size=case.processes, local_world_size=case.processes)
+    mesh = resolve_mesh(parallel, world_size=case.processes, local_world_size=case.processes)
     model = prepare_model(
         resolved_model(case.model),
-        mesh=build_mesh(degrees, "cpu"),
+        mesh=mesh.join("cpu"),
         parallel=parallel,
         activation=activation,
         loss=loss,

@@ -20,7 +20,7 @@ from smp.activation_offload import apply_activation_offload, build_store
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.environment import malloc
 from smp.errors import UserError
-from smp.mesh import Mesh, build_mesh, resolve_degrees, served_device_type
+from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import family_of
 from smp.prepare import parallelize as _parallelize
 from smp.prepare import tensor_region
@@ -129,12 +129,12 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
-    degrees = resolve_degrees(parallel, world_size=world, local_world_size=local)
+    laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local)
     device_type = served_device_type()
     if device_type == "cpu":
         malloc.keep_freed_memory()
-    mesh = build_mesh(degrees, device_type)
-    region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if degrees.tp > 1 else None
+    mesh = laid_out.join(device_type)
+    region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
     offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
     _current = _Initialized(mesh, parallel, region, offloading, horizon)
     return mesh

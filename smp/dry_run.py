@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from smp.config import ActivationConfig, ParallelConfig
 from smp.delayed_init import build_on_meta
 from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, memory_table
-from smp.mesh import Degrees, build_mesh
+from smp.mesh import Mesh, tensor_parallel_choices
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
@@ -23,20 +23,19 @@ from smp.prepare import parallelize
 
 @contextlib.contextmanager
 def sharded_model(
-    resolved: ResolvedModel, degrees: Degrees, *, parallel: ParallelConfig, activation: ActivationConfig, rank: int = 0
+    resolved: ResolvedModel, mesh: Mesh, *, parallel: ParallelConfig, activation: ActivationConfig, rank: int = 0
 ) -> Iterator[nn.Module]:
-    """The model on the meta device, split and sharded as ``rank`` of ``degrees`` would; no group may be running."""
+    """The model on the meta device, split and sharded as ``rank`` of ``mesh`` would; no group may be running."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = degrees.data_size * degrees.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
         build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
         model = build_on_meta(build)
         parallelize(
             model,
             resolved.family,
-            mesh=build_mesh(degrees, "cpu"),
+            mesh=mesh.join("cpu"),
             parallel=parallel,
             activation=activation,
             dtype=None,
@@ -47,41 +46,39 @@ def sharded_model(
 
 
 def sharded_parameters(
-    resolved: ResolvedModel, degrees: Degrees, *, parallel: ParallelConfig, activation: ActivationConfig
+    resolved: ResolvedModel, mesh: Mesh, *, parallel: ParallelConfig, activation: ActivationConfig
 ) -> dict[str, tuple[torch.Size, torch.Size]]:
-    """Shard the model as rank 0 of ``degrees`` would; every parameter's whole and local shape by name."""
-    with sharded_model(resolved, degrees, parallel=parallel, activation=activation) as model:
+    """Shard the model as rank 0 of ``mesh`` would; every parameter's whole and local shape by name."""
+    with sharded_model(resolved, mesh, parallel=parallel, activation=activation) as model:
         return {
             name: (parameter.shape, parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
             for name, parameter in model.named_parameters()
         }
 
 
-def tensor_parallel_degrees(resolved: ResolvedModel, degrees: Degrees) -> str:
+def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
     """The legal tensor-parallel degrees of a job of as many processes."""
-    world, plan, config = degrees.data_size * degrees.tp, resolved.family.tensor_plan, resolved.hf_config
-    legal = (d for d in range(1, world + 1) if world % d == 0)
+    plan, config = resolved.family.tensor_plan, resolved.hf_config
     return ", ".join(
         str(degree)
-        for degree in legal
-        if not tensor_parallel_problems(plan, config, degree=degree, shard=degrees.dp_shard)
+        for degree in tensor_parallel_choices(mesh.world_size)
+        if not tensor_parallel_problems(plan, config, degree=degree, shard=mesh.shard.size)
     )
 
 
-def degree_table(shape: ModelShape, work: Workload, data_size: int, chosen: Degrees) -> str:
+def degree_table(shape: ModelShape, work: Workload, chosen: Mesh) -> str:
     """Predicted peak of every legal sharding degree; the chosen one is marked."""
     lines = [f"{'hybrid_shard_degree':>20} {'replicas':>9} {'GiB per rank':>13}"]
-    for shard in (d for d in range(1, data_size + 1) if data_size % d == 0):
-        degrees = Degrees(data_size // shard, shard, chosen.tp, chosen.reshard_after_forward and shard > 1)
-        total = sum(estimate_memory(shape, degrees, work).values()) / GIB
-        mark = "  <- this job" if shard == chosen.dp_shard else ""
-        lines.append(f"{shard:>20} {data_size // shard:>9} {total:>13.2f}{mark}")
+    for mesh in chosen.alternatives():
+        total = sum(estimate_memory(shape, mesh, work).values()) / GIB
+        mark = "  <- this job" if mesh.shard.size == chosen.shard.size else ""
+        lines.append(f"{mesh.shard.size:>20} {mesh.replicas.size:>9} {total:>13.2f}{mark}")
     return "\n".join(lines)
 
 
 def report(
     resolved: ResolvedModel,
-    degrees: Degrees,
+    mesh: Mesh,
     *,
     parallel: ParallelConfig,
     activation: ActivationConfig,
@@ -90,20 +87,19 @@ def report(
     available: int | None,
 ) -> str:
     """What a dry run prints: the built mesh, the memory table of one rank and the legal degrees."""
-    shapes = sharded_parameters(resolved, degrees, parallel=parallel, activation=activation)
+    shapes = sharded_parameters(resolved, mesh, parallel=parallel, activation=activation)
     held = sum(local.numel() for _, local in shapes.values())
     return "\n".join(
         [
             f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 holds {held:,}",
-            f"mesh: dp_replicate {degrees.dp_replicate} x dp_shard {degrees.dp_shard} x tp {degrees.tp} "
-            f"= {degrees.data_size * degrees.tp} processes",
+            f"mesh: {mesh} = {mesh.world_size} processes",
             "",
             "predicted peak of each rank:",
-            memory_table(estimate_memory(shape, degrees, work), available),
+            memory_table(estimate_memory(shape, mesh, work), available),
             "",
-            f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, degrees)}",
+            f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, mesh)}",
             "",
             "legal sharding degrees:",
-            degree_table(shape, work, degrees.data_size, degrees),
+            degree_table(shape, work, mesh),
         ]
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from smp.errors import UserError
-from smp.mesh import Degrees
+from smp.mesh import Mesh, lay_out
 
 GIB = 1024**3
 
@@ -115,7 +115,7 @@ def _kept_activations(shape: ModelShape, work: Workload, *, block_input: int, in
     return int(blocks * per_block) + kept_in_all
 
 
-def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict[str, int]:
+def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Predicted peak bytes of one rank, by category.
 
     Parameters, gradients and AdamW's two moments are fp32, and split over sharding and tensor-parallel ranks.
@@ -124,11 +124,11 @@ def estimate_memory(shape: ModelShape, degrees: Degrees, work: Workload) -> dict
     Activations follow Korthikanti et al., arXiv:2205.05198, section 4, without the attention matrix, which fused
     attention does not store.
     """
-    fp32, tp = 4, degrees.tp
+    fp32, tp = 4, mesh.tp.size
     held = shape.of_rank(shape.parameters, shape.layers, tp)
-    shard = -(-held // degrees.dp_shard)
+    shard = -(-held // mesh.shard.size)
     unit = shape.of_rank(shape.largest_unit, int(shape.largest_unit == shape.block), tp)
-    gathered = min(2 * unit, held) if degrees.reshard_after_forward else held
+    gathered = min(2 * unit, held) if mesh.reshard_after_forward else held
     tokens = work.micro_batch_size * work.sequence_length
     mlp = (4 if shape.gated_mlp else 3) * shape.intermediate
     # Of a block's ten hidden states (norms, residuals, projections' inputs and outputs), four lie between split layers.
@@ -251,9 +251,9 @@ def check_fits(needed: dict[str, int], available: int, *, model: str, processes:
 def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1) -> int | None:
     """The fewest fully sharded processes, ``tp`` times a power of two, whose predicted peak fits in ``available``."""
     for exponent in range(15):
-        needed = estimate_memory(shape, Degrees(1, 2**exponent, tp), work)
-        if sum(needed.values()) <= available:
-            return 2**exponent * tp
+        mesh = lay_out(1, 2**exponent, tp)
+        if sum(estimate_memory(shape, mesh, work).values()) <= available:
+            return mesh.world_size
     return None
 
 

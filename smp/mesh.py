@@ -1,12 +1,14 @@
-"""From degrees to torch's device mesh: axes ``dp_replicate``, ``dp_shard``, ``tp``.
+"""Ranks by role: who shards with whom, who holds replicas, who reads which data, over torch's device mesh.
 
 Tensor-parallel ranks are neighbours, ``dp_shard`` strides over them and ``dp_replicate`` is outermost, so that the
-heaviest exchange stays inside a host.
+heaviest exchange stays inside a host. Nobody else computes ranks from degrees: everybody asks a :class:`Mesh` for a
+role.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,25 +21,188 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Degrees:
-    """How many ranks lie along each mesh axis, and whether parameters are freed between forward and backward."""
+class Role:
+    """One way in which ranks belong together.
 
-    dp_replicate: int
-    dp_shard: int
-    tp: int = 1
+    Attributes:
+        size: number of ranks that do.
+        rank: this one's position among them.
+    """
+
+    size: int
+    rank: int = 0
+    _group: dist.ProcessGroup | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Their process group.
+
+        Raises:
+            RuntimeError: the mesh is only laid out.
+        """
+        if self._group is None:
+            raise RuntimeError("a mesh that is laid out has no process groups: call join() where a group runs")
+        return self._group
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Every role of a rank: laid out, which needs no process group and may be of a world that is not there, or joined.
+
+    Attributes:
+        replicas: ranks that hold the same shard.
+        shard: ranks that parameters are sharded over.
+        tp: ranks that a layer is split over.
+        data: ranks that read other samples.
+        loss: ranks over which losses and token counts are summed.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward.
+    """
+
+    replicas: Role
+    shard: Role
+    tp: Role
+    data: Role
+    loss: Role
     reshard_after_forward: bool = True
+    _device_mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data.size * self.tp.size
+
+    @property
+    def degrees(self) -> dict[str, int | bool]:
+        """The layout as a checkpoint's manifest has it."""
+        return {
+            "dp_replicate": self.replicas.size, "dp_shard": self.shard.size, "tp": self.tp.size,
+            "reshard_after_forward": self.reshard_after_forward,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"dp_replicate {self.replicas.size} x dp_shard {self.shard.size} x tp {self.tp.size}"
+
+    def join(self, device_type: str) -> Mesh:
+        """Lay the mesh over the running process group; collective.
+
+        Args:
+            device_type: ``cpu`` or ``cuda``.
+
+        Raises:
+            UserError: another number of processes runs.
+        """
+        world = dist.get_world_size()
+        shape = (self.replicas.size, self.shard.size, self.tp.size)
+        if self.world_size != world:
+            raise UserError(f"degrees {shape} multiply to {self.world_size}, but {world} processes run")
+        device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        groups = [device_mesh.get_group(axis) for axis in AXES]
+        # Made here, where all ranks are: making a group is collective.
+        split = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if self.tp.size > 1 else None
+        keep_timeout(groups if split is None else [*groups, split], device_type)
+        here = lay_out(*shape, rank=dist.get_rank(), reshard_after_forward=self.reshard_after_forward)
+        data = split or dist.group.WORLD
+        joined = {
+            name: dataclasses.replace(getattr(here, name), _group=group)
+            for name, group in zip(("replicas", "shard", "tp", "data", "loss"), (*groups, data, data), strict=True)
+        }
+        return dataclasses.replace(here, _device_mesh=device_mesh, **joined)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's, of a mesh that is joined."""
+        if self._device_mesh is None:
+            raise RuntimeError("a mesh that is laid out has no device mesh: call join() where a group runs")
+        return self._device_mesh
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The mesh for ``fully_shard``: 1-D when nothing is replicated, else (dp_replicate, dp_shard)."""
+        return self.device_mesh["dp_shard"] if self.replicas.size == 1 else self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of this rank's tensor-parallel group."""
+        return self.device_mesh["tp"]
+
+    @property
+    def device_type(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.device_mesh.device_type
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads, 0 <= data_rank < data_size."""
+        return self.data.rank
 
     @property
     def data_size(self) -> int:
-        """Ranks that read different data."""
-        return self.dp_replicate * self.dp_shard
+        """Number of ranks that read different data."""
+        return self.data.size
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which a script sums losses and token counts; None: all."""
+        return None if self.tp.size == 1 else self.loss.group
+
+    def alternatives(self) -> Iterator[Mesh]:
+        """Every layout of as many ranks with the same tensor-parallel degree, the smallest sharding degree first."""
+        for shard in _divisors(self.data.size):
+            reshard = self.reshard_after_forward and shard > 1
+            yield lay_out(self.data.size // shard, shard, self.tp.size, reshard_after_forward=reshard)
+
+    def fully_sharded(self, *, times: int = 1) -> Mesh:
+        """The layout with every data rank sharding, over ``times`` as many processes."""
+        return lay_out(1, times * self.data.size, self.tp.size)
+
+    def with_tensor_parallelism(self, tp: int) -> Mesh | None:
+        """The layout with ``tp`` tensor-parallel ranks, taken from sharding or else from replicas; None if none is."""
+        replicas, shard, times = self.replicas.size, self.shard.size, tp // self.tp.size
+        if shard % times == 0:
+            shard //= times
+        elif replicas % times == 0:
+            replicas //= times
+        else:
+            return None
+        return lay_out(replicas, shard, tp, reshard_after_forward=self.reshard_after_forward)
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+def lay_out(
+    replicas: int = 1, shard: int = 1, tp: int = 1, *, rank: int = 0, reshard_after_forward: bool = True
+) -> Mesh:
+    """The roles of ``rank`` in a world of ``replicas`` x ``shard`` x ``tp`` ranks; no process group is needed."""
+    data = rank // tp
+    return Mesh(
+        replicas=Role(replicas, data // shard),
+        shard=Role(shard, data % shard),
+        tp=Role(tp, rank % tp),
+        data=Role(replicas * shard, data),
+        loss=Role(replicas * shard, data),
+        reshard_after_forward=reshard_after_forward,
+    )
 
 
-def resolve_degrees(parallel: ParallelConfig, *, world_size: int, local_world_size: int) -> Degrees:
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def tensor_parallel_choices(world_size: int) -> list[int]:
+    """Tensor-parallel degrees that divide the world."""
+    return _divisors(world_size)
+
+
+def sharding_choices(*, world_size: int, local_world_size: int, tp: int, keep_gathered: bool = False) -> list[Mesh]:
+    """Layouts whose sharding groups fill hosts or parts of one, the smallest sharding degree first."""
+    data, inside = world_size // tp, max(1, local_world_size // tp)
+    shards = (d for d in _divisors(data) if inside % d == 0 or d % inside == 0)
+    return [lay_out(data // d, d, tp, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
+
+
+def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size: int, rank: int = 0) -> Mesh:
     """Apply SMP v2's rules for ``hybrid_shard_degree`` 0, 1 and k to the sharding strategy.
 
     ===== ===================================================================================================
@@ -57,7 +222,7 @@ def resolve_degrees(parallel: ParallelConfig, *, world_size: int, local_world_si
     if world_size % tp:
         raise UserError(
             f"--tensor_parallel_degree {tp} does not divide the {world_size} processes: choose one of "
-            f"{_divisors(world_size)}"
+            f"{_listed(_divisors(world_size))}"
         )
     data_size = world_size // tp
     if degree > 0:
@@ -72,10 +237,10 @@ def resolve_degrees(parallel: ParallelConfig, *, world_size: int, local_world_si
         name = f"--hybrid_shard_degree {degree}" if degree else f"sharding over the {shard} processes of a host"
         raise UserError(
             f"{name} does not divide the {data_size} data-parallel processes: choose --hybrid_shard_degree from "
-            f"{_divisors(data_size)}"
+            f"{_listed(_divisors(data_size))}"
         )
     keeps_gathered = strategy in ("shard_grad_op", "_hybrid_shard_zero2") or shard == 1
-    return Degrees(data_size // shard, shard, tp, reshard_after_forward=not keeps_gathered)
+    return lay_out(data_size // shard, shard, tp, rank=rank, reshard_after_forward=not keeps_gathered)
 
 
 def served_device_type() -> str:
@@ -83,61 +248,6 @@ def served_device_type() -> str:
     backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
     serves_gpus = "cuda:nccl" in backends or "cuda:smddp" in backends
     return "cuda" if serves_gpus and torch.cuda.is_available() else "cpu"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    """The job's device mesh and this rank's place in it."""
-
-    device_mesh: DeviceMesh
-    degrees: Degrees
-    data_group: dist.ProcessGroup | None  # this rank's counterparts that read other data; None: all ranks
-
-    @property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for ``fully_shard``: 1-D when nothing is replicated, else (dp_replicate, dp_shard)."""
-        if self.degrees.dp_replicate == 1:
-            return self.device_mesh["dp_shard"]
-        return self.device_mesh["dp_replicate", "dp_shard"]
-
-    @property
-    def tp_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of this rank's tensor-parallel group."""
-        return self.device_mesh["tp"]
-
-    @property
-    def data_rank(self) -> int:
-        """Which part of the data this rank reads, 0 <= data_rank < data_size."""
-        replicate, shard = (self.device_mesh.get_local_rank(axis) for axis in ("dp_replicate", "dp_shard"))
-        return replicate * self.degrees.dp_shard + shard
-
-    @property
-    def data_size(self) -> int:
-        """Number of ranks that read different data."""
-        return self.degrees.data_size
-
-    @property
-    def device_type(self) -> str:
-        """``cpu`` or ``cuda``."""
-        return self.device_mesh.device_type
-
-
-def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    """Lay the mesh over the running process group.
-
-    Args:
-        degrees: product equal to the world size.
-        device_type: ``cpu`` or ``cuda``.
-    """
-    shape = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
-    world = dist.get_world_size()
-    if degrees.data_size * degrees.tp != world:
-        raise UserError(f"degrees {shape} multiply to {degrees.data_size * degrees.tp}, but {world} processes run")
-    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-    # Made here, where all ranks are: making a group is collective.
-    data = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if degrees.tp > 1 else None
-    keep_timeout([*device_mesh.get_all_groups(), *([] if data is None else [data])], device_type)
-    return Mesh(device_mesh, degrees, data)
 
 
 def keep_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:

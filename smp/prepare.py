@@ -89,14 +89,13 @@ def parallelize(
     Raises:
         ConfigError: the model cannot be split over so many tensor-parallel and sharding ranks.
     """
-    degrees = mesh.degrees
     if problems := tensor_parallel_problems(
-        family.tensor_plan, model.config, degree=degrees.tp, shard=degrees.dp_shard
+        family.tensor_plan, model.config, degree=mesh.tp.size, shard=mesh.shard.size
     ):
         raise ConfigError(problems)
     blocks = model_blocks(model, family)
     tied_before = sum(1 for _ in model.parameters())
-    if degrees.tp > 1 and not is_split(model):
+    if mesh.tp.size > 1 and not is_split(model):
         split_model(model, family, tensor_region(mesh, parallel))
     if activation.compile:
         for block in blocks:
@@ -112,7 +111,7 @@ def parallelize(
         apply_activation_offload(blocks, store, horizon=activation.activation_loading_horizon)
     if loss is not None and loss.loss_chunk_tokens:
         chunk_loss(model, head=family.head, chunk_tokens=loss.loss_chunk_tokens, z_loss=loss.z_loss)
-    reshard = degrees.reshard_after_forward
+    reshard = mesh.reshard_after_forward
     units = _units(model, family, parallel=parallel, reshard=reshard, min_unit_parameters=min_unit_parameters)
     shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=dtype, cpu_offload=activation.cpu_offload)
     if sum(1 for _ in model.parameters()) != tied_before:

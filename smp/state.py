@@ -94,29 +94,29 @@ class State:
     @property
     def hybrid_shard_degree(self) -> int:
         """Ranks of a sharding group."""
-        return self._mesh.degrees.dp_shard
+        return self._mesh.shard.size
 
     @property
     def tensor_parallel_degree(self) -> int:
         """Ranks of a tensor-parallel group."""
-        return self._mesh.degrees.tp
+        return self._mesh.tp.size
 
     tp_size = tensor_parallel_degree
 
     @property
     def tp_rank(self) -> int:
         """This process's rank in its tensor-parallel group."""
-        return self._mesh.tp_mesh.get_local_rank()
+        return self._mesh.tp.rank
 
     @property
     def tp_process_group(self) -> dist.ProcessGroup:
         """Its tensor-parallel group."""
-        return self._mesh.tp_mesh.get_group()
+        return self._mesh.tp.group
 
     @property
     def rep_rank_process_group(self) -> dist.ProcessGroup:
         """The ranks that hold replicas of this one's shard."""
-        return self._mesh.device_mesh.get_group("dp_replicate")
+        return self._mesh.replicas.group
 
     @property
     def ranker(self) -> Ranker:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from smp.mesh import build_mesh, resolve_degrees
+from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.prepare import prepare_model
 from smp.runtime import Launch, process_group
@@ -59,8 +59,8 @@ def one_process(words: Words) -> Iterator[Any]:
     config = parse([*LLAMA, *SYNTHETIC, *words])
     device = torch.device("cpu")
     with process_group(config.comm, Launch(), device):
-        degrees = resolve_degrees(config.parallel, world_size=1, local_world_size=1)
-        mesh = build_mesh(degrees, "cpu")
+        mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1)
+        mesh = mesh.join("cpu")
         resolved = resolve_model(config.model)
         model = prepare_model(
             resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
-from smp.mesh import Mesh, build_mesh, resolve_degrees
+from smp.mesh import Mesh, resolve_mesh
 from smp.models.registry import family_of
 from smp.prepare import parallelize
 from smp.sharding import MIN_UNIT_PARAMETERS
@@ -147,8 +147,8 @@ class Layout:
 
     def mesh(self) -> Mesh:
         world = dist.get_world_size()
-        degrees = resolve_degrees(self.parallel(), world_size=world, local_world_size=world)
-        return build_mesh(degrees, "cpu")
+        mesh = resolve_mesh(self.parallel(), world_size=world, local_world_size=world)
+        return mesh.join("cpu")
 
 
 def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator[tuple[float, float, dict]]:
@@ -183,7 +183,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
             batch,
             device=torch.device("cpu"),
             grad_clip=CLIP,
-            data_group=mesh.data_group,
+            loss_group=mesh.loss.group,
             defer_sync=layout.defer,
         )
         yield result.loss(), float(result.grad_norm), gradients

@@ -229,7 +229,7 @@ def _mesh_device(backend, cuda, expected):
         patch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda" if cuda else "cpu"))
         resolved = str(distributed_c10d.BackendConfig(dist.Backend(backend)))
         patch.setitem(distributed_c10d._world.pg_backend_config, dist.group.WORLD, resolved)
-        patch.setattr(smp.api, "build_mesh", lambda degrees, device_type: device_type)
+        patch.setattr(smp.mesh.Mesh, "join", lambda laid_out, device_type: device_type)
         assert smp.init() == expected, resolved
 
 

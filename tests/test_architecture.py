@@ -136,6 +136,42 @@ def test_the_whole_configuration_stays_at_the_top():
     assert users <= {"arguments", "smp.train.start", "smp.train.run_plan", "smp.train.report"}
 
 
+ROLES = {"replicas", "shard", "tp", "data", "loss"}
+
+
+NAMES = {"rank": {"rank"}, "size": {"world_size", "tensor_parallel_degree", "hybrid_shard_degree"}}
+
+
+def of_a_role(expression: ast.AST, kind: str) -> bool:
+    """Whether an expression holds ``mesh.ROLE.size``, ``mesh.ROLE.rank`` or a name that says the same."""
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Name) and node.id in NAMES[kind]:
+            return True
+        if isinstance(node, ast.Attribute):
+            role = node.attr == kind and isinstance(node.value, ast.Attribute) and node.value.attr in ROLES
+            if role or (node.attr in NAMES[kind] and isinstance(node.value, ast.Name)):
+                return True
+    return False
+
+
+def test_only_the_mesh_computes_ranks_from_degrees():
+    """Nobody else divides a rank or the world by a degree, or multiplies degrees."""
+    wrong = []
+    for path in sources():
+        # The environment's readers have the launcher's numbers, and the backend its own group's.
+        if module_name(path).split(".")[1:2] in (["mesh"], ["environment"], ["comm"], ["doctor"], ["launch"]):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.BinOp):
+                continue
+            divides = isinstance(node.op, (ast.FloorDiv, ast.Mod, ast.Div)) and of_a_role(node.right, "size")
+            if divides and (of_a_role(node.left, "rank") or of_a_role(node.left, "size")):
+                wrong.append(f"{path}:{node.lineno}")
+            if isinstance(node.op, ast.Mult) and of_a_role(node.left, "size") and of_a_role(node.right, "size"):
+                wrong.append(f"{path}:{node.lineno}")
+    assert wrong == []
+
+
 def test_sizes_stay_readable():
     for path in sources():
         lines = path.read_text().count("\n")

@@ -27,7 +27,7 @@ from smp.checkpoint import checkpointer, saver
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.read_back import ReadBack
 from smp.errors import UserError
-from smp.mesh import build_mesh, resolve_degrees
+from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
 from smp.prepare import prepare_model
@@ -86,7 +86,7 @@ def test_pretrained_weights(files):
         config = parse([*SYNTHETIC, *words])
         resolved = resolve_model(config.model)
         with process_group(config.comm, Launch(), torch.device("cpu")):
-            mesh = build_mesh(resolve_degrees(config.parallel, world_size=1, local_world_size=1), "cpu")
+            mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1).join("cpu")
             model = prepare_model(
                 resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
                 device=torch.device("cpu"), seed=1, load_weights=True,

@@ -18,7 +18,7 @@ import smp.prepare
 from smp.activation_offload import DiskStore
 from smp.chunked_loss import model_loss_sum
 from smp.errors import ConfigError
-from smp.mesh import resolve_degrees
+from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.train import report
 from smp.train.lr_schedule import lr_at
@@ -105,8 +105,8 @@ def test_delayed_param(monkeypatch):
 @check("sharding_strategy", "hybrid_shard_degree")
 def test_sharding():
     def degrees(words):
-        found = resolve_degrees(parse([*SYNTHETIC, *words]).parallel, world_size=8, local_world_size=4)
-        return found.dp_replicate, found.dp_shard
+        found = resolve_mesh(parse([*SYNTHETIC, *words]).parallel, world_size=8, local_world_size=4)
+        return found.replicas.size, found.shard.size
 
     differs(degrees, ["--sharding_strategy", "full_shard"], (1, 8))
     differs(degrees, ["--hybrid_shard_degree", 2], (4, 2))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -386,9 +384,7 @@ def test_tensor_parallelism_below(strategy):
 
 
 def test_a_mesh_that_tensor_parallelism_cannot_give_is_refused(monkeypatch):
-    mesh = dataclasses.make_dataclass("M", ["degrees", "device_mesh", "device_type", "fsdp_mesh"])
-    degrees = smp.mesh.Degrees(1, 4, 2)
     monkeypatch.setattr(dist, "get_world_size", lambda *a: 8)
     monkeypatch.setattr(meshes, "_local_world_size", lambda: 4)
     with pytest.raises(UserError, match=r"give smp.init the same sharding_strategy"):
-        meshes._from_job(mesh(degrees, DeviceMesh, "cpu", None), smp.ParallelConfig(), ShardingStrategy.HYBRID_SHARD)
+        meshes._from_job(smp.mesh.lay_out(1, 4, 2), smp.ParallelConfig(), ShardingStrategy.HYBRID_SHARD)

@@ -119,12 +119,12 @@ def train(reference: nn.Module, layout: Layout, features: Features, directory: s
         torch.manual_seed(5 + mesh.data_rank)
         for step in range(STEPS):
             batch = rank_batch(step, mesh.data_rank, mesh.data_size, MICROBATCHES)
-            result = train_step(model, optimizer, batch, device=device, grad_clip=0.5, data_group=mesh.data_group)
+            result = train_step(model, optimizer, batch, device=device, grad_clip=0.5, loss_group=mesh.loss.group)
             losses.append(result.loss())
             norms.append(float(result.grad_norm))
         found = collections.Counter(counts)
     with Products() as products:
-        train_step(model, optimizer, batch, device=device, grad_clip=0.5, data_group=mesh.data_group)
+        train_step(model, optimizer, batch, device=device, grad_clip=0.5, loss_group=mesh.loss.group)
     return Run(losses, norms, run, found + collections.Counter(products=products.count))
 
 

@@ -23,7 +23,7 @@ from smp.memory_plan import (
     model_shape,
     processes_that_fit,
 )
-from smp.mesh import Degrees
+from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model
 
@@ -46,7 +46,7 @@ def shape_of(name):
 def test_states_follow_from_the_parameter_count():
     _, shape = shape_of("llama70b")
     assert (shape.parameters, shape.layers, shape.hidden) == (68_976_648_192, 80, 8192)
-    needed = estimate_memory(shape, Degrees(1, 64), WORK)
+    needed = estimate_memory(shape, lay_out(1, 64), WORK)
     share = 68_976_648_192 // 64 * 4
     assert needed["parameters"] == needed["gradients"] == share and needed["optimizer state"] == 2 * share
     assert needed["gathered parameters"] == 2 * shape.largest_unit * 2
@@ -55,7 +55,7 @@ def test_states_follow_from_the_parameter_count():
 
 def test_more_work_needs_more():
     _, shape = shape_of("llama_tiny")
-    two = Degrees(1, 2)
+    two = lay_out(1, 2)
 
     def total(degrees=two, **change):
         values = {**WORK.__dict__, **change}
@@ -64,13 +64,13 @@ def test_more_work_needs_more():
     base = total()
     assert total(micro_batch_size=4) > base and total(sequence_length=8192) > base and total(compute_bytes=4) > base
     assert total(activation_checkpointing=False) > base and total(attention_matrix=True) > base
-    assert total(Degrees(2, 1)) > base > total(Degrees(1, 4))
-    assert total(Degrees(1, 2, reshard_after_forward=False)) > base
+    assert total(lay_out(2, 1)) > base > total(lay_out(1, 4))
+    assert total(lay_out(1, 2, reshard_after_forward=False)) > base
 
 
 def test_tensor_parallelism_divides_what_it_splits():
     _, shape = shape_of("llama70b")
-    one, eight = (estimate_memory(shape, Degrees(1, 32, tp), WORK) for tp in (1, 8))
+    one, eight = (estimate_memory(shape, lay_out(1, 32, tp), WORK) for tp in (1, 8))
     for what in ("parameters", "gradients", "optimizer state", "gathered parameters", "logits and loss"):
         assert eight[what] == pytest.approx(one[what] / 8, rel=1e-6), what
     # Block inputs, and all that a block holds between its split layers; but one gathered hidden state on top.
@@ -81,13 +81,13 @@ def test_tensor_parallelism_divides_what_it_splits():
 def test_key_value_heads_that_are_fewer_than_ranks_are_held_whole():
     _, shape = shape_of("llama70b")
     assert shape.key_value_heads == 8 and shape.key_value == 2 * 1024 * 8192
-    sixteen = estimate_memory(shape, Degrees(1, 16, 16), WORK)
+    sixteen = estimate_memory(shape, lay_out(1, 16, 16), WORK)
     whole = 80 * 2 * 1024 * 8192
     assert sixteen["parameters"] == pytest.approx(4 * (whole + (68_976_648_192 - whole) / 16) / 16, rel=1e-6)
     unit = shape.block - shape.key_value
     assert sixteen["gathered parameters"] == pytest.approx(2 * 2 * (unit / 16 + shape.key_value), rel=1e-6)
     _, neox = shape_of("gpt_neox_20b")  # as many heads of each kind
-    assert estimate_memory(neox, Degrees(1, 1, 64), WORK)["parameters"] == pytest.approx(
+    assert estimate_memory(neox, lay_out(1, 1, 64), WORK)["parameters"] == pytest.approx(
         4 * neox.parameters / 64, rel=1e-6
     )
 
@@ -97,7 +97,7 @@ def test_sequence_parallelism_and_kept_inputs_show():
     hidden_state = 2 * 4096 * 8192 * 2
 
     def activations(tp=8, **change):
-        return estimate_memory(shape, Degrees(1, 4, tp), dataclasses.replace(WORK, **change))["activations"]
+        return estimate_memory(shape, lay_out(1, 4, tp), dataclasses.replace(WORK, **change))["activations"]
 
     assert activations(tp=1) == activations(tp=1, sequence_parallel=False) == activations(tp=1, save_gathered=True)
     whole = activations(sequence_parallel=False)
@@ -112,18 +112,18 @@ def test_sequence_parallelism_and_kept_inputs_show():
 
 def test_advice_keeps_the_tensor_parallel_degree():
     _, shape = shape_of("llama70b")
-    available = sum(estimate_memory(shape, Degrees(1, 8, 8), WORK).values())
+    available = sum(estimate_memory(shape, lay_out(1, 8, 8), WORK).values())
     assert processes_that_fit(shape, WORK, available, tp=8) == 64
     assert processes_that_fit(shape, WORK, available, tp=1) is None  # gathered units and logits are whole then
 
 
 def test_refusal_says_what_is_needed_and_what_there_is():
     _, shape = shape_of("llama_tiny")
-    needed = estimate_memory(shape, Degrees(1, 1), WORK)
+    needed = estimate_memory(shape, lay_out(1, 1), WORK)
     check_fits(needed, 10**12, model="m", processes=1, advice="none")
     with pytest.raises(UserError, match=r"m on 2 process.* needs about \d+\.\d GiB .* there are 0\.5 GiB for each: go"):
         check_fits(needed, GIB // 2, model="m", processes=2, advice="go")
-    enough = processes_that_fit(shape, WORK, sum(estimate_memory(shape, Degrees(1, 8), WORK).values()))
+    enough = processes_that_fit(shape, WORK, sum(estimate_memory(shape, lay_out(1, 8), WORK).values()))
     assert enough == 8
     assert processes_that_fit(shape, WORK, GIB // 10) is None
 
@@ -159,7 +159,7 @@ def test_available_memory_without_linux(monkeypatch):
 def test_large_meshes_are_built_without_machines(name, world):
     resolved, shape = shape_of(name)
     parallel, activation = ParallelConfig(sharding_strategy="full_shard"), ActivationConfig()
-    degrees = Degrees(1, world)
+    degrees = lay_out(1, world)
     shapes = sharded_parameters(resolved, degrees, parallel=parallel, activation=activation)
     assert sum(whole.numel() for whole, _ in shapes.values()) == shape.parameters
     for key, (whole, local) in shapes.items():

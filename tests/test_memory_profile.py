@@ -19,7 +19,7 @@ from smp.memory_advice import advice_text, changes_that_help
 from smp.memory_plan import Workload, estimate_memory
 from smp.memory_profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
 from smp.memory_tracker import cpu_tensor_bytes, rss_bytes
-from smp.mesh import Degrees
+from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.prepare import parallelize
 from smp.tensor_parallel import region
@@ -82,7 +82,7 @@ def profiled_steps(layout: Layout, name: str):
             base = account.latest().total
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as torchs:
                 train_step(
-                    model, optimizer, batch, device=CPU, grad_clip=1.0, data_group=mesh.data_group, record=account.mark
+                    model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group, record=account.mark
                 )
     return model, account, base + allocated(torchs.profiler.kineto_results.events())
 
@@ -314,7 +314,7 @@ WORK = Workload(sequence_length=4096, micro_batch_size=2, compute_bytes=2, activ
 
 def test_advice_is_what_the_prediction_says():
     _, shape = shape_of("llama70b")
-    degrees = Degrees(2, 8)
+    degrees = lay_out(2, 8)
     changes = changes_that_help(shape, degrees, WORK, device_type="cuda", accumulation=3)
     assert len(changes) == 3 and changes == sorted(changes, key=lambda change: -change.saving)
     now = sum(estimate_memory(shape, degrees, WORK).values())

@@ -5,15 +5,15 @@ import torch.distributed as dist
 
 from smp.config import ParallelConfig
 from smp.errors import ConfigError, UserError
-from smp.mesh import build_mesh, resolve_degrees
+from smp.mesh import lay_out, resolve_mesh, sharding_choices
 from tests.distributed import run_distributed
 
 
 def degrees(strategy="hybrid_shard", degree=0, world=16, local=8, tp=1):
     parallel = ParallelConfig(sharding_strategy=strategy, hybrid_shard_degree=degree, tensor_parallel_degree=tp)
-    found = resolve_degrees(parallel, world_size=world, local_world_size=local)
-    assert found.tp == tp and found.data_size * tp == world
-    return found.dp_replicate, found.dp_shard, found.reshard_after_forward
+    found = resolve_mesh(parallel, world_size=world, local_world_size=local)
+    assert found.tp.size == tp and found.world_size == world
+    return found.replicas.size, found.shard.size, found.reshard_after_forward
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,50 @@ def test_contradicting_strategy(strategy, degree):
         degrees(strategy, degree)
 
 
+def test_a_mesh_that_is_laid_out_knows_every_role_and_has_no_groups():
+    mesh = resolve_mesh(
+        ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2), world_size=8, local_world_size=8, rank=5
+    )
+    roles = {name: getattr(mesh, name) for name in ("replicas", "shard", "tp", "data", "loss")}
+    found = {name: (role.size, role.rank) for name, role in roles.items()}
+    assert found == {"replicas": (2, 1), "shard": (2, 0), "tp": (2, 1), "data": (4, 2), "loss": (4, 2)}
+    for role in roles.values():
+        with pytest.raises(RuntimeError, match="laid out"):
+            _ = role.group
+    for name in ("device_mesh", "fsdp_mesh", "tp_mesh", "device_type"):
+        with pytest.raises(RuntimeError, match="laid out"):
+            getattr(mesh, name)
+
+
+def test_other_layouts_of_a_mesh():
+    mesh = lay_out(2, 4, 2, reshard_after_forward=True)
+    others = [(other.replicas.size, other.shard.size, other.reshard_after_forward) for other in mesh.alternatives()]
+    assert others == [(8, 1, False), (4, 2, True), (2, 4, True), (1, 8, True)]
+    assert mesh.fully_sharded() == lay_out(1, 8, 2) and mesh.fully_sharded(times=2) == lay_out(1, 16, 2)
+    assert mesh.with_tensor_parallelism(4) == lay_out(2, 2, 4)
+    assert lay_out(2, 1, 2).with_tensor_parallelism(4) == lay_out(1, 1, 4)
+    assert lay_out(1, 1, 2).with_tensor_parallelism(4) is None
+    shards = sharding_choices(world_size=24, local_world_size=8, tp=2)
+    assert [(other.replicas.size, other.shard.size) for other in shards] == [(12, 1), (6, 2), (3, 4), (1, 12)]
+
+
+def _check_joined():
+    parallel = ParallelConfig(hybrid_shard_degree=1, tensor_parallel_degree=2)
+    mesh = resolve_mesh(parallel, world_size=4, local_world_size=4).join("cpu")
+    for role in (mesh.replicas, mesh.shard, mesh.tp, mesh.data, mesh.loss):
+        ranks = dist.get_process_group_ranks(role.group)
+        assert len(ranks) == role.size and ranks[role.rank] == dist.get_rank()
+    with pytest.raises(UserError, match="multiply to 8, but 4 processes run"):
+        lay_out(4, 1, 2).join("cpu")
+
+
+def test_roles_of_a_mesh_that_is_joined_have_their_groups():
+    run_distributed(_check_joined, world_size=4)
+
+
 def _check_order():
     parallel = ParallelConfig(hybrid_shard_degree=2)
-    mesh = build_mesh(resolve_degrees(parallel, world_size=4, local_world_size=4), "cpu")
+    mesh = resolve_mesh(parallel, world_size=4, local_world_size=4).join("cpu")
     rank = dist.get_rank()
     assert mesh.data_rank == rank and mesh.data_size == 4
     # Neighbours shard, ranks two apart replicate.
@@ -102,7 +143,7 @@ def test_degrees_that_do_not_divide_under_tensor_parallelism(change, sentence):
 
 def _check_tensor_order():
     parallel = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)
-    mesh = build_mesh(resolve_degrees(parallel, world_size=8, local_world_size=8), "cpu")
+    mesh = resolve_mesh(parallel, world_size=8, local_world_size=8).join("cpu")
     rank = dist.get_rank()
     replica, shard, tp = rank // 4, rank // 2 % 2, rank % 2
     ranks = {
@@ -124,7 +165,7 @@ def test_tensor_parallel_ranks_are_neighbours():
 def _check_data_group():
     for tp, ranks in ((1, None), (2, [dist.get_rank() % 2, dist.get_rank() % 2 + 2]), (4, [dist.get_rank()])):
         parallel = ParallelConfig(sharding_strategy="full_shard", tensor_parallel_degree=tp)
-        mesh = build_mesh(resolve_degrees(parallel, world_size=4, local_world_size=4), "cpu")
+        mesh = resolve_mesh(parallel, world_size=4, local_world_size=4).join("cpu")
         assert mesh.data_rank == dist.get_rank() // tp
         # None stands for all.
         assert (mesh.data_group and dist.get_process_group_ranks(mesh.data_group)) == ranks

@@ -21,7 +21,7 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.dry_run import sharded_model
 from smp.errors import UserError
 from smp.memory_plan import Workload, estimate_memory, model_shape
-from smp.mesh import Degrees
+from smp.mesh import Mesh, lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model
 
@@ -67,34 +67,34 @@ def neox_shapes(config) -> dict[str, tuple[tuple[int, ...], int | None, bool]]:
     }  # fmt: skip
 
 
-def expected_place(shape, axis, key_value, *, config, degrees: Degrees, rank: int):
+def expected_place(shape, axis, key_value, *, config, mesh: Mesh, rank: int):
     """Placements over (dp_shard, tp) and the local shape."""
-    data, tp_rank = divmod(rank, degrees.tp)
-    shard_rank = data % degrees.dp_shard
-    if key_value and degrees.tp > config.num_key_value_heads:
+    data, tp_rank = divmod(rank, mesh.tp.size)
+    shard_rank = data % mesh.shard.size
+    if key_value and mesh.tp.size > config.num_key_value_heads:
         axis = None
     local = list(shape)
     if axis is not None:
-        assert shape[axis] % degrees.tp == 0
-        local[axis] //= degrees.tp
-    local[0] = part(local[0], degrees.dp_shard, shard_rank)
-    first = _StridedShard(0, split_factor=degrees.tp) if axis == 0 else Shard(0)
+        assert shape[axis] % mesh.tp.size == 0
+        local[axis] //= mesh.tp.size
+    local[0] = part(local[0], mesh.shard.size, shard_rank)
+    first = _StridedShard(0, split_factor=mesh.tp.size) if axis == 0 else Shard(0)
     return (first, Replicate() if axis is None else Shard(axis)), tuple(local), tp_rank
 
 
-def check(resolved, degrees: Degrees, rank: int) -> int:
+def check(resolved, mesh: Mesh, rank: int) -> int:
     """Compare every parameter; returns how many elements the rank holds."""
     config, held = resolved.hf_config, 0
     shapes = (neox_shapes if config.model_type == "gpt_neox" else llama_shapes)(config)
-    parallel, activation = ParallelConfig(tensor_parallel_degree=degrees.tp), ActivationConfig()
-    with sharded_model(resolved, degrees, parallel=parallel, activation=activation, rank=rank) as model:
+    parallel, activation = ParallelConfig(tensor_parallel_degree=mesh.tp.size), ActivationConfig()
+    with sharded_model(resolved, mesh, parallel=parallel, activation=activation, rank=rank) as model:
         parameters = dict(model.named_parameters())
         per_block = len(shapes) - 2 - sum(name.startswith("norm") for name in shapes)
         norms = sum(name.startswith("norm") for name in shapes)
         assert len(parameters) == 2 + norms + config.num_hidden_layers * (per_block + 2 * norms)
         for name, parameter in parameters.items():
             (key,) = [key for key in shapes if name.endswith(key)]
-            placements, local, tp_rank = expected_place(*shapes[key], config=config, degrees=degrees, rank=rank)
+            placements, local, tp_rank = expected_place(*shapes[key], config=config, mesh=mesh, rank=rank)
             assert tuple(parameter.shape) == shapes[key][0], name
             assert parameter.device_mesh.mesh_dim_names[-2:] == ("dp_shard", "tp"), name
             assert parameter.placements[-2:] == placements, (name, parameter.placements)
@@ -112,16 +112,16 @@ def elsewhere(function: Callable[..., int], *args: object) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "degrees", "ranks"),
+    ("name", "layers", "mesh", "ranks"),
     [
-        ("llama70b", None, Degrees(1, 32, 8), (77,)),
-        ("llama70b", 2, Degrees(1, 16, 16), (0, 18, 255)),  # 8 key/value heads for 16 ranks
-        ("llama70b", 2, Degrees(4, 8, 8), (9, 255)),
-        ("gpt_neox_20b", None, Degrees(1, 8, 4), (31,)),
-        ("gpt_neox_20b", 2, Degrees(2, 8, 4), (40,)),
+        ("llama70b", None, lay_out(1, 32, 8), (77,)),
+        ("llama70b", 2, lay_out(1, 16, 16), (0, 18, 255)),  # 8 key/value heads for 16 ranks
+        ("llama70b", 2, lay_out(4, 8, 8), (9, 255)),
+        ("gpt_neox_20b", None, lay_out(1, 8, 4), (31,)),
+        ("gpt_neox_20b", 2, lay_out(2, 8, 4), (40,)),
     ],
 )
-def test_every_parameter_s_place(name, layers, degrees, ranks):
+def test_every_parameter_s_place(name, layers, mesh, ranks):
     resolved = preset(name, layers)
     with torch.device("meta"):
         model = build_model(resolved.hf_config, attn_implementation="sdpa")
@@ -129,10 +129,10 @@ def test_every_parameter_s_place(name, layers, degrees, ranks):
     shape = model_shape(
         model, resolved.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
     )
-    predicted = estimate_memory(shape, degrees, WORK)["parameters"] / 4
+    predicted = estimate_memory(shape, mesh, WORK)["parameters"] / 4
     for rank in ranks:
         # What the memory plan says differs by the norms, which every rank holds.
-        assert elsewhere(check, resolved, degrees, rank) == pytest.approx(predicted, rel=1e-3), rank
+        assert elsewhere(check, resolved, mesh, rank) == pytest.approx(predicted, rel=1e-3), rank
 
 
 def test_the_job_plans_a_large_mesh(tmp_path):
@@ -164,9 +164,9 @@ def split_unevenly(rank: int) -> int:
     resolved.hf_config.vocab_size = 65
     sentence = "degree 2 does not divide the vocabulary's 65 rows, and --hybrid_shard_degree 3 does not divide .* of 1$"
     settings = {"parallel": ParallelConfig(), "activation": ActivationConfig(), "rank": rank}
-    with pytest.raises(UserError, match=sentence), sharded_model(resolved, Degrees(1, 3, 2), **settings):
+    with pytest.raises(UserError, match=sentence), sharded_model(resolved, lay_out(1, 3, 2), **settings):
         pass
-    with sharded_model(resolved, Degrees(1, 2, 2), **settings) as model:
+    with sharded_model(resolved, lay_out(1, 2, 2), **settings) as model:
         weight = model.get_input_embeddings().weight
     assert weight.placements == (Shard(1), Shard(0))
     return weight.to_local().shape[0]

@@ -224,7 +224,7 @@ def step(model, optimizer, layout: Layout, number: int) -> float:
     """The loss of one training step; the same global batch at any layout."""
     mesh = mesh_of(layout)
     batch = rank_batch(number, mesh.data_rank, mesh.data_size, 1)
-    return train_step(model, optimizer, batch, device=CPU, grad_clip=1.0, data_group=mesh.data_group).loss()
+    return train_step(model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group).loss()
 
 
 def _save_matrix(folder, name):

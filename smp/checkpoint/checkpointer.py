@@ -303,8 +303,8 @@ def load_checkpoint(
     tensors = run_tensors(model, optimizer)
     check_tensors(path, manifest, tensors)
     fill(path, manifest, tensors)
-    same_layout = manifest.degrees.get("tp", 1) == mesh.degrees.tp and manifest.world_size == dist.get_world_size()
-    restore_generators(path, manifest, same_layout=same_layout, otherwise=f"{seed}:{progress.step}:{mesh.data_rank}")
+    same_layout = manifest.degrees.get("tp", 1) == mesh.tp.size and manifest.world_size == dist.get_world_size()
+    restore_generators(path, manifest, same_layout=same_layout, otherwise=f"{seed}:{progress.step}:{mesh.data.rank}")
     return progress
 
 

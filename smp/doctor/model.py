@@ -18,7 +18,7 @@ from smp.memory_plan import (
     model_shape,
     processes_that_fit,
 )
-from smp.mesh import resolve_degrees
+from smp.mesh import resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.registry import build_model
 from smp.prepare import compute_dtype
@@ -44,16 +44,16 @@ def check_model(room: Room) -> None:
     shape, work = _sizes(room, model)
     room.state.update(parameters=shape.parameters, vocab_size=model.hf_config.vocab_size, length=model.sequence_length)
     launch = room.launch
-    degrees = resolve_degrees(
+    mesh = resolve_mesh(
         room.request.section(ParallelConfig), world_size=launch.world_size, local_world_size=launch.local_world_size
     )
-    needed, available = estimate_memory(shape, degrees, work), available_memory(room.device, launch.local_world_size)
+    needed, available = estimate_memory(shape, mesh, work), available_memory(room.device, launch.local_world_size)
     data = {
         "parameters": shape.parameters, "needed_bytes": sum(needed.values()), "available_bytes": available,
         "vocab_size": model.hf_config.vocab_size, "by_category": needed,
     }  # fmt: skip
     room.measure("model", data)
-    enough = processes_that_fit(shape, work, available, tp=degrees.tp)
+    enough = processes_that_fit(shape, work, available, tp=mesh.tp.size)
     smaller = "a smaller model, batch or sequence (--dry_run 1 shows what needs how much)"
     advice = f"use {enough} such processes with full sharding, or {smaller}" if enough else f"use {smaller}"
     check_fits(needed, available, model=model.name, processes=launch.world_size, advice=advice)

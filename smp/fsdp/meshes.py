@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from smp.config import ParallelConfig
 from smp.errors import UserError
 from smp.fsdp.options import HYBRID, Options
-from smp.mesh import Mesh, build_mesh, keep_timeout, resolve_degrees, served_device_type
+from smp.mesh import Mesh, keep_timeout, resolve_mesh, served_device_type
 from smp.runtime import read_launch
 
 _HYBRID_AXES = ("dp_replicate", "dp_shard")
@@ -220,21 +220,21 @@ def _from_job(mesh: Mesh, parallel: ParallelConfig, strategy: ShardingStrategy) 
         return Placed(mesh.fsdp_mesh, strategy if zero2 else ShardingStrategy.HYBRID_SHARD)
     script = ParallelConfig(
         sharding_strategy=strategy.name.lower(),  # type: ignore[arg-type]
-        tensor_parallel_degree=mesh.degrees.tp,
+        tensor_parallel_degree=mesh.tp.size,
     )
-    wanted = resolve_degrees(script, world_size=dist.get_world_size(), local_world_size=_local_world_size())
-    if (wanted.dp_replicate, wanted.dp_shard) == (mesh.degrees.dp_replicate, mesh.degrees.dp_shard):
+    wanted = resolve_mesh(script, world_size=dist.get_world_size(), local_world_size=_local_world_size())
+    if (wanted.replicas.size, wanted.shard.size) == (mesh.replicas.size, mesh.shard.size):
         return Placed(mesh.fsdp_mesh, strategy)
-    if wanted.dp_replicate == 1:
+    if wanted.replicas.size == 1:
         flat = mesh.device_mesh[_HYBRID_AXES]._flatten("data")
         keep_timeout([flat.get_group()], mesh.device_type)
         return Placed(flat, strategy)
-    if mesh.degrees.tp == 1:
-        shape = (wanted.dp_replicate, wanted.dp_shard)
+    if mesh.tp.size == 1:
+        shape = (wanted.replicas.size, wanted.shard.size)
         made = _cached(
             require_process_group(),
             ("job", shape, mesh.device_type),
-            lambda: build_mesh(wanted, mesh.device_type).fsdp_mesh,
+            lambda: wanted.join(mesh.device_type).fsdp_mesh,
         )
         return Placed(made, strategy)
     raise UserError(

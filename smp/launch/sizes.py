@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from smp.config import ParallelConfig
 from smp.dry_run import degree_table
 from smp.errors import UserError
 from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, model_shape, processes_that_fit
-from smp.mesh import Degrees, resolve_degrees
+from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
@@ -39,12 +40,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    degrees: Degrees
+    mesh: Mesh
     work: Workload
     extra: tuple[str, ...]
 
     def bytes(self, shape: ModelShape) -> int:
-        return sum(estimate_memory(shape, self.degrees, self.work).values())
+        return sum(estimate_memory(shape, self.mesh, self.work).values())
 
 
 def choose_sizes(
@@ -88,7 +89,7 @@ def choose_sizes(
             f"tensor-parallel degrees must divide them{fewer}; choose other degrees, or leave them out"
             + (", or fewer nodes, or a larger batch" if fewer else "")
         )
-    enough = processes_that_fit(shape, smallest.work, budget, tp=smallest.degrees.tp)
+    enough = processes_that_fit(shape, smallest.work, budget, tp=smallest.mesh.tp.size)
     more = f"use {-(-enough // gpus)} nodes" if enough and enough > nodes * gpus else "use GPUs of more memory"
     raise UserError(
         f"{resolved.name} does not fit on {nodes} node(s) of {gpus} GPU(s) with {gpu_memory_gib:g} GiB: each needs at "
@@ -101,32 +102,31 @@ def _layouts(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, nodes: int, gpus: int
 ) -> Iterator[_Layout]:
     """All that may be tried, the best first."""
-    tps = [tp for tp in range(1, gpus + 1) if gpus % tp == 0]
-    if "tensor_parallel_degree" in given:
-        tps = [settings["tensor_parallel_degree"]]
-    samples = settings["global_batch_size"]
-    # The job refuses more data-parallel processes than samples.
-    tps = [tp for tp in tps if samples is None or nodes * gpus // tp <= samples]
+    world, samples = nodes * gpus, settings["global_batch_size"]
+    chosen = "tensor_parallel_degree" in given
+    tps = [settings["tensor_parallel_degree"]] if chosen else tensor_parallel_choices(gpus)
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
     extras: list[tuple[str, ...]] = [()]
     if "offload_activations" not in given and settings["activation_checkpointing"]:
         extras.append(("--offload_activations", "1"))
-    for extra in extras:
-        for most_tokens in (_MOST_TOKENS, float("inf")):
-            for tp in tps:
-                for batch in batches:
-                    tokens = batch * settings["gradient_accumulation_steps"] * (nodes * gpus // tp)
-                    tokens *= resolved.sequence_length
-                    if (tokens > most_tokens and samples is None) or nodes * gpus % tp:
-                        continue
-                    work = _workload(resolved, settings, batch, offload=bool(extra))
-                    for degrees in _degrees(resolved, settings, given, world=nodes * gpus, local=gpus, tp=tp):
-                        yield _Layout(degrees, work, extra)
+    meshes = {
+        tp: list(_meshes(resolved, settings, given, world=world, local=gpus, tp=tp))
+        for tp in tps
+        if tp in tensor_parallel_choices(world)
+    }
+    for extra, most_tokens in itertools.product(extras, (_MOST_TOKENS, float("inf"))):
+        for tp, batch in itertools.product(meshes, batches):
+            work = _workload(resolved, settings, batch, offload=bool(extra))
+            for mesh in meshes[tp]:
+                tokens = batch * settings["gradient_accumulation_steps"] * mesh.data.size * resolved.sequence_length
+                # The job refuses more data-parallel processes than samples.
+                if tokens <= most_tokens if samples is None else mesh.data.size <= samples:
+                    yield _Layout(mesh, work, extra)
 
 
-def _degrees(
+def _meshes(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, local: int, tp: int
-) -> Iterator[Degrees]:
+) -> Iterator[Mesh]:
     """The legal sharding degrees, the smallest first; the one that was chosen, if one was."""
     strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
     keeps = strategy == "_hybrid_shard_zero2"
@@ -134,15 +134,13 @@ def _degrees(
         parallel = ParallelConfig(
             sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp
         )  # fmt: skip
-        candidates = [resolve_degrees(parallel, world_size=world, local_world_size=local)]
+        candidates = [resolve_mesh(parallel, world_size=world, local_world_size=local)]
     else:
-        data, inside = world // tp, max(1, local // tp)
-        shards = (d for d in range(1, data + 1) if data % d == 0 and (inside % d == 0 or d % inside == 0))
-        candidates = [Degrees(data // d, d, tp, reshard_after_forward=d > 1 and not keeps) for d in shards]
-    for degrees in candidates:
+        candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, keep_gathered=keeps)
+    for mesh in candidates:
         plan, config = resolved.family.tensor_plan, resolved.hf_config
-        if not tensor_parallel_problems(plan, config, degree=tp, shard=degrees.dp_shard):
-            yield degrees
+        if not tensor_parallel_problems(plan, config, degree=tp, shard=mesh.shard.size):
+            yield mesh
 
 
 def _workload(resolved: ResolvedModel, settings: Mapping[str, Any], batch: int, *, offload: bool) -> Workload:
@@ -173,21 +171,20 @@ def _choice(
     gpu_memory_gib: float,
     needed: int,
 ) -> Choice:
-    degrees, work = layout.degrees, layout.work
+    mesh, work = layout.mesh, layout.work
     chosen = {
-        "hybrid_shard_degree": degrees.dp_shard,
-        "tensor_parallel_degree": degrees.tp,
+        "hybrid_shard_degree": mesh.shard.size,
+        "tensor_parallel_degree": mesh.tp.size,
         "train_batch_size": work.micro_batch_size,
     }
     if "sharding_strategy" in given:
         del chosen["hybrid_shard_degree"]  # which may stand against it; the strategy decides
     words = [word for name, value in chosen.items() if name not in given for word in (f"--{name}", str(value))]
-    tokens = work.micro_batch_size * work.sequence_length * degrees.data_size
+    tokens = work.micro_batch_size * work.sequence_length * mesh.data.size
     lines = [
         f"{resolved.name}: {shape.parameters:,} parameters, {work.sequence_length} tokens a sample, on "
-        f"{degrees.data_size * degrees.tp} GPUs of {gpu_memory_gib:g} GiB: dp_replicate {degrees.dp_replicate} x "
-        f"dp_shard {degrees.dp_shard} x tp {degrees.tp}, {work.micro_batch_size} sample(s) a forward pass,",
+        f"{mesh.world_size} GPUs of {gpu_memory_gib:g} GiB: {mesh}, {work.micro_batch_size} sample(s) a forward pass,",
         f"{tokens:,} tokens in each round of forward passes; predicted peak {needed / GIB:.1f} GiB of each GPU.",
-        *degree_table(shape, work, degrees.data_size, degrees).splitlines(),
+        *degree_table(shape, work, mesh).splitlines(),
     ]
     return Choice([*words, *layout.extra], lines)

@@ -22,7 +22,6 @@ from smp.faults.lock import lock_directories
 from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
 from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
-from smp.mesh import build_mesh
 from smp.prepare import prepare_model
 from smp.runtime import choose_backend, end_with_launcher, process_group, seed_everything
 from smp.train.exit import exit_status, print_problems, run_to_end
@@ -61,7 +60,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         memory = build_memory_tracker(
             plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=curves
         )
-        mesh = build_mesh(plan.degrees, plan.device.type)
+        mesh = plan.mesh.join(plan.device.type)
         model = prepare_model(
             plan.model,
             mesh=mesh,
@@ -75,7 +74,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
             record=functools.partial(memory.record, step=plan.state.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
-        seed_everything(config.run.seed, mesh.data_rank)
+        seed_everything(config.run.seed, mesh.data.rank)
         state = dataclasses.replace(plan.state)  # the plan keeps where the run began
         if plan.resume is not None and plan.saved is not None:
             source, seed = (plan.resume, plan.saved), config.run.seed
@@ -96,7 +95,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         metrics = together(lambda: begin_files(plan))
         curves.connect(metrics.writers)
         saver.set_aside()
-        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
+        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))
         with saver.finishing(guard.enter):

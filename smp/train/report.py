@@ -25,7 +25,7 @@ from smp.log import configure_logging, get_logger
 from smp.memory_advice import advice_text, changes_that_help
 from smp.memory_plan import estimate_memory, memory_table
 from smp.memory_profile import MemoryProfile, profile_memory, rank_table
-from smp.mesh import Degrees
+from smp.mesh import Mesh
 from smp.models.registry import count_parameters
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.plots import plot_metrics
@@ -51,13 +51,11 @@ TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 def announce(plan: RunPlan) -> None:
     """Log what is about to be trained, on what, and what a resumed run does otherwise than before."""
-    degrees = plan.degrees
     parameters = count_parameters(plan.model.hf_config)
     logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
     logger.info(
-        "World size = %d: dp_replicate %d x dp_shard %d x tp %d on %s over %s, computing in %s",
-        plan.launch.world_size, degrees.dp_replicate, degrees.dp_shard, degrees.tp, plan.device.type,
-        dist.get_backend(), str(plan.dtype).removeprefix("torch."),
+        "World size = %d: %s on %s over %s, computing in %s",
+        plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),
     )  # fmt: skip
     tokens = plan.global_batch_size * plan.model.sequence_length
     logger.info(
@@ -68,7 +66,7 @@ def announce(plan: RunPlan) -> None:
         logger.info(sentence)
     if plan.resume is not None:
         logger.info("Resumed from %s at step %d, sample %d", plan.resume, plan.state.step, plan.state.samples)
-        flags = batch_of_flags(plan.config, degrees)
+        flags = batch_of_flags(plan.config, plan.mesh)
         if plan.config.run.global_batch_size is None and flags != plan.global_batch_size:
             logger.warning(
                 "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
@@ -109,7 +107,7 @@ def describe(plan: RunPlan, state: TrainState, val_loss: float | None) -> Manife
         kind="local" if plan.config.checkpoint.is_local else "sharded",
         step=state.step,
         world_size=plan.launch.world_size,
-        degrees=dataclasses.asdict(plan.degrees),
+        degrees=plan.mesh.degrees,
         model=model_entry(plan.model.name, plan.model.hf_config),
         run={
             "progress": state.state_dict(),
@@ -221,7 +219,7 @@ def _say_what_holds_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> 
     if plan.launch.is_main:
         shape, work = sizes(plan)
         title = f"What holds the memory of rank 0 at the peak of step {step}"
-        predicted = estimate_memory(shape, plan.degrees, work)
+        predicted = estimate_memory(shape, plan.mesh, work)
         logger.info("%s", profile.table(title=title, predicted=predicted))
         try:
             profile.plot(plan.run_dir / "memory_timeline.png")
@@ -261,19 +259,19 @@ def say_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
     shape, work = sizes(plan)
     family, hf_config, run = plan.model.family, plan.model.hf_config, plan.config.run
 
-    def legal(degrees: Degrees) -> bool:
-        return not tensor_parallel_problems(family.tensor_plan, hf_config, degree=degrees.tp, shard=degrees.dp_shard)
+    def legal(mesh: Mesh) -> bool:
+        return not tensor_parallel_problems(family.tensor_plan, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
 
     changes = changes_that_help(
         shape,
-        plan.degrees,
+        plan.mesh,
         work,
         device_type=plan.device.type,
         accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
         legal=legal,
     )
     predicted = "What each process was predicted to hold:\n" + memory_table(
-        estimate_memory(shape, plan.degrees, work), None
+        estimate_memory(shape, plan.mesh, work), None
     )
     lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
     print("\n".join([*lines, *(tables or [predicted]), advice_text(changes)]), file=sys.stderr)

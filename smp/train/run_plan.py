@@ -27,7 +27,7 @@ from smp.memory_plan import (
     model_shape,
     processes_that_fit,
 )
-from smp.mesh import Degrees, resolve_degrees
+from smp.mesh import Mesh, resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.preset import list_presets
 from smp.models.registry import build_model
@@ -51,7 +51,7 @@ class RunPlan:
     launch: Launch
     device: torch.device
     dtype: torch.dtype
-    degrees: Degrees
+    mesh: Mesh
     model: ResolvedModel
     run_dir: Path
     checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
@@ -118,30 +118,31 @@ def make_plan(
     attempt(choose_backend, config.comm, device)
     attempt(_check_offload, config, device)
     problems += _needs_of_settings(config, device)
-    degrees = attempt(
-        resolve_degrees,
+    mesh = attempt(
+        resolve_mesh,
         config.parallel,
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
+        rank=launch.rank,
     )
     model = attempt(resolve_model, config.model)
     if model is None:
         raise ConfigError(problems)
-    if degrees is not None:
+    if mesh is not None:
         problems += tensor_parallel_problems(
-            model.family.tensor_plan, model.hf_config, degree=degrees.tp, shard=degrees.dp_shard
+            model.family.tensor_plan, model.hf_config, degree=mesh.tp.size, shard=mesh.shard.size
         )
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     attempt(check_output, config, run_dir)
     checkpoint_dirs, resume, saved = _start(config, launch, run_dir, model, damaged, only, attempt)
     state = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
-    if degrees is None:
+    if mesh is None:
         raise ConfigError(problems)
-    batch_size = attempt(_global_batch_size, config, degrees, saved)
+    batch_size = attempt(_global_batch_size, config, mesh, saved)
     dtype = compute_dtype(config.precision, device)
     train_data = validation_data = None
     if batch_size is not None:
-        shape = _batch_shape(config, model, degrees, launch, batch_size)
+        shape = _batch_shape(config, model, mesh, launch, batch_size)
         train_data = attempt(create_data_pipeline, config.data, split="train", batch=shape, start_sample=state.samples)
         if config.data.validation_freq is not None:
             validation_data = attempt(
@@ -150,7 +151,7 @@ def make_plan(
     if problems or train_data is None or batch_size is None:
         raise ConfigError(problems)
     return RunPlan(
-        config, launch, device, dtype, degrees, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
+        config, launch, device, dtype, mesh, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
         _max_steps(config, train_data, batch_size), train_data, validation_data,
     )  # fmt: skip
 
@@ -218,37 +219,37 @@ def _check_offload(config: TrainConfig, device: torch.device) -> None:
         )
 
 
-def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: Manifest | None) -> int:
+def _global_batch_size(config: TrainConfig, mesh: Mesh, saved: Manifest | None) -> int:
     """Samples per step over all ranks; a resumed run keeps its own unless told otherwise."""
     run = config.run
     size = run.global_batch_size
     if size is None:
-        size = saved.run["global_batch_size"] if saved else batch_of_flags(config, degrees)
+        size = saved.run["global_batch_size"] if saved else batch_of_flags(config, mesh)
     if size > MAX_BATCH:
         raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
-    if size < degrees.data_size:
+    if size < mesh.data.size:
         raise UserError(
-            f"--global_batch_size {size} is smaller than the {degrees.data_size} data-parallel processes: "
-            f"use at least {degrees.data_size}, or fewer processes"
+            f"--global_batch_size {size} is smaller than the {mesh.data.size} data-parallel processes: "
+            f"use at least {mesh.data.size}, or fewer processes"
         )
     return size
 
 
-def batch_of_flags(config: TrainConfig, degrees: Degrees) -> int:
+def batch_of_flags(config: TrainConfig, mesh: Mesh) -> int:
     """Samples per step that follow from the batch of a rank, the data ranks and accumulation."""
-    return config.run.train_batch_size * degrees.data_size * config.run.gradient_accumulation_steps
+    return config.run.train_batch_size * mesh.data.size * config.run.gradient_accumulation_steps
 
 
 def _batch_shape(
-    config: TrainConfig, model: ResolvedModel, degrees: Degrees, launch: Launch, global_batch_size: int
+    config: TrainConfig, model: ResolvedModel, mesh: Mesh, launch: Launch, global_batch_size: int
 ) -> BatchShape:
     return BatchShape(
         sequence_length=model.sequence_length,
         vocab_size=model.hf_config.vocab_size,
         global_batch_size=global_batch_size,
         micro_batch_size=config.run.train_batch_size,
-        data_rank=launch.rank // degrees.tp,
-        data_size=degrees.data_size,
+        data_rank=mesh.data.rank,
+        data_size=mesh.data.size,
         seed=config.run.seed,
         pin_memory=torch.cuda.is_available(),
     )
@@ -307,14 +308,14 @@ def refuse_too_large(plan: RunPlan) -> None:
     """
     shape, work = sizes(plan)
     available = available_memory(plan.device, plan.launch.local_world_size)
-    needed = estimate_memory(shape, plan.degrees, work)
+    needed = estimate_memory(shape, plan.mesh, work)
     advice = "" if sum(needed.values()) <= available else _advice(plan, shape, work, available)
     check_fits(needed, available, model=plan.model.name, processes=plan.launch.world_size, advice=advice)
 
 
 def _advice(plan: RunPlan, shape: ModelShape, work: Workload, available: int) -> str:
     """What to do about a job that is too large: here, and on a cluster."""
-    tp, flat = plan.degrees.tp, plan.config.flat()
+    tp, flat = plan.mesh.tp.size, plan.config.flat()
     enough = processes_that_fit(shape, work, available, tp=tp)
     parts = [f"use {enough} such processes with full sharding"] if enough else []
     parts.append(f"{'' if parts else 'use '}a smaller model, batch or sequence")
@@ -335,7 +336,7 @@ def _preset_that_fits(plan: RunPlan, available: int) -> str:
     for name in list_presets():
         other = dataclasses.replace(plan, model=resolve_model(ModelConfig(model=name)))
         shape, work = sizes(other)
-        if sum(estimate_memory(shape, plan.degrees, work).values()) <= available:
+        if sum(estimate_memory(shape, plan.mesh, work).values()) <= available:
             best = max(best, (other.model.family == plan.model.family, shape.parameters, name))
     return best[2]
 
@@ -351,7 +352,7 @@ def dry_run(plan: RunPlan) -> None:
         planned_here = plan.config.run.dry_run_world_size is None
         text = report(
             plan.model,
-            plan.degrees,
+            plan.mesh,
             parallel=plan.config.parallel,
             activation=plan.config.activation,
             shape=shape,

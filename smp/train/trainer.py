@@ -22,6 +22,7 @@ from smp.grad_norm import clip_grad_norm_
 from smp.log import get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.memory_tracker import MemoryTracker, NullMemoryTracker, memory_stats
+from smp.mesh import Mesh
 from smp.runtime import release_cache
 from smp.sharding import reshard, set_gradient_sync
 from smp.train.lr_schedule import LRSchedule
@@ -51,7 +52,7 @@ class Trainer:
     state: TrainState
     metrics: MetricsLogger | NullMetricsLogger
     memory: MemoryTracker
-    data_group: dist.ProcessGroup | None
+    mesh: Mesh
     saver: Saver
     guard: Guard
     val_loss: float | None = None  # of the present step, if it was validated
@@ -81,7 +82,7 @@ def train(trainer: Trainer) -> int:
                 batch,
                 device=plan.device,
                 grad_clip=config.optim.grad_clip,
-                data_group=trainer.data_group,
+                loss_group=trainer.mesh.loss.group,
                 defer_sync=config.parallel.defer_gradient_sync,
                 record=mark,
                 enter=trainer.saver.before_updates(guard.enter),
@@ -142,13 +143,13 @@ class StepResult:
     loss_sum: torch.Tensor  # 0-d, this rank's sum of token losses
     tokens: int  # valid tokens of the whole global batch
     grad_norm: torch.Tensor  # 0-d
-    data_group: dist.ProcessGroup | None  # the ranks that read different data
+    loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
     nonfinite: list[str] | None = None  # parameters of this rank's whose gradient is; None: all was well
 
     def loss(self) -> float:
         """Mean loss over the global batch's valid tokens; collective."""
         total = self.loss_sum.clone()
-        dist.all_reduce(total, group=self.data_group)
+        dist.all_reduce(total, group=self.loss_group)
         return float(total) / max(self.tokens, 1)
 
 
@@ -159,7 +160,7 @@ def train_step(
     *,
     device: torch.device,
     grad_clip: float,
-    data_group: dist.ProcessGroup | None = None,
+    loss_group: dist.ProcessGroup | None = None,
     defer_sync: bool = False,
     record: Callable[[str], None] = lambda tag: None,
     enter: Callable[[str], None] = lambda phase: None,
@@ -170,13 +171,13 @@ def train_step(
         model: from :func:`smp.prepare.parallelize`.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
-        data_group: the ranks that read different data; None: all.
+        loss_group: the ranks over which losses and token counts are summed; None: all.
         defer_sync: reduce gradients once, after the last micro-batch.
         record: called with the name of each phase, for the memory tracker.
         enter: called with the name of each phase, for the watchdog.
     """
     valid = torch.tensor(sum(count_valid_tokens(m["labels"]) for m in batch.microbatches), device=device)
-    counted = dist.all_reduce(valid, group=data_group, async_op=True)
+    counted = dist.all_reduce(valid, group=loss_group, async_op=True)
     record("Before train step")
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(batch.microbatches):
@@ -199,7 +200,7 @@ def train_step(
     # Before the next forward, so that gradients and activations are never held together.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
-    return StepResult(loss_sum, tokens, grad_norm, data_group, nonfinite)
+    return StepResult(loss_sum, tokens, grad_norm, loss_group, nonfinite)
 
 
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -216,7 +217,7 @@ def validate(trainer: Trainer) -> float:
     assert plan.validation_data is not None  # validation_freq is refused without validation data
     settings = plan.config.data
     # The stream is endless; rows past its end would count twice, and are masked.
-    rows = settings.val_batch_size * plan.degrees.data_size
+    rows = settings.val_batch_size * plan.mesh.data.size
     samples = plan.validation_data.samples_per_epoch
     batches = min(settings.validation_batches, -(-samples // rows))
     trainer.model.eval()
@@ -229,7 +230,7 @@ def validate(trainer: Trainer) -> float:
         trainer.guard.enter("validation")  # each batch has the time of a phase
     trainer.model.train()
     reshard(trainer.model)
-    dist.all_reduce(total, group=trainer.data_group)
+    dist.all_reduce(total, group=trainer.mesh.loss.group)
     return float(total[0] / total[1])
 
 

@@ -28,7 +28,7 @@ from smp.doctor.checks import CHECKS
 from smp.doctor.ranks import examine_rank
 from smp.doctor.room import Request
 from smp.faults import watchdog
-from smp.mesh import Degrees, build_mesh
+from smp.mesh import lay_out
 from smp.runtime import Launch
 from tests import netns
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
@@ -166,7 +166,7 @@ def test_two_hosts_train_as_one_does(hosts, undisturbed, tmp_path):
 
 
 def _timeouts(seconds):
-    groups = build_mesh(Degrees(2, 1, 1), "cpu").device_mesh.get_all_groups()
+    groups = lay_out(2, 1, 1).join("cpu").device_mesh.get_all_groups()
     assert {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups} == {seconds}
 
 

@@ -11,7 +11,7 @@ from smp.checkpoint.background import BackgroundWrite, HostCopies
 from smp.checkpoint.checkpointer import begin, load_checkpoint, publish_snapshot, save_checkpoint, take_snapshot
 from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
 from smp.config import ParallelConfig
-from smp.mesh import build_mesh, resolve_degrees
+from smp.mesh import resolve_mesh
 from smp.train.optimizer import OptimConfig, build_optimizer
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.fixture
 def mesh():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_mesh(resolve_degrees(ParallelConfig(), world_size=1, local_world_size=1), "cuda")
+    yield resolve_mesh(ParallelConfig(), world_size=1, local_world_size=1).join("cuda")
     dist.destroy_process_group()
 
 
