@@ -52,7 +52,9 @@ def ours(kind: str, path: Path | None, *, start: int = 0, vocab: int = VOCAB) ->
             sequence_length=LENGTH, vocab_size=vocab, global_batch_size=BATCH, micro_batch_size=BATCH, data_rank=0,
             data_size=1, seed=0,
         )  # fmt: skip
-        return iter(create_data_pipeline(config, split="train", batch=batch, start_sample=start))
+        pipeline = create_data_pipeline(config, split="train", batch=batch)
+        pipeline.seek(start)
+        return iter(pipeline)
 
     return open_at
 

@@ -39,9 +39,8 @@ def take(config, steps, *, start=0, split="train", **shaped):
     size = shaped.pop("size", 1)
     found = [[] for _ in range(steps)]
     for rank in range(size):
-        pipeline = create_data_pipeline(
-            config, split=split, batch=shape(rank=rank, size=size, **shaped), start_sample=start
-        )
+        pipeline = create_data_pipeline(config, split=split, batch=shape(rank=rank, size=size, **shaped))
+        pipeline.seek(start)
         for step, mine in zip(range(steps), pipeline, strict=False):
             for micro in mine.microbatches:
                 found[step] += micro["input_ids"][micro["sample_ids"] >= 0, 0].tolist()
@@ -131,8 +130,17 @@ def test_ranks_without_samples_hold_a_padding_row(config):
     assert step.microbatches[0]["input_ids"].shape == (1, WIDTH)
 
 
+def test_another_global_batch_goes_on_at_the_same_sample(config):
+    pipeline = create_data_pipeline(config, split="train", batch=shape(batch=4))
+    first = [step.sample_ids.tolist() for step in itertools.islice(pipeline, 2)]
+    pipeline.seek(8, global_batch_size=3)
+    then = [step.sample_ids.tolist() for step in itertools.islice(pipeline, 2)]
+    assert first + then == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11, 12, 13]]
+
+
 def test_sample_ids_are_stream_positions(config):
-    pipeline = create_data_pipeline(config, split="train", batch=shape(batch=5, rank=1, size=2), start_sample=21)
+    pipeline = create_data_pipeline(config, split="train", batch=shape(batch=5, rank=1, size=2))
+    pipeline.seek(21)
     steps = list(itertools.islice(pipeline, 2))
     assert [step.sample_ids.tolist() for step in steps] == [[23, 24, 25], [28, 29, 30]]
     assert [len(step.microbatches) for step in steps] == [2, 2]

@@ -199,7 +199,7 @@ def test_sources(files, tmp_path):
 def test_serving(files, tmp_path):
     data = ["--training_dir", files.train, "--tokenizer_name_or_dir", files.tokenizer]
     plan = lambda words: plan_of(words, tmp_path, data=data).train_data  # noqa: E731
-    assert (plan([])._loader.num_workers, plan(["--data_num_workers", 1])._loader.num_workers) == (0, 1)
+    assert (plan([])._workers, plan(["--data_num_workers", 1])._workers) == (0, 1)
 
     def order(words):
         steps = itertools.islice(plan(words), 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import types
 
@@ -9,17 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from smp.errors import UserError
-from smp.train.settling import require_agreement
+from smp.train.start import Start, require_agreement
 from smp.train_state import TrainState
 from tests.distributed import run_distributed
+
+CHECKPOINT = pathlib.Path("/runs/a/m-10steps")
+START = Start(CHECKPOINT, None, TrainState(10, 40, 99), global_batch_size=4, max_steps=20)
 
 
 def plan(**change):
     values = {
-        "resume": pathlib.Path("/runs/a/m-10steps"),
-        "state": TrainState(10, 40, 99),
-        "global_batch_size": 4,
-        "max_steps": 20,
         "train_data": types.SimpleNamespace(fingerprint="data"),
         "validation_data": None,
         "config": types.SimpleNamespace(flat=lambda: {"lr": 1.0}),
@@ -28,17 +28,20 @@ def plan(**change):
 
 
 def _check():
-    require_agreement(plan())
+    require_agreement(plan(), START)
     # The same checkpoint seen under another mount point is the same.
-    require_agreement(plan(resume=pathlib.Path(f"/host{dist.get_rank()}/m-10steps")))
+    elsewhere = pathlib.Path(f"/host{dist.get_rank()}/m-10steps")
+    require_agreement(plan(), dataclasses.replace(START, checkpoint=elsewhere))
+    fresh = dataclasses.replace(START, checkpoint=None, progress=TrainState())
     differences = {
-        r"the start .*None.* there": {"resume": None, "state": TrainState()},
-        "the training data": {"train_data": types.SimpleNamespace(fingerprint="other")},
-        "the settings": {"config": types.SimpleNamespace(flat=lambda: {"lr": 2.0})},
+        r"the start .*None.* there": (plan(), fresh),
+        "the global batch": (plan(), dataclasses.replace(START, global_batch_size=8)),
+        "the training data": (plan(train_data=types.SimpleNamespace(fingerprint="other")), START),
+        "the settings": (plan(config=types.SimpleNamespace(flat=lambda: {"lr": 2.0})), START),
     }
-    for sentence, change in differences.items():
+    for sentence, other in differences.items():
         with pytest.raises(UserError, match=f"rank 1 disagrees with rank 0 on {sentence}"):
-            require_agreement(plan(**(change if dist.get_rank() == 1 else {})))
+            require_agreement(*(other if dist.get_rank() == 1 else (plan(), START)))
 
 
 def test_ranks_that_would_start_elsewhere_are_stopped():

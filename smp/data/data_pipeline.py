@@ -84,8 +84,6 @@ class DataConfig(Section):
         found = super().problems()
         if self.use_synthetic_data:
             return found
-        if self.training_dir is None:
-            found.append(NO_DATA)
         if self.validation_freq is not None and self.test_dir is None:
             found.append(f"--validation_freq {self.validation_freq} needs validation data: set --test_dir")
         if self.dataset_type == "text" and self.tokenizer_name_or_dir is None:
@@ -212,60 +210,75 @@ def _as_it_is(microbatch: Any) -> Any:
 class DataPipeline:
     """Endless steps of data, from any position of the stream at once.
 
-    Each ``iter()`` begins again at ``start_sample`` and ends the iteration before it.
+    Each ``iter()`` begins again at the position of :meth:`seek`, the stream's first by default, and ends the iteration
+    before it.
 
     Attributes:
         samples_per_epoch: rows of the data; stream position g is in epoch ``g // samples_per_epoch``.
         fingerprint: names the data and how it is cut into samples, for refusing to resume on other data.
     """
 
-    def __init__(
-        self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int, start_sample: int
-    ):
+    def __init__(self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int):
         self.samples_per_epoch = len(source)
         identity = f"{source.fingerprint} {batch.sequence_length} {collate.document_end}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:20]
-        step = step_positions(
-            batch=batch.global_batch_size, micro=batch.micro_batch_size, rank=batch.data_rank, size=batch.data_size
-        )
-        self._microbatches_per_step = len(step)
-        order = _Order(step, batch.global_batch_size, len(source), batch.seed, shuffle, start_sample)
-        # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on. The
-        # server imports torch once for all workers, which share its memory.
-        context = multiprocessing.get_context("forkserver") if workers else None
-        if context is not None:
-            context.set_forkserver_preload([__name__])
-        self._loader = DataLoader(
-            _Microbatches(source, collate),
-            sampler=order,  # type: ignore[arg-type]
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=workers,
-            multiprocessing_context=context,
-            worker_init_fn=_end_with_parent,
-            prefetch_factor=2 * self._microbatches_per_step if workers else None,
-            pin_memory=batch.pin_memory,
-            # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
-            generator=torch.Generator(),
-        )
+        self._microbatches, self._batch = _Microbatches(source, collate), batch
+        self._shuffle, self._workers, self._start = shuffle, workers, 0
         self._steps: Iterator[StepBatch] | None = None
+
+    def seek(self, sample: int, *, global_batch_size: int | None = None) -> None:
+        """Go to a position of the stream: the number of samples that all ranks together have consumed.
+
+        Args:
+            global_batch_size: samples per step from there on; None: as before.
+        """
+        self.close()
+        self._start = sample
+        if global_batch_size is not None:
+            self._batch = dataclasses.replace(self._batch, global_batch_size=global_batch_size)
 
     def __iter__(self) -> Iterator[StepBatch]:
         self.close()
         self._steps = self._iterate()
         return self._steps
 
+    def _loader(self, step: list[np.ndarray]) -> DataLoader:
+        batch, workers = self._batch, self._workers
+        order = _Order(step, batch.global_batch_size, self.samples_per_epoch, batch.seed, self._shuffle, self._start)
+        # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on. The
+        # server imports torch once for all workers, which share its memory.
+        context = multiprocessing.get_context("forkserver") if workers else None
+        if context is not None:
+            context.set_forkserver_preload([__name__])
+        return DataLoader(
+            self._microbatches,
+            sampler=order,  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            multiprocessing_context=context,
+            worker_init_fn=_end_with_parent,
+            prefetch_factor=2 * len(step) if workers else None,
+            pin_memory=batch.pin_memory,
+            # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
+            generator=torch.Generator(),
+        )
+
     def _iterate(self) -> Iterator[StepBatch]:
-        microbatches = []
-        for microbatch in self._served():
+        batch, microbatches = self._batch, []
+        step = step_positions(
+            batch=batch.global_batch_size, micro=batch.micro_batch_size, rank=batch.data_rank, size=batch.data_size
+        )
+        for microbatch in self._served(self._loader(step)):
             microbatches.append(microbatch)
-            if len(microbatches) == self._microbatches_per_step:
+            if len(microbatches) == len(step):
                 ids = torch.cat([each["sample_ids"] for each in microbatches])
                 yield StepBatch(microbatches, ids[ids != PADDING])
                 microbatches = []
 
-    def _served(self) -> Iterator[dict[str, Tensor]]:
-        iterator = iter(self._loader)
+    @staticmethod
+    def _served(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
+        iterator = iter(loader)
         try:
             yield from iterator
         except (RuntimeError, OSError, EOFError) as error:
@@ -285,7 +298,7 @@ class DataPipeline:
             self._steps = None
 
 
-def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape, start_sample: int = 0) -> DataPipeline:
+def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape) -> DataPipeline:
     """Open the data of one split.
 
     Every rank may call it at once; what has to be converted is converted by one process per cache folder. Validation
@@ -295,7 +308,6 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape,
         config: the settings.
         split: which data.
         batch: shape of batches and this rank's place.
-        start_sample: stream position to begin at: samples consumed so far by all ranks together.
 
     Raises:
         UserError: the data is missing, empty, malformed or does not fit the model; with file and line.
@@ -325,14 +337,13 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape,
         batch,
         shuffle=config.shuffle_data and train,
         workers=config.data_num_workers if train else 0,
-        start_sample=start_sample,
     )
 
 
 def _path(config: DataConfig, split: Split) -> str:
     path = config.training_dir if split == "train" else config.test_dir
     if path is None:
-        raise UserError(f"no {split} data: set --{'training_dir' if split == 'train' else 'test_dir'}")
+        raise UserError(NO_DATA if split == "train" else "no validation data: set --test_dir")
     return path
 
 

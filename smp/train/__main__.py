@@ -24,6 +24,7 @@ from smp.log import configure_logging, get_logger
 from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
 from smp.prepare import prepare_model
 from smp.runtime import choose_backend, end_with_launcher, process_group, seed_everything
+from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.lr_schedule import LRSchedule
 from smp.train.optimizer import build_optimizer
@@ -32,8 +33,8 @@ from smp.train.report import (
     arguments_table,
     begin_files,
 )
-from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch, read_config, refuse_too_large
-from smp.train.settling import require_agreement, settle_start
+from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
+from smp.train.start import agree_on_start
 from smp.train.trainer import Trainer, finish, train
 from smp.train_state import TrainState
 
@@ -53,9 +54,9 @@ def run(plan: RunPlan, guard: Guard) -> int:
         lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        plan = settle_start(plan)
-        guard.refuse_crash_loop(plan.state.step)
-        require_agreement(plan)
+        start = agree_on_start(plan)
+        guard.refuse_crash_loop(start.progress.step)
+        plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         curves = HeldScalars()
         memory = build_memory_tracker(
             plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=curves
@@ -69,17 +70,17 @@ def run(plan: RunPlan, guard: Guard) -> int:
             dtype=plan.dtype,
             device=plan.device,
             seed=config.run.seed,
-            load_weights=plan.resume is None,
+            load_weights=start.checkpoint is None,
             loss=config.loss,
-            record=functools.partial(memory.record, step=plan.state.step),
+            record=functools.partial(memory.record, step=start.progress.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.data.rank)
-        state = dataclasses.replace(plan.state)  # the plan keeps where the run began
-        if plan.resume is not None and plan.saved is not None:
-            source, seed = (plan.resume, plan.saved), config.run.seed
+        state = dataclasses.replace(start.progress)
+        if start.checkpoint is not None and start.saved is not None:
+            source, seed = (start.checkpoint, start.saved), config.run.seed
             state = together(lambda: load_checkpoint(*source, model=model, optimizer=optimizer, seed=seed, mesh=mesh))
-        schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
+        schedule = LRSchedule(config.lr, optimizer, max_steps=start.max_steps)
         saver = Saver(
             config.checkpoint,
             plan.checkpoint_dirs,
@@ -87,16 +88,16 @@ def run(plan: RunPlan, guard: Guard) -> int:
             optimizer=optimizer,
             model_name=plan.model.name,
             first_step=state.step,
-            max_steps=plan.max_steps,
+            max_steps=start.max_steps,
             record=functools.partial(_record_checkpoint, memory, state),
         )
         together(saver.prepare)
         # All is well: only now is anything written, or anything of an earlier run touched.
-        metrics = together(lambda: begin_files(plan))
+        metrics = together(lambda: begin_files(plan, start))
         curves.connect(metrics.writers)
         saver.set_aside()
-        trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh, saver, guard)
-        announce(plan)
+        trainer = Trainer(plan, start, model, optimizer, schedule, state, metrics, memory, mesh, saver, guard)
+        announce(plan, start)
         metrics.text("Arguments", arguments_table(config))
         with saver.finishing(guard.enter):
             status = train(trainer)
@@ -110,20 +111,18 @@ def _record_checkpoint(memory: MemoryTracker, state: TrainState, tag: str) -> No
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 done, 1 failed, 2 bad input, 75 asked to stop, 130 Ctrl-C."""
-    launch, config = Launch(), None
+    launch = Launch()
     try:
         launch = read_launch()
         end_with_launcher(launch)
-        config = read_config(argv, launch)
+        config = parse_args(argv)
         plan = make_plan(config, planned_launch(config, launch))
         if config.run.dry_run:
             dry_run(plan)
             return 0
-        refuse_too_large(plan)
     except UserError as error:
-        # Every rank finds the same problems, but with checkpoints of its own; one of each host says so.
-        speaks = launch.local_rank == 0 or (config is not None and config.checkpoint.is_local)
-        if speaks and not isinstance(error, PeerError):
+        # Every rank finds the same problems; one of each host says so.
+        if launch.local_rank == 0 and not isinstance(error, PeerError):
             print_problems(error)
         return 2
     guard = Guard(

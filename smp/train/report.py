@@ -33,6 +33,7 @@ from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.flops import model_flops_per_token, peak_flops
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, sizes
+from smp.train.start import Start
 from smp.train_state import TrainState
 
 logger = get_logger("train")
@@ -49,7 +50,7 @@ PROFILED_STEPS = 2
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
-def announce(plan: RunPlan) -> None:
+def announce(plan: RunPlan, start: Start) -> None:
     """Log what is about to be trained, on what, and what a resumed run does otherwise than before."""
     parameters = count_parameters(plan.model.hf_config)
     logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
@@ -57,22 +58,24 @@ def announce(plan: RunPlan) -> None:
         "World size = %d: %s on %s over %s, computing in %s",
         plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),
     )  # fmt: skip
-    tokens = plan.global_batch_size * plan.model.sequence_length
+    tokens = start.global_batch_size * plan.model.sequence_length
     logger.info(
         "Global batch: %d samples, %d tokens; %d samples per epoch; training to step %d",
-        plan.global_batch_size, tokens, plan.train_data.samples_per_epoch, plan.max_steps,
+        start.global_batch_size, tokens, plan.train_data.samples_per_epoch, start.max_steps,
     )  # fmt: skip
     for sentence in plan.config.without_effect():
         logger.info(sentence)
-    if plan.resume is not None:
-        logger.info("Resumed from %s at step %d, sample %d", plan.resume, plan.state.step, plan.state.samples)
+    if start.checkpoint is not None:
+        logger.info(
+            "Resumed from %s at step %d, sample %d", start.checkpoint, start.progress.step, start.progress.samples
+        )
         flags = batch_of_flags(plan.config, plan.mesh)
-        if plan.config.run.global_batch_size is None and flags != plan.global_batch_size:
+        if plan.config.run.global_batch_size is None and flags != start.global_batch_size:
             logger.warning(
                 "The global batch stays at the checkpoint's %d samples; --global_batch_size %d would make it what the "
-                "flags and the number of processes give.", plan.global_batch_size, flags,
+                "flags and the number of processes give.", start.global_batch_size, flags,
             )  # fmt: skip
-        for change in changes_since(plan.saved.run if plan.saved else {}, plan):
+        for change in changes_since(start.saved.run if start.saved else {}, plan, start):
             logger.warning("Changed since the checkpoint: %s", change)
 
 
@@ -82,7 +85,7 @@ def say_how_ranks_exchanged() -> None:
         logger.info("Collectives of this rank:\n%s", report)
 
 
-def changes_since(saved: dict[str, Any], plan: RunPlan) -> list[str]:
+def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[str]:
     """What a resumed run does otherwise than the one that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
     now, before = plan.config.flat(), saved.get("config", {})
     names = [f.name for section in TRAINED for f in dataclasses.fields(SECTIONS[section])]
@@ -94,14 +97,14 @@ def changes_since(saved: dict[str, Any], plan: RunPlan) -> list[str]:
     if saved.get("data") not in (None, plan.train_data.fingerprint):
         found.append("the data; the position in it is kept, so samples may be missed or repeated")
     horizon = saved.get("max_steps")
-    if plan.config.lr.lr_decay_iters is None and horizon not in (None, plan.max_steps):
+    if plan.config.lr.lr_decay_iters is None and horizon not in (None, start.max_steps):
         found.append(
-            f"the learning rate's horizon, {horizon} -> {plan.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
+            f"the learning rate's horizon, {horizon} -> {start.max_steps} steps (--lr_decay_iters {horizon} keeps it)"
         )
     return found
 
 
-def describe(plan: RunPlan, state: TrainState, val_loss: float | None) -> Manifest:
+def describe(plan: RunPlan, start: Start, state: TrainState, val_loss: float | None) -> Manifest:
     """The manifest of a checkpoint of now, but for files and tensors; ``val_loss`` is of this very step."""
     return Manifest(
         kind="local" if plan.config.checkpoint.is_local else "sharded",
@@ -113,8 +116,8 @@ def describe(plan: RunPlan, state: TrainState, val_loss: float | None) -> Manife
             "progress": state.state_dict(),
             "config": plan.config.flat(),
             "data": plan.train_data.fingerprint,
-            "global_batch_size": plan.global_batch_size,
-            "max_steps": plan.max_steps,
+            "global_batch_size": start.global_batch_size,
+            "max_steps": start.max_steps,
             "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         },
         saved_at=now(),
@@ -122,7 +125,7 @@ def describe(plan: RunPlan, state: TrainState, val_loss: float | None) -> Manife
     )
 
 
-def begin_files(plan: RunPlan) -> MetricsLogger | NullMetricsLogger:
+def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogger:
     """Write what a run has from its start on: log files, configuration, metrics."""
     launch = plan.launch
     configure_logging(
@@ -132,7 +135,7 @@ def begin_files(plan: RunPlan) -> MetricsLogger | NullMetricsLogger:
         return NullMetricsLogger()
     flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
     write_config(plan, flops.formula)
-    return build_metrics(plan, flops.total)
+    return build_metrics(plan, start, flops.total)
 
 
 def write_config(plan: RunPlan, formula: str) -> None:
@@ -141,7 +144,7 @@ def write_config(plan: RunPlan, formula: str) -> None:
     (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {formula}\n{text}", encoding="utf-8")
 
 
-def build_metrics(plan: RunPlan, flops_per_token: float) -> MetricsLogger:
+def build_metrics(plan: RunPlan, start: Start, flops_per_token: float) -> MetricsLogger:
     """What rank 0 logs with."""
     device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
     continues = plan.config.checkpoint.resume_from_checkpoint is not None
@@ -151,9 +154,9 @@ def build_metrics(plan: RunPlan, flops_per_token: float) -> MetricsLogger:
         flops_per_token=flops_per_token,
         peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
         world_size=plan.launch.world_size,
-        max_steps=plan.max_steps,
+        max_steps=start.max_steps,
         # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
-        resume_from=plan.state if continues else None,
+        resume_from=start.progress if continues else None,
     )
 
 
@@ -170,10 +173,10 @@ def draw_curves(plan: RunPlan) -> None:
         logger.info("No curves.png: %s", error)
 
 
-def say_what_next(plan: RunPlan, step: int, final: Path | None) -> None:
+def say_what_next(plan: RunPlan, start: Start, step: int, final: Path | None) -> None:
     """The commands a user is likely to want now; ``final`` is the exported model, if there is one."""
     run_dir = _shown(plan.run_dir)
-    logger.info("Done: step %d of %d. What next (with make train, flags go into ARGS='...'):", step, plan.max_steps)
+    logger.info("Done: step %d of %d. What next (with make train, flags go into ARGS='...'):", step, start.max_steps)
     logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
     logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * step)
     if final is not None:
@@ -186,7 +189,13 @@ def say_what_next(plan: RunPlan, step: int, final: Path | None) -> None:
 
 @contextlib.contextmanager
 def memory_of_step(
-    plan: RunPlan, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, record: Callable[[str], None]
+    plan: RunPlan,
+    start: Start,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    record: Callable[[str], None],
 ) -> Iterator[Callable[[str], None]]:
     """Account for the memory of a step, if that is asked for, and log what held it; collective for all ranks.
 
@@ -199,11 +208,11 @@ def memory_of_step(
     """
     settings = plan.config.logging
     wanted = plan.launch.is_main or settings.memory_profiling_all_ranks
-    if not settings.enable_memory_profiling or not wanted or step >= plan.state.step + PROFILED_STEPS:
+    if not settings.enable_memory_profiling or not wanted or step >= start.progress.step + PROFILED_STEPS:
         yield record
         return
     with contextlib.ExitStack() as stack:
-        if settings.memory_snapshot and step == plan.state.step + PROFILED_STEPS - 1:
+        if settings.memory_snapshot and step == start.progress.step + PROFILED_STEPS - 1:
             stack.enter_context(_allocator_history(plan.run_dir / f"memory_snapshot_rank{plan.launch.rank}.pickle"))
         profile = stack.enter_context(profile_memory(model, optimizer, device=plan.device))
 

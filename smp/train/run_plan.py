@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from smp.activation_offload import require_directory
-from smp.checkpoint.checkpointer import check_architecture
-from smp.checkpoint.local import local_directory, refuse_other_kinds
-from smp.checkpoint.manifest import Manifest
-from smp.data.data_pipeline import NO_DATA, BatchShape, DataPipeline, create_data_pipeline
+from smp.checkpoint.hf_export import refuse_foreign_files
+from smp.checkpoint.layout import nearest_existing
+from smp.checkpoint.local import local_directory
+from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, UserError
@@ -33,33 +34,34 @@ from smp.models.preset import list_presets
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.prepare import compute_dtype
-from smp.runtime import Launch, choose_backend, choose_device, own_words
-from smp.train.arguments import DEFAULT_MAX_STEPS, TrainConfig, parse_args
-from smp.train.start import check_output, choose_start, read_saved
-from smp.train_state import TrainState
+from smp.runtime import Launch, choose_backend, choose_device
+from smp.train.arguments import TrainConfig
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
 _GPU_BYTES = 80 << 30
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
-class RunPlan:
-    """A job that has been checked: what will be built, before anything is."""
+class Job:
+    """What is trained, how, and on what: all that decides the memory of a rank."""
 
     config: TrainConfig
     launch: Launch
     device: torch.device
     dtype: torch.dtype
-    mesh: Mesh
+    mesh: Mesh  # laid out
     model: ResolvedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan(Job):
+    """A job that has been checked, with its data open; ``smp.train.start`` chooses where it starts, in the group."""
+
     run_dir: Path
     checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
-    resume: Path | None
-    saved: Manifest | None  # the checkpoint's
-    state: TrainState
-    global_batch_size: int
-    max_steps: int
     train_data: DataPipeline
     validation_data: DataPipeline | None
 
@@ -70,50 +72,30 @@ class RunPlan:
             self.validation_data.close()
 
 
-def read_config(argv: Sequence[str] | None, launch: Launch) -> TrainConfig:
-    """The settings of a command line; one that names no data is told at once what else is wrong, such as its size.
+class _Problems(list[str]):
+    """Every problem that steps of planning raise."""
 
-    Raises:
-        ConfigError: with every problem found.
-    """
-    try:
-        return parse_args(argv)
-    except ConfigError as error:
-        if error.problems != [NO_DATA]:
-            raise
-    problems = [NO_DATA]
-    try:
-        plan = make_plan(parse_args([*own_words(argv), "--use_synthetic_data", "1", "--dry_run", "0"]), launch)
-        plan.close()
-        refuse_too_large(plan)
-    except UserError as error:
-        problems += error.problems if isinstance(error, ConfigError) else [str(error)]
-    raise ConfigError(problems)
-
-
-def make_plan(
-    config: TrainConfig, launch: Launch, *, damaged: Iterable[Path] = (), only: Path | None = None
-) -> RunPlan:
-    """Check everything that can be checked without allocating a model or starting a process group.
-
-    Args:
-        damaged: checkpoints that are not to be resumed from.
-        only: the checkpoint to resume from, whatever the settings choose.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    problems: list[str] = []
-
-    def attempt(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def attempt(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """The result of ``step``, or None and its problems kept."""
         try:
             return step(*args, **kwargs)
         except ConfigError as error:
-            problems.extend(error.problems)
+            self.extend(error.problems)
         except UserError as error:
-            problems.append(str(error))
+            self.append(str(error))
         return None
 
+
+def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
+    """Check everything that can be checked without allocating a model or starting a process group.
+
+    It opens the data, and so may fill the token cache; nothing else is written, and no checkpoint is looked at.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems = _Problems()
+    attempt = problems.attempt
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     attempt(_check_offload, config, device)
@@ -128,32 +110,83 @@ def make_plan(
     model = attempt(resolve_model, config.model)
     if model is None:
         raise ConfigError(problems)
-    if mesh is not None:
-        problems += tensor_parallel_problems(
-            model.family.tensor_plan, model.hf_config, degree=mesh.tp.size, shard=mesh.shard.size
-        )
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     attempt(check_output, config, run_dir)
-    checkpoint_dirs, resume, saved = _start(config, launch, run_dir, model, damaged, only, attempt)
-    state = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
     if mesh is None:
         raise ConfigError(problems)
-    batch_size = attempt(_global_batch_size, config, mesh, saved)
-    dtype = compute_dtype(config.precision, device)
-    train_data = validation_data = None
-    if batch_size is not None:
-        shape = _batch_shape(config, model, mesh, launch, batch_size)
-        train_data = attempt(create_data_pipeline, config.data, split="train", batch=shape, start_sample=state.samples)
-        if config.data.validation_freq is not None:
-            validation_data = attempt(
-                create_data_pipeline, config.data, split="validation", batch=_validation_shape(config, shape)
-            )
-    if problems or train_data is None or batch_size is None:
+    split = tensor_parallel_problems(
+        model.family.tensor_plan, model.hf_config, degree=mesh.tp.size, shard=mesh.shard.size
+    )
+    problems += split
+    job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
+    if not split and not config.run.dry_run:
+        attempt(refuse_too_large, job)
+    size = attempt(check_global_batch, config.run.global_batch_size or batch_of_flags(config, mesh), mesh)
+    data = None if size is None else attempt(_open_data, job, _batch_shape(job, size))
+    if problems or data is None:
         raise ConfigError(problems)
-    return RunPlan(
-        config, launch, device, dtype, mesh, model, run_dir, checkpoint_dirs, resume, saved, state, batch_size,
-        _max_steps(config, train_data, batch_size), train_data, validation_data,
-    )  # fmt: skip
+    return RunPlan(**vars(job), run_dir=run_dir, checkpoint_dirs=_checkpoint_dirs(config, launch, run_dir), **data)
+
+
+def _checkpoint_dirs(config: TrainConfig, launch: Launch, run_dir: Path) -> list[Path]:
+    directories = [Path(folder).absolute() for folder in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
+    if config.checkpoint.is_local:
+        return [local_directory(folder, launch.rank, launch.world_size) for folder in directories]
+    return directories
+
+
+def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
+    """The pipelines of both splits.
+
+    Raises:
+        ConfigError: with every problem of either.
+    """
+    problems, config = _Problems(), job.config
+    train = problems.attempt(create_data_pipeline, config.data, split="train", batch=shape)
+    validation = None
+    if config.data.validation_freq is not None:
+        size = config.data.val_batch_size
+        rows = dataclasses.replace(shape, global_batch_size=size * shape.data_size, micro_batch_size=size)
+        validation = problems.attempt(create_data_pipeline, config.data, split="validation", batch=rows)
+    if problems:
+        raise ConfigError(problems)
+    return {"train_data": train, "validation_data": validation}
+
+
+def check_output(config: TrainConfig, run_dir: Path) -> None:
+    """Refuse directories that cannot be written.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    final = [config.checkpoint.model_dir] if config.checkpoint.save_final_model and config.checkpoint.model_dir else []
+    places = [("output_dir", run_dir)]
+    places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
+    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
+    places += [("model_dir", Path(folder).resolve().parent) for folder in final]
+    problems = []
+    for flag, directory in places:
+        try:
+            _probe_directory(flag, directory)
+        except UserError as error:
+            problems.append(str(error))
+    if config.checkpoint.save_final_model:
+        try:
+            refuse_foreign_files(Path(config.checkpoint.model_dir or run_dir / "final").absolute())
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _probe_directory(flag: str, directory: Path) -> None:
+    """Make a nameless file, where there is no such directory yet in the one that it would be made in."""
+    try:
+        tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
+    except OSError as error:
+        raise UserError(
+            f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"
+        ) from None
 
 
 def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
@@ -178,30 +211,6 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
     return problems
 
 
-def _start(
-    config: TrainConfig,
-    launch: Launch,
-    run_dir: Path,
-    model: ResolvedModel,
-    damaged: Iterable[Path],
-    only: Path | None,
-    attempt: Callable[..., Any],
-) -> tuple[list[Path], Path | None, Manifest | None]:
-    """The directories of checkpoints, and the one to resume from with its manifest, if there is one."""
-    settings = config.checkpoint
-    directories = [Path(folder).absolute() for folder in settings.checkpoint_dir] or [run_dir / "checkpoints"]
-    attempt(refuse_other_kinds, directories, launch.world_size, local=settings.is_local)
-    if settings.is_local:
-        directories = [local_directory(folder, launch.rank, launch.world_size) for folder in directories]
-    if config.run.dry_run:
-        return directories, None, None
-    resume = only or attempt(choose_start, config, launch, run_dir, directories, model.name, list(damaged))
-    saved = None if resume is None else attempt(read_saved, resume, settings.is_local)
-    if saved is not None:
-        attempt(check_architecture, resume, saved.model["config"], model.hf_config)
-    return directories, resume, saved
-
-
 def _check_offload(config: TrainConfig, device: torch.device) -> None:
     """Refuse to offload activations where they would go nowhere.
 
@@ -219,12 +228,12 @@ def _check_offload(config: TrainConfig, device: torch.device) -> None:
         )
 
 
-def _global_batch_size(config: TrainConfig, mesh: Mesh, saved: Manifest | None) -> int:
-    """Samples per step over all ranks; a resumed run keeps its own unless told otherwise."""
-    run = config.run
-    size = run.global_batch_size
-    if size is None:
-        size = saved.run["global_batch_size"] if saved else batch_of_flags(config, mesh)
+def check_global_batch(size: int, mesh: Mesh) -> int:
+    """Return ``size``, the samples of a step over all ranks.
+
+    Raises:
+        UserError: it is more than a step can list, or fewer than one for each data rank.
+    """
     if size > MAX_BATCH:
         raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
     if size < mesh.data.size:
@@ -240,32 +249,17 @@ def batch_of_flags(config: TrainConfig, mesh: Mesh) -> int:
     return config.run.train_batch_size * mesh.data.size * config.run.gradient_accumulation_steps
 
 
-def _batch_shape(
-    config: TrainConfig, model: ResolvedModel, mesh: Mesh, launch: Launch, global_batch_size: int
-) -> BatchShape:
+def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
     return BatchShape(
-        sequence_length=model.sequence_length,
-        vocab_size=model.hf_config.vocab_size,
+        sequence_length=job.model.sequence_length,
+        vocab_size=job.model.hf_config.vocab_size,
         global_batch_size=global_batch_size,
-        micro_batch_size=config.run.train_batch_size,
-        data_rank=mesh.data.rank,
-        data_size=mesh.data.size,
-        seed=config.run.seed,
+        micro_batch_size=job.config.run.train_batch_size,
+        data_rank=job.mesh.data.rank,
+        data_size=job.mesh.data.size,
+        seed=job.config.run.seed,
         pin_memory=torch.cuda.is_available(),
     )
-
-
-def _validation_shape(config: TrainConfig, shape: BatchShape) -> BatchShape:
-    size = config.data.val_batch_size
-    return dataclasses.replace(shape, global_batch_size=size * shape.data_size, micro_batch_size=size)
-
-
-def _max_steps(config: TrainConfig, data: DataPipeline, global_batch_size: int) -> int:
-    """The step to stop at: the first of ``--max_steps`` and the end of ``--epochs``."""
-    limits = [config.run.max_steps] if config.run.max_steps else []
-    if config.run.epochs:
-        limits.append(-(-config.run.epochs * data.samples_per_epoch // global_batch_size))
-    return min(limits, default=DEFAULT_MAX_STEPS)
 
 
 def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
@@ -274,7 +268,7 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
     return Launch(0, world, 0, min(world, 8)) if world else launch
 
 
-def sizes(plan: RunPlan) -> tuple[ModelShape, Workload]:
+def sizes(plan: Job) -> tuple[ModelShape, Workload]:
     """What decides the memory of a rank."""
     config, family, activation = plan.config, plan.model.family, plan.config.activation
     with torch.device("meta"):
@@ -300,7 +294,7 @@ def sizes(plan: RunPlan) -> tuple[ModelShape, Workload]:
     )
 
 
-def refuse_too_large(plan: RunPlan) -> None:
+def refuse_too_large(plan: Job) -> None:
     """Refuse a job whose predicted peak is more memory than there is, before allocating.
 
     Raises:
@@ -313,7 +307,7 @@ def refuse_too_large(plan: RunPlan) -> None:
     check_fits(needed, available, model=plan.model.name, processes=plan.launch.world_size, advice=advice)
 
 
-def _advice(plan: RunPlan, shape: ModelShape, work: Workload, available: int) -> str:
+def _advice(plan: Job, shape: ModelShape, work: Workload, available: int) -> str:
     """What to do about a job that is too large: here, and on a cluster."""
     tp, flat = plan.mesh.tp.size, plan.config.flat()
     enough = processes_that_fit(shape, work, available, tp=tp)
@@ -330,7 +324,7 @@ def _advice(plan: RunPlan, shape: ModelShape, work: Workload, available: int) ->
     return f"{', or '.join(parts)}; `{shlex.join(words)}` shows what {world} GPUs of 80 GiB would hold"
 
 
-def _preset_that_fits(plan: RunPlan, available: int) -> str:
+def _preset_that_fits(plan: Job, available: int) -> str:
     """The largest one, of the same family if there is one; empty if none fits."""
     best = (False, 0, "")
     for name in list_presets():

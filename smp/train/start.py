@@ -1,95 +1,143 @@
-"""Where a run writes and where it starts from: checked before anything is written over."""
+"""Where a run starts from: chosen by all ranks together, with the run's directories locked."""
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+import functools
+import hashlib
+import json
 from pathlib import Path
 
-from smp.checkpoint.hf_export import refuse_foreign_files
+from smp.checkpoint.checkpointer import check_architecture, verify_together
 from smp.checkpoint.layout import (
     LATEST,
     TEMPORARY,
     choose_checkpoint,
-    nearest_existing,
     refuse_foreign,
     refuse_older_branch,
+    set_aside,
 )
-from smp.checkpoint.local import own_checkpoint
+from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.saver import MEASURED_STEPS
-from smp.errors import ConfigError, DamagedCheckpointError, UserError
-from smp.runtime import Launch
-from smp.train.arguments import TrainConfig
+from smp.errors import DamagedCheckpointError, UserError
+from smp.faults.agreement import require_same, together
+from smp.log import get_logger
+from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.metrics import last_logged_step
+from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch
 from smp.train_state import TrainState
 
+logger = get_logger("train")
 
-def check_output(config: TrainConfig, run_dir: Path) -> None:
-    """Refuse directories that cannot be written.
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a checkpoint, or none, decides of a run.
+
+    Attributes:
+        checkpoint: to resume from, or None.
+        saved: its manifest.
+        progress: where the run begins.
+        global_batch_size: samples of a step over all ranks.
+        max_steps: the step to stop at.
+    """
+
+    checkpoint: Path | None
+    saved: Manifest | None
+    progress: TrainState
+    global_batch_size: int
+    max_steps: int
+
+
+def resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
+    """Fill in what a checkpoint decides; nothing else of a plan depends on it.
 
     Raises:
-        ConfigError: with every problem found.
+        UserError: it is damaged, of another model or kind, or was not written by a training job.
     """
-    final = [config.checkpoint.model_dir] if config.checkpoint.save_final_model and config.checkpoint.model_dir else []
-    places = [("output_dir", run_dir)]
-    places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
-    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
-    places += [("model_dir", Path(folder).resolve().parent) for folder in final]
-    problems = []
-    for flag, directory in places:
-        try:
-            _probe_directory(flag, directory)
-        except UserError as error:
-            problems.append(str(error))
-    if config.checkpoint.save_final_model:
-        try:
-            refuse_foreign_files(Path(config.checkpoint.model_dir or run_dir / "final").absolute())
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError(problems)
+    run, saved = plan.config.run, None
+    if checkpoint is not None:
+        saved = _read_saved(checkpoint, local=plan.config.checkpoint.is_local)
+        check_architecture(checkpoint, saved.model["config"], plan.model.hf_config)
+    size = run.global_batch_size  # a resumed run keeps its own unless told otherwise
+    if size is None:
+        size = saved.run["global_batch_size"] if saved else batch_of_flags(plan.config, plan.mesh)
+    check_global_batch(size, plan.mesh)
+    limits = [run.max_steps] if run.max_steps else []
+    if run.epochs:
+        limits.append(-(-run.epochs * plan.train_data.samples_per_epoch // size))
+    progress = TrainState.from_state_dict(saved.run["progress"]) if saved else TrainState()
+    return Start(checkpoint, saved, progress, size, min(limits, default=DEFAULT_MAX_STEPS))
 
 
-def _probe_directory(flag: str, directory: Path) -> None:
-    """Make a nameless file, where there is no such directory yet in the one that it would be made in."""
-    try:
-        tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
-    except OSError as error:
-        raise UserError(
-            f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"
-        ) from None
+def agree_on_start(plan: RunPlan) -> Start:
+    """Choose a checkpoint that all ranks have found whole, or none; collective, with the directories locked.
+
+    With ``latest``, a damaged checkpoint is passed over for the newest one before it.
+
+    Raises:
+        UserError: on every rank; the checkpoint that was named is damaged, or there is none that can be resumed from,
+            or ranks would start from different ones.
+    """
+    settings, damaged = plan.config.checkpoint, set[Path]()
+    while True:
+        chosen = together(functools.partial(choose_start, plan, damaged))
+        by_all = settings.is_local and settings.resume_from_checkpoint == LATEST
+        if by_all:
+            chosen = _common_start(plan)
+        start = together(functools.partial(resolve, plan, chosen))
+        require_agreement(plan, start)
+        if start.saved is None or start.checkpoint is None or by_all:
+            return start
+        problems = verify_together(start.checkpoint, start.saved, content=settings.verify_checkpoint == "full")
+        if not problems:
+            return start
+        if settings.resume_from_checkpoint != LATEST:
+            raise DamagedCheckpointError(start.checkpoint, problems)
+        if plan.launch.is_main:
+            logger.warning("Passed over: %s", DamagedCheckpointError(start.checkpoint, problems))
+        damaged.add(start.checkpoint)
 
 
-def choose_start(
-    config: TrainConfig,
-    launch: Launch,
-    run_dir: Path,
-    checkpoint_dirs: list[Path],
-    model_name: str,
-    damaged: list[Path],
-) -> Path | None:
+def _common_start(plan: RunPlan) -> Path | None:
+    """The newest local checkpoint that every rank has; collective."""
+    chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name))
+    if chosen is None:
+        together(lambda: _refuse_logged(plan, fresh=True))
+        for directory in plan.checkpoint_dirs:  # of a run that was ended in its first save
+            set_aside(directory, plan.model.name, after=0)
+    return chosen
+
+
+def choose_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
     """The checkpoint to resume from, or None; refuses whatever would write over another run or another branch of it.
+
+    Args:
+        damaged: checkpoints that are not to be resumed from.
 
     Raises:
         UserError: the run directory holds something that the wanted start does not continue.
     """
-    wanted = config.checkpoint.resume_from_checkpoint
-    if config.checkpoint.is_local and wanted not in (None, LATEST):
-        wanted = str(own_checkpoint(Path(wanted), launch.rank, launch.world_size))
-    chosen = choose_checkpoint(wanted, checkpoint_dirs, model_name, damaged=damaged)
-    if chosen is not None and chosen.parent.resolve() in [directory.resolve() for directory in checkpoint_dirs]:
+    settings, directories = plan.config.checkpoint, plan.checkpoint_dirs
+    shared = [directory.parent if settings.is_local else directory for directory in directories]
+    refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
+    wanted = settings.resume_from_checkpoint
+    if settings.is_local and wanted not in (None, LATEST):
+        wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
+    chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged)
+    if chosen is not None and chosen.parent.resolve() in [directory.resolve() for directory in directories]:
         if wanted != LATEST:
-            refuse_older_branch(chosen, checkpoint_dirs)
+            refuse_older_branch(chosen, directories)
         return chosen
-    refuse_foreign(checkpoint_dirs)
-    if config.checkpoint.is_local and wanted == LATEST:
-        return chosen  # another rank may have some: see settle_start
-    refuse_logged(config, run_dir, checkpoint_dirs, fresh=chosen is None)
+    refuse_foreign(directories)
+    if settings.is_local and wanted == LATEST:
+        return chosen  # another rank may have some
+    _refuse_logged(plan, fresh=chosen is None)
     return chosen
 
 
-def refuse_logged(config: TrainConfig, run_dir: Path, checkpoint_dirs: list[Path], *, fresh: bool) -> None:
+def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
     """Refuse to write over the metrics of a run that is not continued.
 
     Args:
@@ -98,12 +146,13 @@ def refuse_logged(config: TrainConfig, run_dir: Path, checkpoint_dirs: list[Path
     Raises:
         UserError: the run directory holds metrics.
     """
-    metrics = run_dir / "metrics.jsonl"
+    settings = plan.config.checkpoint
+    metrics = plan.run_dir / "metrics.jsonl"
     logged = last_logged_step(metrics)
     # "latest" may start over what a run left that died before its first checkpoint.
-    first_due = min(MEASURED_STEPS if every == "auto" else every for every in config.checkpoint.checkpoint_freq)
-    interrupted = any(path for directory in checkpoint_dirs for path in directory.glob(f"*-*steps*{TEMPORARY}"))
-    latest = config.checkpoint.resume_from_checkpoint == LATEST
+    first_due = min(MEASURED_STEPS if every == "auto" else every for every in settings.checkpoint_freq)
+    interrupted = any(path for directory in plan.checkpoint_dirs for path in directory.glob(f"*-*steps*{TEMPORARY}"))
+    latest = settings.resume_from_checkpoint == LATEST
     died_early = latest and fresh and (logged <= first_due or interrupted)
     if logged and not died_early:
         raise UserError(
@@ -116,7 +165,7 @@ def _has_objects(manifest: Manifest) -> bool:
     return isinstance(manifest.model.get("config"), dict) and isinstance(manifest.run.get("config", {}), dict)
 
 
-def read_saved(path: Path, local: bool) -> Manifest:
+def _read_saved(path: Path, *, local: bool) -> Manifest:
     """The manifest of the checkpoint to resume from.
 
     Raises:
@@ -135,3 +184,26 @@ def read_saved(path: Path, local: bool) -> Manifest:
             f"async_{manifest.kind}"
         )
     return manifest
+
+
+def require_agreement(plan: RunPlan, start: Start) -> None:
+    """Check that all ranks are about to do the same job; collective.
+
+    They read flags, data and checkpoints alone, and a host with another or a stale file system would go on otherwise:
+    mismatched collectives, or wrong numbers.
+
+    Raises:
+        UserError: on every rank, naming the first difference.
+    """
+    settings = json.dumps(plan.config.flat(), sort_keys=True)
+    mine = {
+        "the start (checkpoint, step, sample)": (
+            start.checkpoint.name if start.checkpoint else None, start.progress.step, start.progress.samples,
+        ),
+        "the global batch": start.global_batch_size,
+        "the last step": start.max_steps,
+        "the training data": plan.train_data.fingerprint,
+        "the validation data": plan.validation_data.fingerprint if plan.validation_data else None,
+        "the settings": hashlib.sha256(settings.encode()).hexdigest()[:12],
+    }  # fmt: skip
+    require_same(mine, "give all hosts the same flags and the same view of --output_dir and the data")

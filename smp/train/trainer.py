@@ -35,6 +35,7 @@ from smp.train.report import (
     say_what_next,
 )
 from smp.train.run_plan import RunPlan
+from smp.train.start import Start
 from smp.train.stopwatch import Stopwatch
 from smp.train_state import TrainState
 
@@ -46,6 +47,7 @@ class Trainer:
     """The built parts of a run, handed to the loop."""
 
     plan: RunPlan
+    start: Start
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRSchedule
@@ -60,22 +62,22 @@ class Trainer:
 
 def train(trainer: Trainer) -> int:
     """The loop: only what happens when. Returns the exit status: 0, or that of a request to stop."""
-    plan, state, config = trainer.plan, trainer.state, trainer.plan.config
-    if state.step >= plan.max_steps:
-        logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, plan.max_steps)
+    plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
+    if state.step >= start.max_steps:
+        logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, start.max_steps)
         return 0
     batches = iter(plan.train_data)
     watch, guard = Stopwatch(state.step), trainer.guard
-    while state.step < plan.max_steps:
-        if config.run.profile_nsys and state.step == plan.state.step + 2:
+    while state.step < start.max_steps:
+        if config.run.profile_nsys and state.step == start.progress.step + 2:
             torch.cuda.profiler.start()
         # As SMP v2: the first steps show where memory goes, later ones would only repeat it.
-        memory = trainer.memory if state.step < plan.state.step + 5 else NullMemoryTracker()
+        memory = trainer.memory if state.step < start.progress.step + 5 else NullMemoryTracker()
         lr = trainer.schedule.apply(state.step)
         record = functools.partial(memory.record, step=state.step)
         guard.begin_step(state.step + 1)
         batch = next(batches)
-        with memory_of_step(plan, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
+        with memory_of_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
             result = train_step(
                 trainer.model,
                 trainer.optimizer,
@@ -91,7 +93,7 @@ def train(trainer: Trainer) -> int:
         if config.activation.clean_cache:
             release_cache(plan.device)
         state.step += 1
-        state.samples += plan.global_batch_size
+        state.samples += start.global_batch_size
         state.tokens += result.tokens
         if not result.tokens:
             logger.warning("Step %d had no valid token in any sample: its update was skipped.", state.step)
@@ -106,7 +108,7 @@ def train(trainer: Trainer) -> int:
                 sample_ids=batch.sample_ids.tolist(),
                 parameters=result.nonfinite,
             )
-        if config.logging.due(state.step, max_steps=plan.max_steps):
+        if config.logging.due(state.step, max_steps=start.max_steps):
             trainer.metrics.train_step(
                 state.step,
                 loss=result.loss(),
@@ -126,7 +128,7 @@ def train(trainer: Trainer) -> int:
             counts, status = guard.agree(state.step, **trainer.saver.flags())
             guard.enter("checkpoint")
             _save_if_due(trainer, counts=counts, stop=status != 0)
-        if status and state.step < plan.max_steps:
+        if status and state.step < start.max_steps:
             logger.warning(
                 "Stopped on request at step %d, with a checkpoint: run again with --resume_from_checkpoint latest.",
                 state.step,
@@ -236,7 +238,7 @@ def validate(trainer: Trainer) -> float:
 
 def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> None:
     def manifest() -> Manifest:
-        return describe(trainer.plan, trainer.state, trainer.val_loss)
+        return describe(trainer.plan, trainer.start, trainer.state, trainer.val_loss)
 
     trainer.saver.after_step(counts, manifest, step=trainer.state.step, stop=stop)
 
@@ -267,4 +269,4 @@ def finish(trainer: Trainer, status: int) -> None:
     if plan.launch.is_main and not status:
         draw_curves(plan)
         say_how_ranks_exchanged()
-        say_what_next(plan, trainer.state.step, final if settings.save_final_model else None)
+        say_what_next(plan, trainer.start, trainer.state.step, final if settings.save_final_model else None)

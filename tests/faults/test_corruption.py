@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_passed_over_is_named_once(what, copy):
         data[-5] ^= 4
         file.write_bytes(data)
     words = [*JOB[:-4], "--max_steps", 4, "--num_kept_checkpoints", 3, "--output_dir", copy]
-    as_a_program = functools.partial(wrapped, "read_config", train_main.log_to_console)
+    as_a_program = functools.partial(wrapped, "parse_args", train_main.log_to_console)
     done = run_job(*words, "--resume_from_checkpoint", "latest", prepare=lambda rank: as_a_program()).succeeded()
     said = [line for line in done.output.splitlines() if "Not resuming from" in line or "Passed over" in line]
     assert len(said) == 1 and path.name in said[0], done.output
