@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 examples/trainer_qa.py --output_dir runs/qa --report
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import common
@@ -72,6 +73,10 @@ def main() -> None:
         trainer.log_metrics("eval", scores(rows, args.output_dir))
         print(answer(args.output_dir, QUESTION, CONTEXT))
     log.finish()
+    # DDP before its group: if DDP is the last to let go of gloo's, torch now and then hangs (pytorch#56297).
+    trainer.accelerator.free_memory()
+    del trainer
+    gc.collect()
     dist.destroy_process_group()
 
 
