@@ -5,7 +5,6 @@ torchrun --nproc_per_node 2 examples/trainer_qa.py --output_dir runs/qa --report
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import common
@@ -55,15 +54,14 @@ def main() -> None:
         intermediate_size=4 * args.width, max_position_embeddings=48, initializer_range=0.1,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    model = BertForQuestionAnswering(config)
     arguments = TrainingArguments(
         output_dir=str(args.output_dir), max_steps=args.steps, per_device_train_batch_size=args.batch,
         learning_rate=2e-3, warmup_steps=args.steps // 10, logging_steps=1, save_strategy="no", report_to=[],
         disable_tqdm=True, use_cpu=not torch.cuda.is_available(), seed=1, dataloader_pin_memory=False,
     )  # fmt: skip
     log = common.Log(args, args.batch * dist.get_world_size(), "samples")
-    dataset = features(train_rows, tokenizer)
-    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[StepLog(log)])  # type: ignore[arg-type]
+    model = BertForQuestionAnswering(config)
+    trainer = Trainer(model, arguments, train_dataset=features(train_rows, tokenizer), callbacks=[StepLog(log)])  # type: ignore[arg-type]
     trainer.remove_callback(PrinterCallback)  # the log prints the losses
     metrics = trainer.train().metrics
     trainer.save_model()  # rank 0 writes
@@ -73,10 +71,7 @@ def main() -> None:
         trainer.log_metrics("eval", scores(rows, args.output_dir))
         print(answer(args.output_dir, QUESTION, CONTEXT))
     log.finish()
-    # DDP before its group: if DDP is the last to let go of gloo's, torch now and then hangs (pytorch#56297).
-    trainer.accelerator.free_memory()
-    del trainer
-    gc.collect()
+    del trainer  # and DDP, before its group: the other way round gloo now and then hangs (pytorch#56297)
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import ConfigError, UserError
+from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS, wait_until
 
 WIDTH = 4
@@ -197,11 +198,16 @@ def test_synthetic_tokens_cover_the_vocabulary_evenly():
 
 def test_settings_that_cannot_work_are_named_together():
     with pytest.raises(ConfigError) as caught:
-        DataConfig(dataset_type="text", validation_freq=5, synthetic_samples=0)
-    assert len(caught.value.problems) == 4
-    for words in ("--training_dir", "--test_dir", "--tokenizer_name_or_dir", "--synthetic_samples"):
+        parse_args(["--dataset_type", "text", "--validation_freq", "5", "--synthetic_samples", "0", "--lr", "x"])
+    assert len(caught.value.problems) == 3  # without those of a section that is not whole
+    for words in ("--tokenizer_name_or_dir", "--synthetic_samples", "--lr"):
         assert words in str(caught.value)
-    DataConfig(use_synthetic_data=True, validation_freq=5)
+    missing = DataConfig(validation_freq=5).missing()
+    assert len(missing) == 2 and "--training_dir" in missing[0] and "--test_dir" in missing[1]
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--validation_freq", "5", "--lr", "x"])
+    assert caught.value.problems[1:] == missing and "--lr" in caught.value.problems[0]
+    assert DataConfig(use_synthetic_data=True, validation_freq=5).missing() == []
 
 
 def test_document_mask_needs_an_end_of_document(config):

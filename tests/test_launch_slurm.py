@@ -146,7 +146,8 @@ def test_a_signal_before_training_began_is_a_request_like_others(slurm, stub, tm
 def test_the_last_checkpoint_is_waited_for(slurm, stub, tmp_path):
     script = written(tmp_path, "--script", "x.py")
     saves = """trap 'sleep 1; touch "$FAKE_SLURM/saved$SLURM_NODEID"; exit 75' USR1"""
-    wait = 'until [ -e "$FAKE_SLURM/words0" ] && [ -e "$FAKE_SLURM/words1" ]; do sleep 0.02; done'
+    ready = 'touch "$FAKE_SLURM/ready$SLURM_NODEID"'  # to be asked: without its trap a node would be killed
+    wait = f'{ready}; until [ -e "$FAKE_SLURM/ready0" ] && [ -e "$FAKE_SLURM/ready1" ]; do sleep 0.02; done'
     ask = '[ "$SLURM_NODEID" != 0 ] || kill -USR1 $(cat "$FAKE_SLURM/pid")'
     does = f'[ -n "$SLURM_RESTART_COUNT" ] || {{ {saves}; {wait}; {ask}; while :; do sleep 0.1; done; }}'
     done = '[ -z "$SLURM_RESTART_COUNT" ] || ls "$FAKE_SLURM"/saved0 "$FAKE_SLURM"/saved1 || exit 2'

@@ -84,14 +84,21 @@ class DataConfig(Section):
         found = super().problems()
         if self.use_synthetic_data:
             return found
-        if self.validation_freq is not None and self.test_dir is None:
-            found.append(f"--validation_freq {self.validation_freq} needs validation data: set --test_dir")
         if self.dataset_type == "text" and self.tokenizer_name_or_dir is None:
             found.append("--dataset_type text needs --tokenizer_name_or_dir, a local tokenizer directory")
         if self.dataset_type != "text" and self.text_document_separator is not None:
             found.append(
                 f"--text_document_separator is for --dataset_type text, which is {self.dataset_type}: leave it out"
             )
+        return found
+
+    def missing(self) -> list[str]:
+        """Name the data that is needed and not given, beside which a plan can find other problems."""
+        found = []
+        if self.training_dir is None and not self.use_synthetic_data:
+            found.append(NO_DATA)
+        if self.validation_freq is not None and self.test_dir is None and not self.use_synthetic_data:
+            found.append(f"--validation_freq {self.validation_freq} needs validation data: set --test_dir")
         return found
 
 
@@ -343,7 +350,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
 def _path(config: DataConfig, split: Split) -> str:
     path = config.training_dir if split == "train" else config.test_dir
     if path is None:
-        raise UserError(NO_DATA if split == "train" else "no validation data: set --test_dir")
+        raise UserError(f"no {split} data: set --{'training_dir' if split == 'train' else 'test_dir'}")
     return path
 
 

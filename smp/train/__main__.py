@@ -44,10 +44,6 @@ logger = get_logger("train")
 def run(plan: RunPlan, guard: Guard) -> int:
     """Build each part, train, and write what remains; returns the exit status."""
     config, launch = plan.config, plan.launch
-    if plan.device.type == "cpu":
-        malloc.keep_freed_memory()
-        if plan.dtype == torch.bfloat16:
-            ensure_bf16_works()
     with (
         process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
         guard.connected(),
@@ -56,6 +52,10 @@ def run(plan: RunPlan, guard: Guard) -> int:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         start = agree_on_start(plan)
         guard.refuse_crash_loop(start.progress.step)
+        if plan.device.type == "cpu":
+            malloc.keep_freed_memory()
+            if plan.dtype == torch.bfloat16:
+                ensure_bf16_works()
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         curves = HeldScalars()
         memory = build_memory_tracker(

@@ -348,7 +348,7 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
         except ConfigError as error:
             problems.extend(cls.independent(error.problems, unread))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *(sections["data"].missing() if "data" in sections else [])])
     return TrainConfig(**sections, given=frozenset(words))
 
 

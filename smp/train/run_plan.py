@@ -94,7 +94,7 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     Raises:
         ConfigError: with every problem found.
     """
-    problems = _Problems()
+    problems = _Problems(config.data.missing())
     attempt = problems.attempt
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
@@ -119,10 +119,12 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     )
     problems += split
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
-    if not split and not config.run.dry_run:
-        attempt(refuse_too_large, job)
     size = attempt(check_global_batch, config.run.global_batch_size or batch_of_flags(config, mesh), mesh)
-    data = None if size is None else attempt(_open_data, job, _batch_shape(job, size))
+    if size is not None and not split and not config.run.dry_run:
+        attempt(refuse_too_large, job)
+    data = None
+    if size is not None and not config.data.missing():
+        data = attempt(_open_data, job, _batch_shape(job, size))
     if problems or data is None:
         raise ConfigError(problems)
     return RunPlan(**vars(job), run_dir=run_dir, checkpoint_dirs=_checkpoint_dirs(config, launch, run_dir), **data)
@@ -319,6 +321,7 @@ def _advice(plan: Job, shape: ModelShape, work: Workload, available: int) -> str
     words = ["python", "-m", "smp.train"]
     for name in (name for name in flat if name in plan.config.given and name not in others):
         words += [f"--{name}", *map(_word, flat[name] if isinstance(flat[name], list) else [flat[name]])]
+    words += ["--use_synthetic_data", "1"] if plan.config.data.missing() else []
     world = processes_that_fit(shape, work, _GPU_BYTES, tp=tp) or 1024
     words += ["--sharding_strategy", "full_shard", "--dry_run", "1", "--dry_run_world_size", str(world)]
     return f"{', or '.join(parts)}; `{shlex.join(words)}` shows what {world} GPUs of 80 GiB would hold"
