@@ -67,7 +67,6 @@ class Unit:
     root: bool = True
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = dataclasses.field(default_factory=dict)
     summoned: bool = False
-    has_comm_hook: bool = False
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = dataclasses.field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from smp.errors import UserError
-from smp.fsdp import attributes, between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp import attributes, between_steps, full_params, optimizer_states, state_dicts
 from smp.fsdp.materialize import own_modules
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
@@ -283,9 +283,13 @@ class FullyShardedDataParallel(FSDPModule):
         if not self.check_is_root():
             raise UserError(f"FSDP.{method}: another FSDP module is around this one: call it on the outermost")
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, gradients, output)`` reduce each unit's gradients; see :mod:`smp.fsdp.comm_hook`."""
-        comm_hook.register_comm_hook(self, state, hook)  # type: ignore[arg-type]
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """FSDP1's communication hook: refused."""
+        raise UserError(
+            "FSDP.register_comm_hook is not available: set MixedPrecision(reduce_dtype=torch.bfloat16) to send less, "
+            "call set_custom_reduce_scatter of torch's fully_shard on each of FSDP.fsdp_modules(model) for a sum of "
+            "your own, or use DistributedDataParallel and its register_comm_hook"
+        )
 
     set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
