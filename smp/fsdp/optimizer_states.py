@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
-from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
-from smp.fsdp.state_dicts import clean_name, get_state_dict_type
+from smp.fsdp.state_dicts import clean_name, get_state_dict_type, refuse_sharded_tensor
 from smp.fsdp.units import local_part, reshard_below, units_below, whole_tensor
 
 State = dict[str, Any]
@@ -195,13 +194,12 @@ def _localized(value: Any, parameter: nn.Parameter, what: str, caller: str) -> A
         return value
     if not value.size():
         return value.clone()
+    refuse_sharded_tensor(value, what)
     if value.size() != parameter.shape:
         raise UserError(
             f"FSDP.{caller}: {what} has the shape {tuple(value.size())}, the parameter {tuple(parameter.shape)}: load "
             f"the state of the same model and optimizer"
         )
-    if is_sharded_tensor(value):
-        return as_dtensor(value, parameter) if isinstance(parameter, DTensor) else value
     return local_part(value, parameter) if isinstance(parameter, DTensor) else value.clone()
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.between_steps import refuse_assigned
-from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
 from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
 
 # What wrappers put into the names of modules; their own hooks take it out of the keys of a state dict.
@@ -59,6 +58,16 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def refuse_sharded_tensor(value: torch.Tensor, what: str) -> None:
+    """Raise UserError for FSDP1's ``ShardedTensor``."""
+    if type(value).__name__ == "ShardedTensor":
+        raise UserError(
+            f"FSDP: {what} is a ShardedTensor, and here shards are DTensors: read the checkpoint by "
+            f"torch.distributed.checkpoint.load into model.state_dict() of SHARDED_STATE_DICT, and the optimizer's "
+            f"part into torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
+        )
 
 
 def _config(name: str, given: Any, kind: type, state_dict_type: StateDictType) -> Any:
@@ -212,5 +221,6 @@ def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         # What is no tensor torch refuses itself, and a DTensor is placed by it.
         if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
             continue
+        refuse_sharded_tensor(value, key)
         if value.size() == parameter.shape:  # else torch says what does not fit
-            state_dict[key] = as_dtensor(value, parameter) if is_sharded_tensor(value) else local_part(value, parameter)
+            state_dict[key] = local_part(value, parameter)
