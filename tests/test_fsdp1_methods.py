@@ -128,11 +128,19 @@ def _load_inside():
             fsdp1.loss_of(model, fsdp1.batch(0, 0)).backward()
         with FSDP.summon_full_params(model):
             model.load_state_dict(values)
+            assert isinstance(model.head.weight, DTensor), "it ends"
         assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
         with FSDP.summon_full_params(model):
             model.layers[0].up.load_state_dict({"weight": torch.ones(49, 24), "bias": torch.ones(49)})
         assert (fsdp1.whole(model)["layers.0.up.weight"] == 1).all()
         fsdp1.loss_of(model, fsdp1.batch(0, 0)).backward()
+    for into in (model, model.layers[0].up):
+        with (
+            FSDP.summon_full_params(model, rank0_only=True, writeback=False),
+            pytest.raises(UserError, match=r"rank0_only.*cannot be called inside, or loaded into.*every rank"),
+        ):
+            into.load_state_dict({"weight": torch.zeros(49, 24)} if into is not model else values)
+        assert fsdp1.whole(model)["layers.0.up.weight"].all()
 
 
 def test_load_state_dict_inside_summon_full_params():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,7 +153,7 @@ def register_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_state_dict_pre_hook(_before_saving)
     module.register_state_dict_post_hook(_after_saving)
     for inner in unit.modules:
-        inner.register_load_state_dict_pre_hook(_before_loading)
+        inner.register_load_state_dict_pre_hook(functools.partial(_before_loading, unit))
 
 
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -214,8 +215,10 @@ def _restore_buffers(module: nn.Module, unit: Unit, state_dict: dict[str, Any], 
                 state_dict[key] = state_dict[key].to(dtype)
 
 
-def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _before_loading(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Take this rank's part of every whole tensor."""
+    if unit.summoned is not None:
+        unit.summoned.interrupt(exchanges=True)
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         key, value = prefix + name, state_dict.get(prefix + name)
         # What is no tensor torch refuses itself, and a DTensor is placed by it.

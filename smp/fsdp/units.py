@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from smp.errors import UserError
 from smp.fsdp.between_steps import keep_promises
@@ -55,7 +55,7 @@ class Unit:
         ignored_parameters: of its constructor and of the units below.
         root: whether no other unit that can be called is around it.
         buffer_dtypes: of buffers that were cast, their own dtype.
-        summoned: whether its full parameters are shown.
+        summoned: what shows its full parameters, while they are shown.
     """
 
     options: Options
@@ -66,7 +66,7 @@ class Unit:
     ignored_parameters: set[nn.Parameter]
     root: bool = True
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = dataclasses.field(default_factory=dict)
-    summoned: bool = False
+    summoned: Any = None
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = dataclasses.field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
@@ -308,26 +308,15 @@ def prefetch_in_forward(root: nn.Module) -> None:
     handles.append(root.register_forward_hook(settle))
 
 
-def local_box(parameter: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What cuts this rank's part out of a whole tensor of the parameter's shape."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    return lambda whole: whole[box]
-
-
 def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A copy of this rank's part of a whole tensor, which every rank has, placed as ``like``; exchanges nothing.
+    """This rank's part of a whole tensor, which every rank has, placed as ``like``; exchanges nothing.
 
     Args:
         whole: of ``like``'s shape, on any device.
         like: a sharded parameter.
     """
-    local = local_box(like)(whole.detach()).to(like.to_local().device).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    part = distribute_tensor(whole.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
+    return part.to(like.to_local().device)  # type: ignore[return-value]
 
 
 def whole_tensor(sharded: DTensor) -> torch.Tensor:

@@ -211,8 +211,7 @@ class FullyShardedDataParallel(FSDPModule):
         result = super()._apply(*args, **kwargs)
         for group in self._get_fsdp_state()._fsdp_param_groups:
             mark_taken(held.sharded_param for held in group.fsdp_params)
-            if isinstance(group, between_steps.ParameterGroup):
-                group.take_dtypes()
+        between_steps.note_converted(self)
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
