@@ -307,9 +307,9 @@ class FullyShardedDataParallel(FSDPModule):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """FSDP1's older name: the whole state on the CPU, on the group's first rank or all."""
-        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input, "group": group}
+        own: dict[str, Any] = {"optim_input": optim_input, "group": group}
         return optimizer_states.by_name(
-            model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **settings
+            model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **own
         )
 
     @staticmethod
@@ -327,16 +327,14 @@ class FullyShardedDataParallel(FSDPModule):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that every rank has."""
-        caller = "shard_full_optim_state_dict"
-        return optimizer_states.to_load(model, optim, full_optim_state_dict, caller=caller, optim_input=optim_input)
+        return optimizer_states.to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """FSDP1's older name: what ``optim.load_state_dict`` takes, from DTensors."""
-        caller = "flatten_sharded_optim_state_dict"
-        return optimizer_states.to_load(model, optim, sharded_optim_state_dict, caller=caller)
+        return optimizer_states.to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -347,9 +345,8 @@ class FullyShardedDataParallel(FSDPModule):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that the first rank has."""
-        settings: dict[str, Any] = {"optim_input": optim_input, "group": group}
-        settings["caller"] = "scatter_full_optim_state_dict"
-        return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **settings)
+        own: dict[str, Any] = {"optim_input": optim_input, "group": group}
+        return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **own)
 
 
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
