@@ -108,8 +108,7 @@ def set_state_dict_type(
     optim_config = _config("optim_state_dict_config", optim_state_dict_config, optim_kind, state_dict_type)
     before = get_state_dict_type(module)
     for _, unit in units_below(module):
-        unit.state_dict_type = state_dict_type
-        unit.state_dict_config, unit.optim_state_dict_config = model_config, optim_config
+        unit.state_dicts = StateDictSettings(state_dict_type, model_config, optim_config)
     return before
 
 
@@ -119,10 +118,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         UserError: there is no unit, or they differ.
     """
-    found = [
-        StateDictSettings(unit.state_dict_type, unit.state_dict_config, unit.optim_state_dict_config)
-        for _, unit in units_below(module)
-    ]
+    found = [unit.state_dicts for _, unit in units_below(module)]
     if not found:
         raise UserError(f"FSDP: nothing in the {type(module).__name__} is wrapped: give the model that FSDP returned")
     if any(settings != found[0] for settings in found):
@@ -143,9 +139,7 @@ def chosen_state_dict_type(
         yield
     finally:
         for _, unit in units_below(module):
-            unit.state_dict_type = before.state_dict_type
-            unit.state_dict_config = before.state_dict_config
-            unit.optim_state_dict_config = before.optim_state_dict_config
+            unit.state_dicts = before
 
 
 def register_hooks(module: nn.Module, unit: Unit) -> None:
@@ -167,8 +161,8 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
     assert unit is not None
     own = [key for key in state_dict if key.startswith(prefix)]
     _restore_buffers(module, unit, state_dict, prefix)
-    config = unit.state_dict_config
-    if unit.state_dict_type == StateDictType.FULL_STATE_DICT:
+    config = unit.state_dicts.state_dict_config
+    if unit.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT:
         assert isinstance(config, TorchFullStateDictConfig)
         parameters = {prefix + clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
         gathered: dict[Any, Any] = {}  # by parameter: the places of a tied one share a tensor

@@ -19,9 +19,8 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
+    StateDictSettings,
     StateDictType,
     fully_shard,
 )
@@ -51,25 +50,26 @@ class Unit:
         strategy: after the rules of ``smp.init``.
         mesh: 1-D, or (replicate, shard).
         modules: itself and what lies below, without other units and what is ignored.
-        ignored_modules: of its constructor.
         ignored_parameters: of its constructor and of the units below.
         root: whether no other unit that can be called is around it.
         buffer_dtypes: of buffers that were cast, their own dtype.
         summoned: what shows its full parameters, while they are shown.
+        state_dicts: what ``state_dict()`` gives.
     """
 
     options: Options
     strategy: ShardingStrategy
     mesh: DeviceMesh
     modules: list[nn.Module]
-    ignored_modules: set[nn.Module]
     ignored_parameters: set[nn.Parameter]
     root: bool = True
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = dataclasses.field(default_factory=dict)
     summoned: Any = None
-    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = dataclasses.field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
+    state_dicts: StateDictSettings = dataclasses.field(
+        default_factory=lambda: StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+    )
 
     @property
     def first_rank(self) -> bool:
@@ -159,7 +159,7 @@ def shard_unit(
         take_from_first_rank(modules, mesh, device, ignored_parameters)
     _check_parameters(modules, ignored_parameters)
     _make_contiguous(modules, ignored_parameters)
-    unit = Unit(options, strategy, mesh, modules, ignored_modules, ignored_parameters, root)
+    unit = Unit(options, strategy, mesh, modules, ignored_parameters, root)
     _cast_buffers(unit)
     own = [p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters]
     left_there = [(b, b.device) for inner in ignored_modules for b in inner.buffers(recurse=False)]
@@ -286,26 +286,10 @@ def _set_input_cast(module: FSDPModule, unit: Unit) -> None:
 
 
 def prefetch_in_forward(root: nn.Module) -> None:
-    """Let every unit gather the one that followed it in the first forward, before it computes itself."""
-    order: list[FSDPModule] = []
-    handles: list[Any] = []
-
-    def note(module: nn.Module, args: Any) -> None:
-        assert isinstance(module, FSDPModule)
-        if module not in order:
-            order.append(module)
-
-    def settle(module: nn.Module, args: Any, output: Any) -> None:
-        for unit, following in itertools.pairwise(order):
-            unit.set_modules_to_forward_prefetch([following])
-        for handle in handles:
-            handle.remove()
-
-    for module, unit in units_below(root):
-        if unit.options.forward_prefetch:
-            assert isinstance(module, nn.Module)
-            handles.append(module.register_forward_pre_hook(note))
-    handles.append(root.register_forward_hook(settle))
+    """Let every unit gather the one that follows it in the model, before it computes itself."""
+    order = [inner for inner, unit in units_below(root) if unit.options.forward_prefetch]
+    for inner, following in itertools.pairwise(order):
+        inner.set_modules_to_forward_prefetch([following])
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:

@@ -118,7 +118,7 @@ class FullyShardedDataParallel(FSDPModule):
         param_init_fn: called with every module that has to leave the meta device.
         device_id: where to shard and compute; must be this process's device.
         sync_module_states: take parameters and buffers from the first rank.
-        forward_prefetch: gather the next unit before this one computes, in the order of the first forward.
+        forward_prefetch: gather the next unit before this one computes, in the order of the modules.
         limit_all_gathers: no effect, the gathers in flight are always bounded.
         use_orig_params: no effect, parameters are always the model's own.
         ignored_states: modules or parameters to ignore.
