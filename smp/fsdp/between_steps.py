@@ -110,27 +110,35 @@ def drop_accumulated(module: nn.Module) -> None:
             _drop(held)
 
 
+def _looked_at(group: FSDPParamGroup) -> tuple[list[Any], list[Any], list[Any]]:
+    """The parameters whose gradient somebody has cleared since, those where nobody has, and those that cannot tell."""
+    cleared, kept, unknown = [], [], []
+    for held in group.fsdp_params:
+        shown = getattr(held, _SHOWN, None)
+        if shown is None:
+            continue
+        local = _local(shown)
+        if held.sharded_param.grad is not shown:
+            cleared.append(held)
+        elif local.numel() == 0:
+            unknown.append(held)
+        # The first element tells of negative zeros: they are cleared together.
+        elif bool(local.any()) or bool(local.flatten()[0].signbit()):
+            kept.append(held)
+        else:
+            cleared.append(held)
+    return cleared, kept, unknown
+
+
 @torch.no_grad()
 def _drop_cleared(module: nn.Module) -> None:
     """Forget what was accumulated of parameters whose gradients somebody has cleared since."""
-    cleared, kept, unknown = [], [], []
-    for group in _groups(module):
-        for held in group.fsdp_params:
-            if not hasattr(held, _SHOWN):
-                continue
-            shown: torch.Tensor = getattr(held, _SHOWN)
-            if held.sharded_param.grad is not shown:
-                cleared.append(held)
-            elif (local := _local(shown)).numel() == 0:
-                unknown.append(held)
-            # The first element tells of negative zeros: they are cleared together.
-            elif bool(local.any()) or bool(local.flatten()[0].signbit()):
-                kept.append(held)
-            else:
-                cleared.append(held)
-    # Zeroing shows nothing where a rank holds no element: what holds of all others holds of it.
-    for held in [*cleared, *unknown] if cleared and not kept else cleared:
-        _drop(held)
+    found = [_looked_at(group) for group in _groups(module)]
+    # Zeroing shows nothing where a rank holds no element: what holds of the others holds of it, the unit's first.
+    all_cleared = any(cleared for cleared, _, _ in found) and not any(kept for _, kept, _ in found)
+    for cleared, kept, unknown in found:
+        for held in [*cleared, *unknown] if all_cleared or (cleared and not kept) else cleared:
+            _drop(held)
 
 
 def accumulates(module: nn.Module) -> bool:
