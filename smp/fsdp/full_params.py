@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.fsdp.between_steps import refuse_assigned
+from smp.fsdp.param_group import refuse_assigned
 from smp.fsdp.units import Unit, local_part, units_below, whole_tensor
 
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullStateDictConfig as TorchFullStateDictConf
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.fsdp.between_steps import refuse_assigned
+from smp.fsdp.param_group import refuse_assigned
 from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
 
 # What wrappers put into the names of modules; their own hooks take it out of the keys of a state dict.

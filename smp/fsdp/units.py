@@ -27,10 +27,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from smp.errors import UserError
-from smp.fsdp.between_steps import keep_promises
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
+from smp.fsdp.param_group import keep_promises
 from smp.fsdp.policies import is_container
 from smp.sharding import install_collectives, placement
 

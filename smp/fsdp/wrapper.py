@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from smp.errors import UserError
-from smp.fsdp import attributes, between_steps, full_params, optimizer_states, state_dicts
+from smp.fsdp import attributes, full_params, optimizer_states, param_group, state_dicts
 from smp.fsdp.materialize import own_modules
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
@@ -211,7 +211,7 @@ class FullyShardedDataParallel(FSDPModule):
         result = super()._apply(*args, **kwargs)
         for group in self._get_fsdp_state()._fsdp_param_groups:
             mark_taken(held.sharded_param for held in group.fsdp_params)
-        between_steps.note_converted(self)
+        param_group.note_converted(self)
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -245,7 +245,7 @@ class FullyShardedDataParallel(FSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``nn.Module.zero_grad``, also of what accumulated under :meth:`no_sync`."""
-        between_steps.drop_accumulated(self)  # type: ignore[arg-type]
+        param_group.drop_accumulated(self)  # type: ignore[arg-type]
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -258,7 +258,7 @@ class FullyShardedDataParallel(FSDPModule):
             UserError: this is no root, or gradients are not reduced yet.
         """
         self._require_root("clip_grad_norm_")
-        if between_steps.accumulates(self):  # type: ignore[arg-type]
+        if param_group.accumulates(self):  # type: ignore[arg-type]
             raise UserError(
                 "FSDP.clip_grad_norm_: gradients have accumulated under no_sync, and no backward has reduced them: run "
                 "the last backward before it outside of no_sync, or drop them by zero_grad()"
