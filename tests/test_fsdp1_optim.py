@@ -103,30 +103,6 @@ def test_ranks_may_order_their_parameters_as_they_like(strategy, backend):
     run_distributed(_order, strategy, world_size=2, backend=backend, timeout=60)
 
 
-def _sharded_tensors():
-    """Read of other ranks than they are placed on, each is gathered whole: in one order on all."""
-    old = layers(fsdp1.torch_fsdp)
-    optimizer = adam(old)
-    train(old, optimizer, range(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with TorchFSDP.state_dict_type(old, SHARDED, None, KEPT[SHARDED]):
-            saved = TorchFSDP.optim_state_dict(old, optimizer)
-        with TorchFSDP.state_dict_type(old, FULL, None, KEPT[FULL]):
-            full = TorchFSDP.optim_state_dict(old, optimizer)
-    saved["state"] = {name: reversed_on_odd_ranks(values) for name, values in saved["state"].items()}
-    saved["state"] = reversed_on_odd_ranks(saved["state"])
-    model = layers(sharding_strategy="NO_SHARD")
-    optimizer = adam(model)
-    with FSDP.state_dict_type(model, SHARDED):
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
-    same_state(FSDP.optim_state_dict(model, optimizer), full)
-
-
-def test_sharded_tensors_are_gathered_in_one_order():
-    run_distributed(_sharded_tensors, world_size=2, timeout=60)
-
-
 def _halves():
     """Two models, each on half of the ranks: what one half saves is not the other's."""
     rank = dist.get_rank()

@@ -28,7 +28,7 @@ def _compute_device(unit: Unit) -> torch.device:
 
 
 def _training_state(unit: Unit) -> TrainingState:
-    if unit.summoned:
+    if unit.summoned is not None:
         return TrainingState.SUMMON_FULL_PARAMS
     module = unit.modules[0]
     assert isinstance(module, FSDPModule)

@@ -10,22 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from smp.errors import UserError
-from smp.fsdp.between_steps import refuse_assigned
-from smp.fsdp.units import Unit, local_box, units_below, whole_tensor
+from smp.fsdp.param_group import refuse_assigned
+from smp.fsdp.units import Unit, local_part, units_below, whole_tensor
 
 
-class _Summoned:
+class Summoned:
     """The whole parameters of one unit, in the places of its shards until :meth:`end`."""
 
-    def __init__(
-        self, module: FSDPModule, unit: Unit, *, writeback: bool, show: bool, offload_to_cpu: bool, with_grads: bool
-    ):
+    def __init__(self, module: FSDPModule, unit: Unit, *, writeback: bool, rank0_only: bool, **shown: bool):
         refuse_assigned(module)
         module.reshard()
-        self._unit, self._writeback, self._ended = unit, writeback, False
+        self._unit, self._writeback, self._rank0_only = unit, writeback, rank0_only
         self._places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
         self._whole: dict[DTensor, nn.Parameter] = {}
         for inner in unit.modules:
@@ -33,19 +30,22 @@ class _Summoned:
                 if isinstance(held, DTensor) and held not in unit.ignored_parameters:
                     self._places.setdefault(held, []).append((inner, name))
         for parameter in self._places:
-            whole, gradient = whole_tensor(parameter), None
-            if with_grads and isinstance(parameter.grad, DTensor):
-                gradient = whole_tensor(parameter.grad)
-            if not show:
-                continue
+            self._gather(parameter, **shown)
+        for parameter, whole in self._whole.items():
+            self._put(parameter, whole)
+        assert isinstance(module, nn.Module)
+        self._handle = module.register_forward_pre_hook(_end_before_forward, prepend=True)
+        unit.summoned = self
+
+    def _gather(self, parameter: DTensor, *, show: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+        whole, gradient = whole_tensor(parameter), None
+        if with_grads and isinstance(parameter.grad, DTensor):
+            gradient = whole_tensor(parameter.grad)
+        if show:
             shown = nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=parameter.requires_grad)
             if gradient is not None:
                 shown.grad = gradient.to(shown.device)
             self._whole[parameter] = shown
-        for parameter, whole in self._whole.items():
-            self._put(parameter, whole)
-        unit.summoned = True
-        self.handle: RemovableHandle | None = None  # of what ends it before a forward
 
     def _put(self, parameter: DTensor, tensor: torch.Tensor) -> None:
         for module, name in self._places[parameter]:
@@ -54,17 +54,34 @@ class _Summoned:
     @torch.no_grad()
     def end(self) -> None:
         """Write back and show the shards again; a second call does nothing."""
-        if self._ended:
+        if self._unit.summoned is not self:
             return
-        self._ended = True
-        self._unit.summoned = False
-        if self.handle is not None:
-            self.handle.remove()
+        self._unit.summoned = None
+        self._handle.remove()
         for parameter, shown in self._whole.items():
             if self._writeback:
-                local = parameter.to_local()
-                local.copy_(local_box(parameter)(shown))
+                parameter.copy_(local_part(shown, parameter))
             self._put(parameter, parameter)
+
+    def interrupt(self, *, exchanges: bool) -> None:
+        """End it inside the context, where shards have to be in place.
+
+        Raises:
+            UserError: ranks see different parameters, and would wait for each other, or each keep its own.
+        """
+        if self._rank0_only and exchanges:
+            raise UserError(
+                "FSDP.summon_full_params: with rank0_only the model cannot be called inside, or loaded into, as all "
+                "ranks take part: leave rank0_only out and do it on every rank"
+            )
+        self.end()
+
+
+def _end_before_forward(module: nn.Module, args: Any) -> None:
+    """A forward gathers and frees by itself."""
+    for _, unit in units_below(module):
+        if unit.summoned is not None:
+            unit.summoned.interrupt(exchanges=unit.mesh.size(unit.mesh.ndim - 1) > 1)
 
 
 @contextlib.contextmanager
@@ -78,8 +95,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters, in their own dtype, in the places of the shards; collective.
 
-    A forward inside ends it for the module that it runs and the units below: they gather by themselves. So with
-    ``rank0_only`` it is refused.
+    A forward inside ends it for the module that it runs and the units below: they gather by themselves. So does
+    ``load_state_dict`` for what it loads. With ``rank0_only`` both are refused.
 
     Args:
         module: a unit, or a module with units in it.
@@ -98,39 +115,18 @@ def summon_full_params(
             "writeback=False"
         )
     chosen = [(m, u) for m, u in units_below(module) if recurse or m is module or _is_outermost(m, module)]
-    if any(unit.summoned for _, unit in chosen):
+    if any(unit.summoned is not None for _, unit in chosen):
         raise UserError("FSDP.summon_full_params: the parameters are whole already: leave the inner call out")
-    summoned: list[_Summoned] = []
+    summoned: list[Summoned] = []
     try:
         for inner, unit in chosen:
-            settings: dict[str, Any] = {"offload_to_cpu": offload_to_cpu, "with_grads": with_grads}
             show = unit.first_rank or not rank0_only
-            summoned.append(_Summoned(inner, unit, writeback=writeback, show=show, **settings))
-        _end_before_forward(chosen, summoned, rank0_only=rank0_only)
+            settings = {"show": show, "offload_to_cpu": offload_to_cpu, "with_grads": with_grads}
+            summoned.append(Summoned(inner, unit, writeback=writeback, rank0_only=rank0_only, **settings))
         yield
     finally:
         for each in summoned:
             each.end()
-
-
-def _end_before_forward(chosen: list[tuple[FSDPModule, Unit]], summoned: list[_Summoned], *, rank0_only: bool) -> None:
-    """A forward gathers and frees by itself: the shards of all that it runs have to be in place by then."""
-    for (module, _), own in zip(chosen, summoned, strict=True):
-        assert isinstance(module, nn.Module)
-        inside = set(module.modules())
-        below = [(unit, each) for (inner, unit), each in zip(chosen, summoned, strict=True) if inner in inside]
-        exchanges = any(unit.mesh.size(unit.mesh.ndim - 1) > 1 for unit, _ in below)
-
-        def end(*unused: Any, below: list[Any] = below, alone: bool = rank0_only and exchanges) -> None:
-            if alone:  # the first rank would wait for the others, or take their next exchange for its own
-                raise UserError(
-                    "FSDP.summon_full_params: with rank0_only the model cannot be called inside, a forward gathers "
-                    "over all ranks: leave rank0_only out and call it on every rank"
-                )
-            for _, each in below:
-                each.end()
-
-        own.handle = module.register_forward_pre_hook(end, prepend=True)
 
 
 def _is_outermost(unit: Any, module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
-from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
-from smp.fsdp.state_dicts import clean_name, get_state_dict_type
+from smp.fsdp.state_dicts import clean_name, get_state_dict_type, refuse_sharded_tensor
 from smp.fsdp.units import local_part, reshard_below, units_below, whole_tensor
 
 State = dict[str, Any]
@@ -27,11 +27,11 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _groups(
-    caller: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Any = None
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """The optimizer's parameter groups, each parameter with its name; without an optimizer one group of all."""
     if optim_input is not None:
-        raise UserError(f"FSDP.{caller}: optim_input is not available: give the optimizer itself as optim")
+        raise UserError("FSDP: optim_input is not available: give the optimizer itself as optim")
     names = _names(model)
     if optimizer is None:
         return [[(name, parameter) for parameter, name in names.items()]]
@@ -40,31 +40,24 @@ def _groups(
         unknown = [p for p in group["params"] if p not in names]
         if unknown:
             raise UserError(
-                f"FSDP.{caller}: the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model has "
+                f"FSDP: the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model has "
                 f"not: make the optimizer after FSDP, from the model's parameters"
             )
         groups.append([(names[p], p) for p in group["params"]])
     return groups
 
 
-def _in_one_order(model: nn.Module, named: Iterable[tuple[str, State]]) -> Iterator[tuple[str, list[tuple[Any, Any]]]]:
-    """States by names in the model's order, and the parts of each in one order: ranks that exchange them agree."""
-    order = {name: position for position, name in enumerate(_names(model).values())}
-    for name, values in sorted(named, key=lambda item: order.get(item[0], -1)):
-        yield name, sorted(values.items(), key=lambda item: str(item[0]))
-
-
-def _check_group(group: Any, caller: str) -> None:
+def _check_group(group: Any) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):  # new_group gives others a number
         raise UserError(
-            f"FSDP.{caller}: group is {group!r}, which is no process group with this rank: give the one that the model "
+            f"FSDP: group is {group!r}, which is no process group with this rank: give the one that the model "
             f"is sharded over, or leave it out"
         )
 
 
-def _first_rank(model: nn.Module, group: dist.ProcessGroup | None, caller: str) -> bool:
+def _first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
     """Whether this is the group's first rank; without one, of those that the model is sharded and replicated over."""
-    _check_group(group, caller)
+    _check_group(group)
     if group is not None:
         return group.rank() == 0
     for _, unit in units_below(model):
@@ -80,7 +73,6 @@ def by_name(
     full: bool,
     rank0_only: bool,
     offload_to_cpu: bool,
-    caller: str = "optim_state_dict",
     optim_input: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
@@ -93,18 +85,19 @@ def by_name(
         full: whole tensors instead of DTensors.
         rank0_only: only for the first rank; ``{}`` for the others.
         offload_to_cpu: tensors on the CPU.
-        caller: the method named in errors.
         optim_input: FSDP1's argument of old: refused.
         group: whose first rank ``rank0_only`` means; None: the model's.
     """
-    groups = _groups(caller, model, optimizer, optim_input)
+    groups = _groups(model, optimizer, optim_input)
     state = optimizer.state_dict() if state is None else state
     names = [name for group in groups for name, _ in group]
-    keep = not rank0_only or _first_rank(model, group, caller)
+    keep = not rank0_only or _first_rank(model, group)
     found: State = {}
-    for name, values in _in_one_order(model, ((names[key], values) for key, values in state["state"].items())):
+    own = {names[key]: values for key, values in state["state"].items()}
+    # In the model's order, and the parts of each in one: ranks may have others, and all gather the same together.
+    for name in [name for name in _names(model).values() if name in own]:
         converted = {}
-        for part, value in values:
+        for part, value in sorted(own[name].items(), key=lambda item: str(item[0])):
             if full and isinstance(value, DTensor):
                 value = whole_tensor(value)
             elif full and isinstance(value, torch.Tensor):
@@ -130,7 +123,6 @@ def to_load(
     saved: State | None,
     *,
     from_first_rank: bool = False,
-    caller: str = "optim_state_dict_to_load",
     optim_input: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
@@ -141,46 +133,45 @@ def to_load(
         optimizer: None: one that holds all of the model's parameters in one group.
         saved: by names; whole tensors or DTensors.
         from_first_rank: only the group's first rank has ``saved``; collective then.
-        caller: the method named in errors.
         optim_input: FSDP1's argument of old: refused.
         group: None: all ranks.
 
     Raises:
         UserError: names or shapes are not the model's.
     """
-    groups = _groups(caller, model, optimizer, optim_input)
+    groups = _groups(model, optimizer, optim_input)
     parameters = dict(item for group in groups for item in group)
     if from_first_rank:
-        _check_group(group, caller)
-        saved = _spread(saved, group or _all_ranks(parameters.values(), caller))
+        _check_group(group)
+        saved = _spread(saved, group or _all_ranks(parameters.values()))
     if not isinstance(saved, dict) or "state" not in saved:
         raise UserError(
-            f"FSDP.{caller}: the optimizer's state has no 'state': give what FSDP.optim_state_dict "
-            f"returned, on every rank, or use a configuration with rank0_only=True"
+            "FSDP: the optimizer's state has no 'state': give what FSDP.optim_state_dict returned, on every rank, or "
+            "use a configuration with rank0_only=True"
         )
     state = {}
     numbers = {name: number for number, name in enumerate(parameters)}
-    for name, values in _in_one_order(model, saved["state"].items()):
+    for name, values in saved["state"].items():
         if name not in parameters:
-            raise UserError(f"FSDP.{caller}: the optimizer's state of {name} belongs to no parameter of the optimizer")
+            raise UserError(f"FSDP: the optimizer's state of {name} belongs to no parameter of the optimizer")
         parameter = parameters[name]
         state[numbers[name]] = {
-            part: _localized(value, parameter, f"{part} of {name}", caller) for part, value in values
+            part: _localized(value, parameter, f"{part} of {name}") for part, value in values.items()
         }
     result: State = {"state": dict(sorted(state.items()))}
     if "param_groups" in saved:
-        result["param_groups"] = _numbered(saved["param_groups"], groups, caller)
+        result["param_groups"] = _numbered(saved["param_groups"], groups)
     return result
 
 
-def _numbered(saved: list[State], groups: list[list[tuple[str, nn.Parameter]]], caller: str) -> list[State]:
+def _numbered(saved: list[State], groups: list[list[tuple[str, nn.Parameter]]]) -> list[State]:
     """The saved groups in the order of the optimizer's, with the numbers of its parameters."""
     left, found, first = list(saved), [], 0
     for own in groups:
         same = [group for group in left if set(group["params"]) == {name for name, _ in own}]
         if len(saved) != len(groups) or not same:
             raise UserError(
-                f"FSDP.{caller}: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: "
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: "
                 f"make groups of the same parameters"
             )
         left.remove(same[0])
@@ -189,23 +180,22 @@ def _numbered(saved: list[State], groups: list[list[tuple[str, nn.Parameter]]], 
     return found
 
 
-def _localized(value: Any, parameter: nn.Parameter, what: str, caller: str) -> Any:
+def _localized(value: Any, parameter: nn.Parameter, what: str) -> Any:
     """A saved value as the optimizer keeps it beside its parameter, and may change it."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if not value.size():
         return value.clone()
+    refuse_sharded_tensor(value, what)
     if value.size() != parameter.shape:
         raise UserError(
-            f"FSDP.{caller}: {what} has the shape {tuple(value.size())}, the parameter {tuple(parameter.shape)}: load "
+            f"FSDP: {what} has the shape {tuple(value.size())}, the parameter {tuple(parameter.shape)}: load "
             f"the state of the same model and optimizer"
         )
-    if is_sharded_tensor(value):
-        return as_dtensor(value, parameter) if isinstance(parameter, DTensor) else value
     return local_part(value, parameter) if isinstance(parameter, DTensor) else value.clone()
 
 
-def _all_ranks(parameters: Iterable[nn.Parameter], caller: str) -> dist.ProcessGroup:
+def _all_ranks(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup:
     """The group of all ranks, whose rank 0 has to be among those that hold the parameters: else its state is another's.
 
     Raises:
@@ -214,39 +204,25 @@ def _all_ranks(parameters: Iterable[nn.Parameter], caller: str) -> dist.ProcessG
     meshes = [parameter.device_mesh.mesh for parameter in parameters if isinstance(parameter, DTensor)]
     if meshes and not any(bool((mesh == 0).any()) for mesh in meshes):
         raise UserError(
-            f"FSDP.{caller}: the model is on ranks {meshes[0].flatten().tolist()}, and without a group rank 0's state "
+            f"FSDP: the model is on ranks {meshes[0].flatten().tolist()}, and without a group rank 0's state "
             f"is taken: give group=the process group that the model is sharded over"
         )
     return require_process_group()
 
 
 def _spread(saved: State | None, group: dist.ProcessGroup) -> State:
-    """The state of the group's first rank on all of its ranks, one tensor at a time; collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    first = group.rank() == 0
-    tensors: list[torch.Tensor] = []
+    """The state of the group's first rank on all of its ranks, one parameter at a time; collective."""
 
-    def take_out(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            tensors.append(value)
-            return torch.empty_like(value, device="meta")
-        return value
+    def from_first(value: Any) -> Any:
+        box = [tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]  # a GPU's tensor would come out on the same GPU
+        dist.broadcast_object_list(box, group_src=0, group=group)
+        return box[0]
 
-    box: list[Any] = [None]
-    if first and isinstance(saved, dict) and "state" in saved:
-        state = {n: {k: take_out(v) for k, v in values.items()} for n, values in saved["state"].items()}
-        box = [{**saved, "state": state}]
-    dist.broadcast_object_list(box, group_src=0, group=group, device=device)
-    if box[0] is None:
+    own = saved if group.rank() == 0 and isinstance(saved, dict) and "state" in saved else None
+    outline = from_first(own and {**own, "state": list(own["state"])})
+    if outline is None:
         raise UserError("FSDP: the first rank has no optimizer state to spread: read it there before the call")
-    for values in box[0]["state"].values():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                whole = tensors.pop(0) if first else torch.empty_like(value, device="cpu")
-                sent = whole.to(device) if device is not None else whole.contiguous()
-                dist.broadcast(sent, group_src=0, group=group)
-                values[key] = sent.cpu() if device is not None else sent
-    return box[0]
+    return {**outline, "state": {name: from_first(own and own["state"][name]) for name in outline["state"]}}
 
 
 def optim_state_dict(
@@ -301,7 +277,7 @@ def rekey_optim_state_dict(
             f"FSDP.rekey_optim_state_dict: the key type is a {type(optim_state_key_type).__name__}: give "
             f"OptimStateKeyType.PARAM_NAME or OptimStateKeyType.PARAM_ID"
         )
-    groups = _groups("rekey_optim_state_dict", model, optim, optim_input)
+    groups = _groups(model, optim, optim_input)
     names = [name for group in groups for name, _ in group]
     keys = list(optim_state_dict["state"])
     named = all(isinstance(key, str) for key in keys)

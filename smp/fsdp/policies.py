@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.fsdp._common_utils import _override_module_mixed_precision
-from torch.distributed.fsdp._wrap_utils import _warn_on_overridden_mixed_precision
-from torch.distributed.fsdp.wrap import (
-    _or_policy,
-    _Policy,
-    _post_order_apply,
-    _recursive_wrap,
-    _run_mixed_precision_override_policy,
-    _wrap_module_cls_individually,
-)
+from torch.distributed.fsdp._wrap_utils import _auto_wrap
+from torch.distributed.fsdp.wrap import _Policy
 
 from smp.errors import UserError
 from smp.log import get_logger
@@ -65,77 +56,27 @@ def choose_units(
                 f"FSDP: auto_wrap_policy is given, and {name or 'the module'} is wrapped already: wrap by hand, or "
                 f"leave it all to the policy"
             )
-    mixed = arguments.get("mixed_precision")
-    if isinstance(policy, _Policy):
-        chosen = _by_object(module, policy, arguments, ignored_modules)
-    else:
-        chosen = _by_function(module, policy, arguments, ignored_modules, ignored_parameters)
-    if isinstance(mixed, MixedPrecision):
-        _warn_on_overridden_mixed_precision(_override_module_mixed_precision(module, mixed._module_classes_to_ignore))
-    callable_units = {unit: own for unit, own in chosen.items() if not is_container(unit)}
-    return _keep_ties_together(module, callable_units, ignored_parameters)
+    chosen: Chosen = {}
+
+    def note(inner: nn.Module, policy: None = None, use_orig_params: bool = True, **own: Any) -> nn.Module:
+        if not is_container(inner):
+            chosen.setdefault(inner, own)
+        return inner
+
+    with warnings.catch_warnings():
+        # Frozen parameters beside others cost nothing here; without use_orig_params torch refuses them.
+        warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
+        root = {**arguments, "use_orig_params": True}
+        try:
+            _auto_wrap(module, policy, ignored_modules, ignored_parameters, root, note)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"FSDP: auto_wrap_policy does not work: {error}: give {_EXAMPLE}") from error
+    return _keep_ties_together(module, chosen, ignored_parameters)
 
 
 def is_container(module: nn.Module) -> bool:
     """Whether a module is never called: nothing would gather its parameters, so what encloses it takes them."""
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
-
-
-def _does_not_work(error: Exception) -> UserError:
-    return UserError(f"FSDP: auto_wrap_policy does not work: {error}: give {_EXAMPLE}")
-
-
-def _by_object(module: nn.Module, policy: _Policy, arguments: dict[str, Any], ignored: set[nn.Module]) -> Chosen:
-    try:
-        found = policy._run_policy(module, ignored, dict(arguments))
-    except (TypeError, ValueError) as error:
-        raise _does_not_work(error) from error
-    mixed = arguments.get("mixed_precision")
-    if isinstance(mixed, MixedPrecision):
-        classes = mixed._module_classes_to_ignore
-        found = _run_mixed_precision_override_policy(module, classes, ignored, dict(arguments), found)
-    ordered: Chosen = {}
-
-    def note(inner: nn.Module) -> None:
-        if inner in found and inner is not module:
-            ordered[inner] = found[inner]
-
-    _post_order_apply(module, note)
-    return ordered
-
-
-def _by_function(
-    module: nn.Module,
-    policy: Callable[..., bool],
-    arguments: dict[str, Any],
-    ignored_modules: set[nn.Module],
-    ignored_parameters: set[nn.Parameter],
-) -> Chosen:
-    found: Chosen = {}
-    mixed = arguments.get("mixed_precision")
-    if isinstance(mixed, MixedPrecision):
-        apart = functools.partial(_wrap_module_cls_individually, module_classes=mixed._module_classes_to_ignore)
-        policy = functools.partial(_or_policy, policies=[policy, apart])
-
-    def note(inner: nn.Module, **kwargs: Any) -> nn.Module:
-        if mixed is not None and isinstance(inner, tuple(mixed._module_classes_to_ignore)):
-            kwargs["mixed_precision"] = None
-        found.setdefault(inner, kwargs)
-        return inner
-
-    try:
-        _recursive_wrap(
-            module,
-            auto_wrap_policy=policy,
-            wrapper_cls=note,
-            ignored_modules=ignored_modules,
-            ignored_params=ignored_parameters,
-            only_wrap_children=True,
-            **arguments,
-        )
-    except TypeError as error:
-        raise _does_not_work(error) from error
-    return found
 
 
 def _owners(module: nn.Module, units: Chosen) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:

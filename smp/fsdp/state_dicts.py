@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,8 +24,7 @@ from torch.distributed.fsdp import FullStateDictConfig as TorchFullStateDictConf
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.fsdp.between_steps import refuse_assigned
-from smp.fsdp.sharded_tensors import as_dtensor, is_sharded_tensor
+from smp.fsdp.param_group import refuse_assigned
 from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
 
 # What wrappers put into the names of modules; their own hooks take it out of the keys of a state dict.
@@ -59,6 +59,16 @@ def clean_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def refuse_sharded_tensor(value: torch.Tensor, what: str) -> None:
+    """Raise UserError for FSDP1's ``ShardedTensor``."""
+    if type(value).__name__ == "ShardedTensor":
+        raise UserError(
+            f"FSDP: {what} is a ShardedTensor, and here shards are DTensors: read the checkpoint by "
+            f"torch.distributed.checkpoint.load into model.state_dict() of SHARDED_STATE_DICT, and the optimizer's "
+            f"part into torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
+        )
 
 
 def _config(name: str, given: Any, kind: type, state_dict_type: StateDictType) -> Any:
@@ -98,8 +108,7 @@ def set_state_dict_type(
     optim_config = _config("optim_state_dict_config", optim_state_dict_config, optim_kind, state_dict_type)
     before = get_state_dict_type(module)
     for _, unit in units_below(module):
-        unit.state_dict_type = state_dict_type
-        unit.state_dict_config, unit.optim_state_dict_config = model_config, optim_config
+        unit.state_dicts = StateDictSettings(state_dict_type, model_config, optim_config)
     return before
 
 
@@ -109,10 +118,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         UserError: there is no unit, or they differ.
     """
-    found = [
-        StateDictSettings(unit.state_dict_type, unit.state_dict_config, unit.optim_state_dict_config)
-        for _, unit in units_below(module)
-    ]
+    found = [unit.state_dicts for _, unit in units_below(module)]
     if not found:
         raise UserError(f"FSDP: nothing in the {type(module).__name__} is wrapped: give the model that FSDP returned")
     if any(settings != found[0] for settings in found):
@@ -133,9 +139,7 @@ def chosen_state_dict_type(
         yield
     finally:
         for _, unit in units_below(module):
-            unit.state_dict_type = before.state_dict_type
-            unit.state_dict_config = before.state_dict_config
-            unit.optim_state_dict_config = before.optim_state_dict_config
+            unit.state_dicts = before
 
 
 def register_hooks(module: nn.Module, unit: Unit) -> None:
@@ -143,7 +147,7 @@ def register_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_state_dict_pre_hook(_before_saving)
     module.register_state_dict_post_hook(_after_saving)
     for inner in unit.modules:
-        inner.register_load_state_dict_pre_hook(_before_loading)
+        inner.register_load_state_dict_pre_hook(functools.partial(_before_loading, unit))
 
 
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -157,8 +161,8 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
     assert unit is not None
     own = [key for key in state_dict if key.startswith(prefix)]
     _restore_buffers(module, unit, state_dict, prefix)
-    config = unit.state_dict_config
-    if unit.state_dict_type == StateDictType.FULL_STATE_DICT:
+    config = unit.state_dicts.state_dict_config
+    if unit.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT:
         assert isinstance(config, TorchFullStateDictConfig)
         parameters = {prefix + clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
         gathered: dict[Any, Any] = {}  # by parameter: the places of a tied one share a tensor
@@ -205,12 +209,15 @@ def _restore_buffers(module: nn.Module, unit: Unit, state_dict: dict[str, Any], 
                 state_dict[key] = state_dict[key].to(dtype)
 
 
-def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _before_loading(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Take this rank's part of every whole tensor."""
+    if unit.summoned is not None:
+        unit.summoned.interrupt(exchanges=True)
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         key, value = prefix + name, state_dict.get(prefix + name)
         # What is no tensor torch refuses itself, and a DTensor is placed by it.
         if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
             continue
+        refuse_sharded_tensor(value, key)
         if value.size() == parameter.shape:  # else torch says what does not fit
-            state_dict[key] = as_dtensor(value, parameter) if is_sharded_tensor(value) else local_part(value, parameter)
+            state_dict[key] = local_part(value, parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,19 +19,18 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
+    StateDictSettings,
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from smp.errors import UserError
-from smp.fsdp.between_steps import keep_promises
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
+from smp.fsdp.param_group import keep_promises
 from smp.fsdp.policies import is_container
 from smp.sharding import install_collectives, placement
 
@@ -51,26 +50,26 @@ class Unit:
         strategy: after the rules of ``smp.init``.
         mesh: 1-D, or (replicate, shard).
         modules: itself and what lies below, without other units and what is ignored.
-        ignored_modules: of its constructor.
         ignored_parameters: of its constructor and of the units below.
         root: whether no other unit that can be called is around it.
         buffer_dtypes: of buffers that were cast, their own dtype.
-        summoned: whether its full parameters are shown.
+        summoned: what shows its full parameters, while they are shown.
+        state_dicts: what ``state_dict()`` gives.
     """
 
     options: Options
     strategy: ShardingStrategy
     mesh: DeviceMesh
     modules: list[nn.Module]
-    ignored_modules: set[nn.Module]
     ignored_parameters: set[nn.Parameter]
     root: bool = True
     buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = dataclasses.field(default_factory=dict)
-    summoned: bool = False
-    has_comm_hook: bool = False
-    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = dataclasses.field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = dataclasses.field(default_factory=FullOptimStateDictConfig)
+    summoned: Any = None
+    state_dicts: StateDictSettings = dataclasses.field(
+        default_factory=lambda: StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+    )
 
     @property
     def first_rank(self) -> bool:
@@ -160,7 +159,7 @@ def shard_unit(
         take_from_first_rank(modules, mesh, device, ignored_parameters)
     _check_parameters(modules, ignored_parameters)
     _make_contiguous(modules, ignored_parameters)
-    unit = Unit(options, strategy, mesh, modules, ignored_modules, ignored_parameters, root)
+    unit = Unit(options, strategy, mesh, modules, ignored_parameters, root)
     _cast_buffers(unit)
     own = [p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters]
     left_there = [(b, b.device) for inner in ignored_modules for b in inner.buffers(recurse=False)]
@@ -287,48 +286,21 @@ def _set_input_cast(module: FSDPModule, unit: Unit) -> None:
 
 
 def prefetch_in_forward(root: nn.Module) -> None:
-    """Let every unit gather the one that followed it in the first forward, before it computes itself."""
-    order: list[FSDPModule] = []
-    handles: list[Any] = []
-
-    def note(module: nn.Module, args: Any) -> None:
-        assert isinstance(module, FSDPModule)
-        if module not in order:
-            order.append(module)
-
-    def settle(module: nn.Module, args: Any, output: Any) -> None:
-        for unit, following in itertools.pairwise(order):
-            unit.set_modules_to_forward_prefetch([following])
-        for handle in handles:
-            handle.remove()
-
-    for module, unit in units_below(root):
-        if unit.options.forward_prefetch:
-            assert isinstance(module, nn.Module)
-            handles.append(module.register_forward_pre_hook(note))
-    handles.append(root.register_forward_hook(settle))
-
-
-def local_box(parameter: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What cuts this rank's part out of a whole tensor of the parameter's shape."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    return lambda whole: whole[box]
+    """Let every unit gather the one that follows it in the model, before it computes itself."""
+    order = [inner for inner, unit in units_below(root) if unit.options.forward_prefetch]
+    for inner, following in itertools.pairwise(order):
+        inner.set_modules_to_forward_prefetch([following])
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A copy of this rank's part of a whole tensor, which every rank has, placed as ``like``; exchanges nothing.
+    """This rank's part of a whole tensor, which every rank has, placed as ``like``; exchanges nothing.
 
     Args:
         whole: of ``like``'s shape, on any device.
         like: a sharded parameter.
     """
-    local = local_box(like)(whole.detach()).to(like.to_local().device).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    part = distribute_tensor(whole.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
+    return part.to(like.to_local().device)  # type: ignore[return-value]
 
 
 def whole_tensor(sharded: DTensor) -> torch.Tensor:

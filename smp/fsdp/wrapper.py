@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from smp.errors import UserError
-from smp.fsdp import attributes, between_steps, comm_hook, full_params, optimizer_states, state_dicts
+from smp.fsdp import attributes, full_params, optimizer_states, param_group, state_dicts
 from smp.fsdp.materialize import own_modules
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
@@ -118,7 +118,7 @@ class FullyShardedDataParallel(FSDPModule):
         param_init_fn: called with every module that has to leave the meta device.
         device_id: where to shard and compute; must be this process's device.
         sync_module_states: take parameters and buffers from the first rank.
-        forward_prefetch: gather the next unit before this one computes, in the order of the first forward.
+        forward_prefetch: gather the next unit before this one computes, in the order of the modules.
         limit_all_gathers: no effect, the gathers in flight are always bounded.
         use_orig_params: no effect, parameters are always the model's own.
         ignored_states: modules or parameters to ignore.
@@ -211,8 +211,7 @@ class FullyShardedDataParallel(FSDPModule):
         result = super()._apply(*args, **kwargs)
         for group in self._get_fsdp_state()._fsdp_param_groups:
             mark_taken(held.sharded_param for held in group.fsdp_params)
-            if isinstance(group, between_steps.ParameterGroup):
-                group.take_dtypes()
+        param_group.note_converted(self)
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -246,7 +245,7 @@ class FullyShardedDataParallel(FSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``nn.Module.zero_grad``, also of what accumulated under :meth:`no_sync`."""
-        between_steps.drop_accumulated(self)  # type: ignore[arg-type]
+        param_group.drop_accumulated(self)  # type: ignore[arg-type]
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -259,7 +258,7 @@ class FullyShardedDataParallel(FSDPModule):
             UserError: this is no root, or gradients are not reduced yet.
         """
         self._require_root("clip_grad_norm_")
-        if between_steps.accumulates(self):  # type: ignore[arg-type]
+        if param_group.accumulates(self):  # type: ignore[arg-type]
             raise UserError(
                 "FSDP.clip_grad_norm_: gradients have accumulated under no_sync, and no backward has reduced them: run "
                 "the last backward before it outside of no_sync, or drop them by zero_grad()"
@@ -283,9 +282,13 @@ class FullyShardedDataParallel(FSDPModule):
         if not self.check_is_root():
             raise UserError(f"FSDP.{method}: another FSDP module is around this one: call it on the outermost")
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, gradients, output)`` reduce each unit's gradients; see :mod:`smp.fsdp.comm_hook`."""
-        comm_hook.register_comm_hook(self, state, hook)  # type: ignore[arg-type]
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """FSDP1's communication hook: refused."""
+        raise UserError(
+            "FSDP.register_comm_hook is not available: set MixedPrecision(reduce_dtype=torch.bfloat16) to send less, "
+            "call set_custom_reduce_scatter of torch's fully_shard on each of FSDP.fsdp_modules(model) for a sum of "
+            "your own, or use DistributedDataParallel and its register_comm_hook"
+        )
 
     set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
@@ -304,9 +307,9 @@ class FullyShardedDataParallel(FSDPModule):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """FSDP1's older name: the whole state on the CPU, on the group's first rank or all."""
-        settings: dict[str, Any] = {"caller": "full_optim_state_dict", "optim_input": optim_input, "group": group}
+        own: dict[str, Any] = {"optim_input": optim_input, "group": group}
         return optimizer_states.by_name(
-            model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **settings
+            model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **own
         )
 
     @staticmethod
@@ -324,16 +327,14 @@ class FullyShardedDataParallel(FSDPModule):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that every rank has."""
-        caller = "shard_full_optim_state_dict"
-        return optimizer_states.to_load(model, optim, full_optim_state_dict, caller=caller, optim_input=optim_input)
+        return optimizer_states.to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """FSDP1's older name: what ``optim.load_state_dict`` takes, from DTensors."""
-        caller = "flatten_sharded_optim_state_dict"
-        return optimizer_states.to_load(model, optim, sharded_optim_state_dict, caller=caller)
+        return optimizer_states.to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -344,9 +345,8 @@ class FullyShardedDataParallel(FSDPModule):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that the first rank has."""
-        settings: dict[str, Any] = {"optim_input": optim_input, "group": group}
-        settings["caller"] = "scatter_full_optim_state_dict"
-        return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **settings)
+        own: dict[str, Any] = {"optim_input": optim_input, "group": group}
+        return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **own)
 
 
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]

@@ -1,0 +1,228 @@
+"""What FSDP1 promises and ``fully_shard`` does not: unused parameters, dropped gradients, parameters changed since."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from smp.errors import UserError
+
+# Kept on torch's record of a parameter: the parameter and its storage, as they were when last looked at, and the
+# gradient that it showed after a backward without reduction.
+_NOTED, _SHOWN = "_smp_noted", "_smp_shown"
+
+
+def _groups_of(module: Any) -> list[FSDPParamGroup]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            yield from _groups_of(inner)
+
+
+def _accumulated(held: Any) -> torch.Tensor | None:
+    if held.unsharded_accumulated_grad is not None:
+        return held.unsharded_accumulated_grad
+    whole = getattr(held, "_unsharded_param", None)
+    return None if whole is None else whole.grad
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+    """torch's own, with zeros for what this rank did not use: another may have."""
+    if group._orig_dtype is None:  # all was frozen at the first forward
+        group._init_mp_dtypes()
+    if group.reduce_grads:
+        for held in group.fsdp_params:
+            _hide(held)
+        _fill_unused(group)
+    elif not all(hasattr(held, "_unsharded_param") for held in group.fsdp_params):
+        return  # never gathered, so never used
+    FSDPParamGroup.post_backward(group, *unused)
+    if not group.reduce_grads:
+        _show(group)
+
+
+def _fill_unused(group: FSDPParamGroup) -> None:
+    # torch 2.13's set_reduce_scatter_unused_params gives zeros to units that did not run, too, and no dtype to these.
+    gathered: list[Any] = [held for held in group.fsdp_params if hasattr(held, "_unsharded_param")]
+    found = [gradient for held in gathered if (gradient := _accumulated(held)) is not None]
+    # Without a gradient here, a unit that backward has come to may have one on another rank.
+    if not found and group._training_state.name != "PRE_BACKWARD":
+        return
+    if any(held.unsharded_accumulated_grad is not None for held in gathered):
+        for held in gathered:  # all of one dtype: some were converted when they accumulated
+            held.accumulate_unsharded_grad_if_needed()
+            if held.unsharded_accumulated_grad is None:
+                held.to_accumulated_grad_if_needed()
+        found = [gradient for held in gathered if (gradient := _accumulated(held)) is not None]
+    for held in gathered:
+        if held.sharded_param.requires_grad and _accumulated(held) is None:
+            whole = held._unsharded_param.detach()  # read of its shape alone: its memory may be free already
+            held.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=found[0].dtype if found else None)
+
+
+@torch.no_grad()
+def _show(group: FSDPParamGroup) -> None:
+    """Let shards show a gradient while whole ones accumulate, out of an optimizer's sight: ``zero_grad`` changes it."""
+    for held in group.fsdp_params:
+        parameter = held.sharded_param
+        if hasattr(held, _SHOWN) or _accumulated(held) is None:
+            continue
+        shown = parameter.grad
+        if shown is None:
+            # Negative zeros, which count as nothing: ``zero_grad(set_to_none=False)`` makes them positive.
+            shown = parameter.grad = torch.full_like(parameter, -0.0)
+        elif not bool(_local(shown).any()):
+            continue  # it looks the same when it is cleared
+        setattr(held, _SHOWN, shown)
+
+
+def _hide(held: Any) -> None:
+    shown = vars(held).pop(_SHOWN, None)
+    if shown is not None and held.sharded_param.grad is shown and not bool(_local(shown).any()):
+        held.sharded_param.grad = None
+
+
+def _drop(held: Any) -> None:
+    held.unsharded_accumulated_grad = None
+    if hasattr(held, "_unsharded_param"):
+        held._unsharded_param.grad = None
+    _hide(held)
+
+
+def drop_accumulated(module: nn.Module) -> None:
+    """Forget what the units in a module have accumulated without reducing it."""
+    for group in _groups(module):
+        for held in group.fsdp_params:
+            _drop(held)
+
+
+def _looked_at(group: FSDPParamGroup) -> tuple[list[Any], list[Any], list[Any]]:
+    """The parameters whose gradient somebody has cleared since, those where nobody has, and those that cannot tell."""
+    cleared, kept, unknown = [], [], []
+    for held in group.fsdp_params:
+        shown = getattr(held, _SHOWN, None)
+        if shown is None:
+            continue
+        local = _local(shown)
+        if held.sharded_param.grad is not shown:
+            cleared.append(held)
+        elif local.numel() == 0:
+            unknown.append(held)
+        # The first element tells of negative zeros: they are cleared together.
+        elif bool(local.any()) or bool(local.flatten()[0].signbit()):
+            kept.append(held)
+        else:
+            cleared.append(held)
+    return cleared, kept, unknown
+
+
+@torch.no_grad()
+def _drop_cleared(module: nn.Module) -> None:
+    """Forget what was accumulated of parameters whose gradients somebody has cleared since."""
+    found = [_looked_at(group) for group in _groups(module)]
+    # Zeroing shows nothing where a rank holds no element: what holds of the others holds of it, the unit's first.
+    all_cleared = any(cleared for cleared, _, _ in found) and not any(kept for _, kept, _ in found)
+    for cleared, kept, unknown in found:
+        for held in [*cleared, *unknown] if all_cleared or (cleared and not kept) else cleared:
+            _drop(held)
+
+
+def accumulates(module: nn.Module) -> bool:
+    """Whether a unit in a module has gradients that are not reduced, and that nobody has cleared."""
+    _drop_cleared(module)
+    return any(_accumulated(held) is not None for group in _groups(module) for held in group.fsdp_params)
+
+
+def note_converted(module: Any) -> None:
+    """Take a unit's parameters as they are now for unassigned, and compute in the dtype that they have now."""
+    for group in _groups_of(module):
+        for held in group.fsdp_params:
+            setattr(held, _NOTED, (held.sharded_param, held.sharded_param.untyped_storage()))
+        if not hasattr(group, "_orig_dtype"):
+            continue  # the first forward will
+        before = group._orig_dtype
+        group._init_mp_dtypes()
+        for held in group.fsdp_params if group._orig_dtype != before else ():
+            held.all_gather_outputs = []
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                del held._unsharded_param
+
+
+def refuse_assigned(module: Any) -> None:
+    """Raise UserError if ``.data`` of a parameter of this unit was assigned.
+
+    Of a DTensor that exchanges the storage which it names, and not the local tensor that is computed with: the value
+    would be lost, and cannot be found again.
+    """
+    for group in _groups_of(module):
+        for held in group.fsdp_params:
+            parameter, storage = getattr(held, _NOTED, (None, None))
+            now = held.sharded_param.untyped_storage()
+            if parameter is not held.sharded_param:  # ``load_state_dict(assign=True)`` has replaced it
+                setattr(held, _NOTED, (held.sharded_param, now))
+            # The noted storage is kept, so no other one has its address.
+            elif storage is not None and now._cdata != storage._cdata:
+                where = f"{held._module_info.param_name} of a {type(held._module_info.module).__name__}"
+                raise UserError(
+                    f"FSDP: .data of {held._param_fqn or where} was assigned, which has no effect on a sharded "
+                    f"parameter: write param.data.copy_(value), with backups as param.data.clone(), or assign inside "
+                    f"FSDP.summon_full_params"
+                )
+
+
+def _outermost_of_forward(module: Any) -> bool:
+    state = module._get_fsdp_state()
+    return state._state_ctx.iter_forward_root is None and state._training_state.name == "IDLE"
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    if not _outermost_of_forward(module):
+        return
+    _drop_cleared(module)
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            refuse_assigned(inner)
+    for group in _groups(module):
+        # One rank has it all: to take the parameters as they are now exchanges nothing.
+        alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+        if alone and group.is_unsharded and group.reshard_after_backward:
+            group.reshard()
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
+    """Free what no backward will: parameters may change before the next forward."""
+    if not _outermost_of_forward(module):
+        return
+    for group in _groups(module):
+        if group._training_state.name != "IDLE":
+            continue
+        prefetched = group._all_gather_result is not None  # and then not called
+        if prefetched:
+            group.wait_for_unshard()
+        if group.is_unsharded and (prefetched or not torch.is_grad_enabled()):
+            group.reshard()
+
+
+def keep_promises(module: Any) -> None:
+    """Make one unit keep them; ``fully_shard`` was applied to it."""
+    note_converted(module)
+    for group in _groups_of(module):
+        group.post_backward = functools.partial(_post_backward, group)  # type: ignore[method-assign]
+    # Not in torch.compile's graphs, like torch's own hooks.
+    module.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
+    module.register_forward_hook(torch.compiler.disable(_after_forward))
