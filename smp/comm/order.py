@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,18 +18,6 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from smp.comm import modes
-
-_blocked = 0.0
-
-
-def blocked_seconds() -> float:
-    """Seconds that this process has spent in its collectives so far, most of them waiting for other ranks."""
-    return _blocked
-
-
-def _add_blocked(since: float) -> None:
-    global _blocked
-    _blocked += time.perf_counter() - since
 
 
 class DoneWork(Work):
@@ -110,9 +97,7 @@ class QueuedWork(Work):
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.is_set():
             if seconds <= 0:
-                start = time.perf_counter()
                 self._order.help(self._done)
-                _add_blocked(start)
             elif not self._done.wait(seconds):  # to help could take longer
                 raise RuntimeError(f"smddp: the operation has not ended within {seconds:g} s")
         if self._error is not None:
@@ -231,12 +216,10 @@ class Order:
 
     def run(self, collective: Callable[[], Any]) -> None:
         """Run a synchronous collective now, after those that wait."""
-        start = time.perf_counter()
         with self._turn:
             while self._waiting:
                 self._waiting.popleft().execute()
             collective()
-        _add_blocked(start)
 
     def submit(self, collective: Callable[[], None], tensors: Sequence[torch.Tensor]) -> QueuedWork:
         """Queue an asynchronous one."""

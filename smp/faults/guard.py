@@ -19,7 +19,6 @@ from smp.faults.members import Members
 from smp.faults.nonfinite import NonFinite
 from smp.faults.restart import SAME_STARTS, is_crash_loop
 from smp.faults.stop import INTERRUPTED, STOPPED, StopRequest
-from smp.faults.straggler import Stragglers
 from smp.faults.watchdog import Watchdog
 from smp.log import get_logger
 from smp.runtime import Launch
@@ -34,24 +33,14 @@ class Guard:
         config: the settings.
         launch: this process's place.
         device: where it computes.
-        backend: of the process group.
         run_dir: for what is written down.
         timeout: seconds to wait for other ranks.
     """
 
-    def __init__(
-        self, config: FaultConfig, launch: Launch, device: torch.device, *, backend: str, run_dir: Path, timeout: float
-    ):
-        self._launch, self._device, self._timeout, self._run_dir = launch, device, timeout, run_dir
-        waiting_is_known = launch.world_size > 1 and backend == "smddp" and device.type == "cpu"
-        self.stragglers = Stragglers(config.straggler_ratio, comm.blocked_seconds if waiting_is_known else None)
+    def __init__(self, config: FaultConfig, launch: Launch, device: torch.device, *, run_dir: Path, timeout: float):
+        self._launch, self._timeout, self._run_dir = launch, timeout, run_dir
         self.stop = StopRequest(launch.rank)
-        self.watchdog = Watchdog(
-            launch.rank,
-            timeout=config.watchdog_timeout,
-            operations=comm.last_operations,
-            stragglers=self.stragglers if self.stragglers.enabled else None,
-        )
+        self.watchdog = Watchdog(launch.rank, timeout=config.watchdog_timeout, operations=comm.last_operations)
         self.enter = self.watchdog.enter
         self.nonfinite = NonFinite(config, run_dir)
         self._agreement = Agreement(device)
@@ -94,15 +83,6 @@ class Guard:
                 f"fails before its next checkpoint each time. See the first error above; start it again when that is "
                 f"mended, or with a smaller --checkpoint_freq"
             )
-
-    def begin_step(self, step: int) -> None:
-        """Step number ``step`` (1-based) begins, with its data."""
-        self.enter("data", step)
-        self.stragglers.begin()
-
-    def end_step(self, step: int) -> None:
-        """Its update is done."""
-        self.stragglers.end(step)
 
     def agree(self, step: int, **flags: bool) -> tuple[dict[str, int], int]:
         """At a step boundary: on how many ranks each flag is raised, and the status to stop with; collective.

@@ -53,24 +53,20 @@ class Seen:
     Attributes:
         place: where it was.
         beat: grows with every publication.
-        steps: the step up to which ``own`` is measured; 0 before the first.
-        own: mean seconds of a step without waiting for others.
     """
 
     place: Place
     beat: int
-    steps: int = 0
-    own: float = 0.0
 
     def text(self) -> str:
         """For the store."""
-        return json.dumps([*self.place, self.beat, self.steps, self.own])
+        return json.dumps([*self.place, self.beat])
 
     @classmethod
     def parse(cls, text: bytes) -> Seen:
         """The inverse of :meth:`text`."""
-        phase, step, since, beat, steps, own = json.loads(text)
-        return cls(Place(phase, step, since), beat, steps, own)
+        *place, beat = json.loads(text)
+        return cls(Place(*place), beat)
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:

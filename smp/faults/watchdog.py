@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 from smp.faults.members import Member, Members, Place, Seen, describe_hang, process_state, within
-from smp.faults.straggler import Stragglers
 from smp.log import say
 
 TICK_SECONDS = 0.25
@@ -33,21 +32,12 @@ class Watchdog:
         rank: this rank.
         timeout: seconds in one phase after which the run ends; 0: no limit.
         operations: the latest collective of every rank, by group, for the report.
-        stragglers: what is published of this rank's speed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        timeout: float,
-        operations: Callable[[], dict[str, Any]] = dict,
-        stragglers: Stragglers | None = None,
-    ):
+    def __init__(self, rank: int, *, timeout: float, operations: Callable[[], dict[str, Any]] = dict):
         self.place = Place("start", 0, time.time())
         self.members: Members | None = None
         self._rank, self._timeout, self._operations = rank, timeout, operations
-        self._stragglers = stragglers
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
         self._connected = False
         self._stopped = threading.Event()
@@ -189,8 +179,5 @@ class Watchdog:
             store = self.members.connection()
             while not self._stopped.is_set() and self._leaving is None:
                 beat += 1
-                measured = self._stragglers.measured if self._stragglers is not None else (0, 0.0)
-                store.set(f"at{self._rank}", Seen(self.place, beat, *measured).text())
-                if self._rank == 0 and self._stragglers is not None and measured[0]:
-                    self._stragglers.compare(store, self.members.size)
+                store.set(f"at{self._rank}", Seen(self.place, beat).text())
                 self._stopped.wait(self._period)

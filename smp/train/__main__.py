@@ -24,7 +24,7 @@ from smp.log import configure_logging, get_logger
 from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
 from smp.mesh import build_mesh
 from smp.prepare import prepare_model
-from smp.runtime import choose_backend, end_with_launcher, process_group, seed_everything
+from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.lr_schedule import LRSchedule
 from smp.train.optimizer import build_optimizer
@@ -131,7 +131,6 @@ def main(argv: list[str] | None = None) -> int:
         config.faults,
         launch,
         plan.device,
-        backend=choose_backend(config.comm, plan.device),
         run_dir=plan.run_dir,
         timeout=config.comm.distributed_timeout,
     )
