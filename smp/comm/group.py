@@ -77,14 +77,15 @@ class SmddpGroup(OrderedGroup):
     def all_gather_single_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         base = either(self._plain, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         calls = [(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)]
-        return self._each(calls, self.all_gather_single, base, output_lists, input_list, opts)
+        return self._each("all_gather", input_list, self.all_gather_single, calls, base, output_lists, input_list, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         # output_lists[rank][i] is of input i.
         calls = [([[ranks[i] for ranks in output_lists]], [source], opts) for i, source in enumerate(input_list)]
-        return self._each(calls, self.allgather, self._plain.allgather_coalesced, output_lists, input_list, opts)
+        base = self._plain.allgather_coalesced
+        return self._each("all_gather", input_list, self.allgather, calls, base, output_lists, input_list, opts)
 
     # --- reduce_scatter
 
@@ -148,7 +149,7 @@ class SmddpGroup(OrderedGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         base = either(self._plain, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
         calls = [(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return self._each(calls, self.reduce_scatter_single, base, outputs, inputs, opts)
+        return self._each("reduce_scatter", inputs, self.reduce_scatter_single, calls, base, outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -180,7 +181,7 @@ class SmddpGroup(OrderedGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         calls = [([t], opts) for t in tensors]
-        return self._each(calls, self.allreduce, self._plain.allreduce_coalesced, tensors, opts)
+        return self._each("all_reduce", tensors, self.allreduce, calls, self._plain.allreduce_coalesced, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):

@@ -20,12 +20,32 @@ from torch.futures import Future
 from smp.comm import modes
 
 
-class DoneWork(Work):
-    """The work of a collective that ended before its call returned."""
+class _Work(Work):
+    """What works have in common.
+
+    Args:
+        tensors: what the collective writes.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()):
         super().__init__()
         self._tensors = list(tensors)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class DoneWork(_Work):
+    """The work of a collective that ended before its call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -33,28 +53,16 @@ class DoneWork(Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
     def get_future(self) -> Future:
         future: Future = Future()
         future.set_result(self._tensors)
         return future
 
-    def synchronize(self) -> None:
-        return None
-
 
 DONE = DoneWork()
 
 
-class QueuedWork(Work):
+class QueuedWork(_Work):
     """The work of a collective that may not have begun.
 
     Args:
@@ -64,8 +72,8 @@ class QueuedWork(Work):
     """
 
     def __init__(self, order: Order, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
-        super().__init__()
-        self._order, self._run, self._tensors = order, run, list(tensors)
+        super().__init__(tensors)
+        self._order, self._run = order, run
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future | None = None
@@ -107,14 +115,8 @@ class QueuedWork(Work):
     def is_completed(self) -> bool:
         return self._done.is_set()
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
     def exception(self) -> BaseException | None:
         return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
 
     def get_future(self) -> Future:
         with self._lock:
@@ -127,76 +129,26 @@ class QueuedWork(Work):
         self._complete(self._future)
         return self._future
 
-    def synchronize(self) -> None:
-        self.wait()
 
-
-class GpuWork(Work):
+class GpuWork(_Work):
     """An asynchronous collective: whoever waits lets its current stream wait."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]):
-        super().__init__()
-        self._stream, self._tensors, self._event = stream, list(tensors), stream.record_event()
+        super().__init__(tensors)
+        self._stream, self._event = stream, stream.record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._event.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
 
     def get_future(self) -> Future:
         future: Future = Future(devices=[self._stream.device])
         with torch.cuda.stream(self._stream):  # its callbacks wait for this stream
             future.set_result(self._tensors)
         return future
-
-
-class JoinedWork(Work):
-    """Several works as one, for callers that wait in the thread, and on the stream, that need the results.
-
-    Args:
-        works: at least one, in the order in which they end.
-    """
-
-    def __init__(self, works: Sequence[Work]):
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Future:
-        return self._works[-1].get_future()
 
 
 class Order:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from smp.comm import cuda, modes, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
-from smp.comm.order import DONE, DoneWork, JoinedWork, Order, QueuedWork
+from smp.comm.order import DONE, DoneWork, Order, QueuedWork
 from smp.comm.tensors import nbytes, plain_cpu, plain_gpu
 
 _SIGNATURES_KEPT = 4096
@@ -297,29 +297,31 @@ class OrderedGroup(ProcessGroup):
         return self._inner(operation, tensors, why, call)
 
     def _each(
-        self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any], inner: Callable[..., Any], *arguments: Any
-    ) -> Any:
+        self, operation: str, tensors: Sequence[torch.Tensor], method: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]], inner: Callable[..., Any], *arguments: Any,
+    ) -> Any:  # fmt: skip
         """Several collectives as one work. The last ends last, as all run in order.
 
         Args:
-            calls: the arguments of each.
+            operation: its name.
+            tensors: one of each call, all on one device.
             method: one collective.
-            inner: the same at once by the inner backend, for dispatch modes.
+            calls: the arguments of each.
+            inner: all at once by the inner backend, for tensors on GPUs and for dispatch modes.
             arguments: of ``inner``; None is left out.
         """
+        at_once = functools.partial(inner, *(a for a in arguments if a is not None))
+        if any(t.is_cuda for t in tensors):
+            return self._inner(operation, tensors, "in a coalesced batch", at_once)
         if modes.active():
-            call = functools.partial(inner, *(a for a in arguments if a is not None))
-            return modes.shown(call, lambda: self._each(calls, method, inner))
-        # NCCL gives no work for what is not asynchronous.
-        works = [work for work in (method(*call) for call in calls) if work is not None]
-        if not works or all(isinstance(work, DoneWork) for work in works):
+            again = functools.partial(self._each, operation, tensors, method, calls, inner)
+            return modes.shown(at_once, again)
+        works = [method(*call) for call in calls]
+        if all(isinstance(work, DoneWork) for work in works):
             return DONE
-        if self.has_nccl and not all(isinstance(work, (DoneWork, QueuedWork)) for work in works):
-            return JoinedWork(works)  # whoever waits must do so in its own thread, for its own stream
 
         def wait() -> None:
             for work in works:
                 work.wait()
 
-        tensors = [tensor for work in works if isinstance(work, QueuedWork) for tensor in work.result()]
-        return self._order.submit(wait, tensors)
+        return self._order.submit(wait, [t for work in works if isinstance(work, QueuedWork) for t in work.result()])
