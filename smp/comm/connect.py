@@ -7,9 +7,8 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
@@ -17,44 +16,13 @@ from smp.comm.host import HostCollectives, LoneCollectives
 from smp.comm.hosts import HostsCollectives
 from smp.comm.kernel import load
 from smp.comm.peers import Peers
-from smp.comm.reduction import Reduction
 from smp.comm.segment import Segment, share
 from smp.comm.settings import Settings, read_settings
 from smp.comm.topology import Member, Topology, arrange, exchange, gather
 from smp.comm.wire import Wire
 
-
-class Collectives(Protocol):
-    """What a group does itself, in one host or across several. Sizes and places are by group rank."""
-
-    def agree(self, signature: bytes) -> None:
-        """See that all ranks do the same."""
-
-    def barrier(self, signature: bytes) -> None:
-        """Wait for everyone."""
-
-    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        """See :meth:`HostCollectives.all_gather`."""
-
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
-        """Complete a gathered buffer that this host's ranks share.
-
-        Args:
-            signature: of the operation; what is different on other hosts comes after ``" @ "``.
-            address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
-            part: bytes of each rank.
-        """
-
-    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
-        """See :meth:`HostCollectives.broadcast`."""
-
-    def reduce_scatter(
-        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
-    ) -> None:
-        """See :meth:`HostCollectives.reduce_scatter`."""
-
-    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """See :meth:`HostCollectives.all_reduce`."""
+# What a group does itself: in one host, or across several.
+Collectives = HostCollectives | LoneCollectives | HostsCollectives
 
 
 class Connection:

@@ -71,12 +71,8 @@ class HostCollectives:
         take(count - 1, k)
 
     def agree(self, signature: bytes) -> None:
-        """See that all ranks do the same."""
+        """See that all ranks do the same: return when every rank has called it."""
         self.arena.meet(self.arena.begin(), signature)
-
-    def barrier(self, signature: bytes) -> None:
-        """Return when every rank has called it."""
-        self.agree(signature)
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank.
@@ -265,9 +261,6 @@ class LoneCollectives:
 
     def agree(self, signature: bytes) -> None:
         """Nobody could differ."""
-
-    def barrier(self, signature: bytes) -> None:
-        """Nobody to wait for."""
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy this rank's bytes to its output."""

@@ -82,11 +82,7 @@ class HostsCollectives:
             raise Mismatch(self._group, "; ".join(whole)) from local
 
     def agree(self, signature: bytes) -> None:
-        """See that all ranks do the same."""
-        self._meet(signature, lambda: self.local.agree(signature))
-
-    def barrier(self, signature: bytes) -> None:
-        """Return when every rank has called it."""
+        """See that all ranks do the same: return when every rank has called it."""
         self._meet(signature, lambda: self.local.agree(signature))
 
     def _put(self, k: int, source: int, nbytes: int, offset: int = 0) -> None:
@@ -221,7 +217,7 @@ class HostsCollectives:
             leaving, arriving = self._exchange(own, sizes, places)
             for message in (*leaving, *arriving.values()):
                 message.wait()
-        self.local.barrier(signature)
+        self.local.agree(signature)
 
     def _exchange_slices_carried(self, signature: bytes, places: Sequence[int], part: int) -> None:
         gathered = ctypes.addressof(self._scratch)

@@ -31,6 +31,11 @@ Run = Callable[[Collectives, bytes], None]
 GpuRun = Callable[[cuda.GpuCollectives], None]
 
 
+def _path(tensors: Sequence[torch.Tensor]) -> str:
+    """The inner backend that these tensors go to."""
+    return "nccl" if any(t.is_cuda for t in tensors) else "gloo"
+
+
 class OrderedGroup(ProcessGroup):
     """A group with inner backends, shared memory, and one order for all its collectives.
 
@@ -245,11 +250,16 @@ class OrderedGroup(ProcessGroup):
             modes.hidden(lambda: self.launch(operation, 0, key, run, nothing, opts=opts).wait())
         raise ValueError(f"smddp: {operation}: {problem}")
 
+    def _count(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Count a message that the base class sends or receives."""
+        self._check_usable()
+        report.count(operation, nbytes(tensors[0]), _path(tensors), "left to it")
+
     def _inner(self, operation: str, tensors: Sequence[torch.Tensor], why: str, call: Callable[[], Any]) -> Any:
         """Hand a collective to the inner backend, after those of ours that are queued."""
         self._check_usable()
         size = sum(nbytes(t) for t in tensors)
-        path = "nccl" if any(t.device.type == "cuda" for t in tensors) else "gloo"
+        path = _path(tensors)
 
         def collective() -> None:
             report.count(operation, size, path, why)
