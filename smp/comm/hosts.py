@@ -20,7 +20,7 @@ import torch
 
 from smp.comm import futex
 from smp.comm.arena import Mismatch, common_part
-from smp.comm.host import HostCollectives, LoneCollectives
+from smp.comm.host import HostCollectives, LoneCollectives, shares
 from smp.comm.hosts_reduction import ReduceScatter
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
@@ -353,7 +353,7 @@ class HostsCollectives:
         """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if nbytes > _CARRIED_BYTES:
-            parts = self._shares(tensor)
+            parts = shares(tensor, len(self._ranks))
             own = parts[self.rank]
             self.reduce_scatter(signature, parts, own, reduction)
             sizes = [part.numel() * part.dtype.itemsize for part in parts]
@@ -367,13 +367,6 @@ class HostsCollectives:
 
         self._meet(signature, locally)
         self._combine_payloads(sums, tensor, reduction)
-
-    def _shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A part of a tensor for each rank; the last may be shorter, or empty."""
-        size = len(self._ranks)
-        share = -(-tensor.numel() // size)
-        share = -(-share // 64) * 64
-        return [tensor[share * r : share * (r + 1)] for r in range(size)]
 
     def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to work in, kept for the next time: fresh pages cost as much as what is done with them."""
