@@ -26,7 +26,7 @@ from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import PAYLOAD, Message, Wire, memory
 
-# Up to so many bytes of a host, each of its ranks carries all of them: that spares a round of the arena.
+# Up to so many bytes, each rank of a host carries all of a broadcast or sum: that spares a round of the arena.
 _CARRIED_BYTES = 4096
 
 
@@ -101,29 +101,12 @@ class HostsCollectives:
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank: see :meth:`HostCollectives.all_gather`."""
-        if max(sum(sizes[r] for r in ranks) for ranks in self.hosts) <= _CARRIED_BYTES:
-            self._all_gather_carried(signature, source, sizes, places)
-        elif max(sizes) <= PAYLOAD:
+        if max(sizes) <= PAYLOAD:
             self._exchange_packed(signature, source, sizes, places)
             self._hand_on(signature, source, sizes, places, {})
         else:
             self.agree(signature)
             self._all_gather(signature, source, sizes, places)
-
-    def _all_gather_carried(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        gathered = ctypes.addressof(self._scratch)
-
-        def locally() -> None:
-            own = [sizes[r] for r in self.mates]
-            self.local.all_gather(signature, source, own, [gathered + sum(own[:i]) for i in range(len(own))])
-            self.wire.pack_for_all(gathered, sum(own))
-
-        self._meet(signature, locally)
-        for host, ranks in enumerate(self.hosts):
-            address = gathered if host == self.host else self.wire.incoming(host)
-            for r in ranks:
-                futex.copy(places[r], address, sizes[r])
-                address += sizes[r]
 
     def _exchange_packed(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Exchange with this rank's other ends in the meeting."""
@@ -193,7 +176,8 @@ class HostsCollectives:
                 r = self.hosts[host][other]
                 self._get(other, k, places[r] + start, min(self._chunk, sizes[r] - start))
 
-        self.local.rounds(signature, len(steps), fill, take)
+        if steps:
+            self.local.rounds(signature, len(steps), fill, take)
 
     def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
         """Complete a gathered buffer that this host's ranks share, whose pages every rank of the host sees.
@@ -208,9 +192,7 @@ class HostsCollectives:
         sizes = [part] * len(self._ranks)
         places = [address + r * part for r in range(len(sizes))]
         own = places[self.rank]
-        if part * len(self.mates) <= _CARRIED_BYTES:
-            self._exchange_slices_carried(signature, places, part)
-        elif part <= PAYLOAD:
+        if part <= PAYLOAD:
             self._exchange_packed(signature, own, sizes, places)
         else:
             self.agree(signature)
@@ -218,19 +200,6 @@ class HostsCollectives:
             for message in (*leaving, *arriving.values()):
                 message.wait()
         self.local.agree(signature)
-
-    def _exchange_slices_carried(self, signature: bytes, places: Sequence[int], part: int) -> None:
-        gathered = ctypes.addressof(self._scratch)
-
-        def locally() -> None:
-            self.local.agree(signature)
-            for i, r in enumerate(self.mates):
-                futex.copy(gathered + i * part, places[r], part)
-            self.wire.pack_for_all(gathered, len(self.mates) * part)
-
-        self._meet(signature, locally)
-        for host in self.wire.before:
-            futex.copy(places[self.hosts[host][self.place]], self.wire.incoming(host) + self.place * part, part)
 
     # --- broadcast
 
