@@ -149,11 +149,8 @@ class GpuCollectives:
 def _lease(group: Any, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     buffers, leased = group.gpu(device).buffers, None
     if buffers is not None:
-        try:
+        with group.failing():
             leased = buffers.lease(math.prod(int(s) for s in size), dtype)
-        except dist.DistBackendError as error:
-            group.fail(error)
-            raise
     return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
 
 

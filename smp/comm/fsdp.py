@@ -68,11 +68,8 @@ def _pool(group: SmddpGroup) -> _Pool:
 
 
 def _allocate(group: SmddpGroup, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
-    try:
+    with group.failing():
         return _pool(group).allocate(size, dtype, shared=shared)
-    except dist.DistBackendError as error:
-        group.fail(error)
-        raise
 
 
 class SharedAllGather:

@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-
-class _Done:
-    """What an asynchronous call returns: the exchange has ended by then."""
-
-    def wait(self) -> bool:
-        return True
+from smp.comm.order import DONE, DoneWork
 
 
 def _exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -48,7 +43,7 @@ class DirectAllGather(_Allocating):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> _Done | None:
+    ) -> DoneWork | None:
         """Gather.
 
         Args:
@@ -63,7 +58,7 @@ class DirectAllGather(_Allocating):
             _exchange([input_tensor] * group.size(), list(places), group)
             if input_tensor.data_ptr() != places[rank].data_ptr():
                 places[rank].copy_(input_tensor)
-        return _Done() if async_op else None
+        return DONE if async_op else None
 
 
 class DirectReduceScatter(_Allocating):
@@ -76,7 +71,7 @@ class DirectReduceScatter(_Allocating):
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> _Done | None:
+    ) -> DoneWork | None:
         """Reduce.
 
         Args:
@@ -102,7 +97,7 @@ class DirectReduceScatter(_Allocating):
                 torch.add(received[0], received[1], out=output_tensor)
             for part in received[2:]:
                 output_tensor.add_(part)
-        return _Done() if async_op else None
+        return DONE if async_op else None
 
 
 def install(module: FSDPModule) -> None:

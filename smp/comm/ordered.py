@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,7 +87,8 @@ class OrderedGroup(ProcessGroup):
         return self._store
 
     @property
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """How long a collective may wait."""
         return self._limits._timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -109,11 +110,6 @@ class OrderedGroup(ProcessGroup):
             return []
         return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
 
-    @property
-    def seconds(self) -> float:
-        """How long a collective may wait."""
-        return self._seconds
-
     def connect(self) -> Connection:
         """Make the group's shared memory now, in the order of its collectives."""
         self._order.run(lambda: self.connection)
@@ -123,20 +119,17 @@ class OrderedGroup(ProcessGroup):
     def connection(self) -> Connection:
         """The group's shared memory, made at the first use: a collective call."""
         if self._connection is None:
-            self._connection = self._join(timedelta(seconds=self._seconds))
+            self._connection = self._join(timedelta(seconds=self.seconds))
         return self._connection
 
     def gpu(self, device: torch.device) -> cuda.GpuCollectives:
         """The group's own collectives of tensors on GPUs, made at the first use: a collective call."""
         if self._gpu is None:
             limits, gloo = self._limits, self._plain._get_backend(torch.device("cpu"))
-            try:
+            with self.failing():
                 self._gpu = cuda.GpuCollectives(
                     self.connect(), self._rank, device, gloo=gloo, seconds=lambda: limits._timeout.total_seconds()
                 )
-            except BaseException as error:
-                self.fail(error)
-                raise
         return self._gpu
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -212,7 +205,7 @@ class OrderedGroup(ProcessGroup):
             self._number += 1
             # Unset is a negative time.
             own = opts.timeout.total_seconds() if opts is not None else 0.0
-            connection.start(operation, self._number, size, own if own > 0 else self._seconds)
+            connection.start(operation, self._number, size, own if own > 0 else self.seconds)
             # In this mode every tensor can be written, outside it one made in it cannot; threads are outside.
             with torch.inference_mode():
                 run(connection.collectives, self._signatures.get(key) or self._sign(key))
@@ -235,6 +228,15 @@ class OrderedGroup(ProcessGroup):
         self._broken = self._broken or error
         if self._connection is not None:
             self._connection.fail(f"{type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Give the group up if what is done here fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def _refuse(self, operation: str, problem: str, opts: Any) -> Any:
         """Raise for wrong arguments, on the other ranks too: they would wait for this one."""

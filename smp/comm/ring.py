@@ -180,11 +180,6 @@ class SharedRing:
         """The word that counts a rank's releases of a buffer."""
         return (_PAGE + 4 * (index * self.peers.size + rank)) // 4
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers so far (the first rank's knowledge; 0 on the others)."""
-        return sum(buffer.capacity for buffer in self._buffers)
-
 
 def _release(words: memoryview, index: int) -> None:
     # The only writer of this word; a finalizer may run in any thread, but holds Python's lock.
