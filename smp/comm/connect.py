@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
-from smp.comm.host import HostCollectives, LoneCollectives
+from smp.comm.host import HostCollectives
 from smp.comm.hosts import HostsCollectives
 from smp.comm.kernel import load
 from smp.comm.peers import Peers
@@ -22,7 +22,7 @@ from smp.comm.topology import Member, Topology, arrange, exchange, gather
 from smp.comm.wire import Wire
 
 # What a group does itself: in one host, or across several.
-Collectives = HostCollectives | LoneCollectives | HostsCollectives
+Collectives = HostCollectives | HostsCollectives
 
 
 class Connection:
@@ -55,7 +55,7 @@ class Connection:
         self.store, self.settings = store, settings
         self.topology, self.peers, self.collectives, self.arena, self.why = topology, peers, collectives, arena, why
         self.wire = wire
-        self.path = "shared memory" if wire is None else "shared memory and network" if arena else "network"
+        self.path = "shared memory" if wire is None else "shared memory and network" if peers.size > 1 else "network"
 
     def share(self, name: str, size: int, timeout: float) -> tuple[Segment | None, str]:
         """Make more memory that this host's ranks share: see :func:`smp.comm.segment.share`."""
@@ -120,24 +120,23 @@ def _connect(
 ) -> Connection:
     here = topology.neighbours
     peers = Peers([topology.members[r].pid for r in here], [ranks[r] for r in here], topology.local)
-    arena, why = None, ""
+    arena = local = wire = None
     if not topology.even:
         why = "the hosts hold unequal numbers of the group's ranks"
-    elif len(here) > 1:
+    else:
         # The first rank's settings hold: the others learn the size from the segment.
         size = Layout(len(here), max(settings.scratch // SLOTS, smallest_slot(len(here)))).total
         segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
         if segment is not None:
-            arena = Arena(segment, peers, name, load() if settings.kernel else None)
-    local = HostCollectives(arena) if arena is not None else LoneCollectives()
-    wire = None
+            arena = Arena(segment, peers, name, load() if settings.kernel and peers.size > 1 else None)
+            local = HostCollectives(arena)
+    collectives: Collectives | None = local
     if len(topology.hosts) > 1 and topology.even:
-        chunk = arena.layout.slot_bytes if arena is not None else settings.scratch // SLOTS
-        chunk, why = _agree(store, topology, ranks, chunk, why, timeout)
-        wire = None if why else Wire(store, topology, ranks, name, timeout)
-    collectives: Collectives | None = None if why else local
-    if wire is not None:
-        collectives = HostsCollectives(local, wire, topology, ranks=ranks, group=name, chunk=chunk)
+        chunk, why = _agree(store, topology, ranks, local.chunk if local is not None else 0, why, timeout)
+        if local is not None and not why:
+            wire = Wire(store, topology, ranks, name, timeout)
+            collectives = HostsCollectives(local, wire, topology, ranks=ranks, group=name, chunk=chunk)
+    collectives = None if why else collectives
     return Connection(store, settings, topology, peers, collectives=collectives, arena=arena, wire=wire, why=why)
 
 

@@ -39,7 +39,7 @@ class _Pool:
         self.one_host = len(connection.topology.hosts) == 1
         limit = connection.settings.shared
         segment = None
-        if connection.arena is not None and connection.collectives is not None and limit:
+        if self.peers.size > 1 and connection.collectives is not None and limit:
             segment, _ = connection.share("buffers", control_bytes(self.peers.size) + limit, group.seconds)
         self.ring = SharedRing(segment, self.peers, poison=connection.settings.poison) if segment is not None else None
 

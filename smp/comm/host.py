@@ -25,7 +25,7 @@ _CACHED_BYTES = 256 * 1024
 
 
 class HostCollectives:
-    """The collectives of one group on one host.
+    """The collectives of one group on one host, where it may have one rank only.
 
     Every method is called by every rank of the arena, with the same ``signature`` unless something is wrong.
 
@@ -84,6 +84,9 @@ class HostCollectives:
             sizes: how many bytes each rank gives.
             places: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
         """
+        if self.size == 1:
+            futex.copy(places[0], source, sizes[0] if places[0] != source else 0)
+            return
         arena, chunk, mine = self.arena, min(self.chunk, _GATHER_BYTES), sizes[self.rank]
         count = max(1, -(-max(sizes) // chunk))
         if arena.gather(signature, source, sizes, places, chunk, count):
@@ -126,6 +129,9 @@ class HostCollectives:
             out: 1-D, contiguous, as long as ``parts[rank]``, which it may be.
             reduction: what to do; it is not finished here.
         """
+        if self.size == 1:
+            out.copy_(parts[0])
+            return
         arena, dtype, itemsize = self.arena, out.dtype, out.dtype.itemsize
         piece = self.chunk // self.size // 64 * 64 // itemsize  # elements for one rank in a slot
         sources = [part.data_ptr() for part in parts]
@@ -175,6 +181,8 @@ class HostCollectives:
 
     def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
+        if self.size == 1:
+            return
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if self.size == 2 or nbytes <= min(_ALONE_BYTES // self.size, self.chunk):
             self._all_reduce_alone(signature, tensor, reduction)
@@ -227,38 +235,3 @@ def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reductio
         return
     for start in range(0, out.numel(), step):
         reduction.combine([part[start : start + step] for part in parts], out[start : start + step])
-
-
-class LoneCollectives:
-    """The collectives of a group of one rank: the same methods, and nothing to exchange."""
-
-    def rounds(
-        self, signature: bytes, count: int, fill: Callable[[int, int], None], take: Callable[[int, int], None]
-    ) -> None:
-        """Nobody to take turns with."""
-        for index in range(count):
-            fill(index, 0)
-            take(index, 0)
-
-    def agree(self, signature: bytes) -> None:
-        """Nobody could differ."""
-
-    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        """Copy this rank's bytes to its output."""
-        if places[0] != source:
-            futex.copy(places[0], source, sizes[0])
-
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
-        """The only slice is there."""
-
-    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
-        """The root has it."""
-
-    def reduce_scatter(
-        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
-    ) -> None:
-        """Copy the only part."""
-        out.copy_(parts[0])
-
-    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """One part is the sum already."""

@@ -20,7 +20,7 @@ import torch
 
 from smp.comm import futex
 from smp.comm.arena import Mismatch, common_part
-from smp.comm.host import HostCollectives, LoneCollectives, shares
+from smp.comm.host import HostCollectives, shares
 from smp.comm.hosts_reduction import ReduceScatter
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
@@ -47,14 +47,13 @@ class HostsCollectives:
     """
 
     def __init__(
-        self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *,
+        self, local: HostCollectives, wire: Wire, topology: Topology, *,
         ranks: Sequence[int], group: str, chunk: int,
     ):  # fmt: skip
         self.local, self.wire, self.hosts, self._topology = local, wire, topology.hosts, topology
         self.host, self.place, self.mates = topology.host, topology.local, topology.neighbours
         self.rank = self.mates[self.place]
-        self._arena = local.arena if isinstance(local, HostCollectives) else None
-        self._others = self._arena.others if self._arena is not None else ()
+        self._arena, self._others = local.arena, local.arena.others
         self._ranks, self._group, self._slot = ranks, group, chunk
         # Where nothing is handed on, nothing is gained by cutting what is moved.
         self._chunk = chunk if self._others else 2**30
@@ -87,12 +86,11 @@ class HostsCollectives:
 
     def _put(self, k: int, source: int, nbytes: int, offset: int = 0) -> None:
         """Copy into this rank's slot for round k, if there is anybody to read it."""
-        if self._arena is not None:
+        if self._others:
             futex.copy(self._arena.address(self.place, k) + offset, source, nbytes)
 
     def _get(self, other: int, k: int, place: int, nbytes: int) -> None:
         """Wait for a local rank's round k, and copy from its slot if ``nbytes`` is positive."""
-        assert self._arena is not None
         self._arena.wait(other, k)
         if nbytes > 0:
             futex.copy(place, self._arena.address(other, k), nbytes)
