@@ -16,10 +16,10 @@ import torch.distributed as dist
 from smp.comm import cuda, symmetric
 from smp.comm.copy_engine import CopyEngine, why_not
 from smp.comm.cuda import GpuCollectives, SymmetricAllGather, SymmetricReduceScatter, install, zero_copy_available
-from smp.comm.order import DONE, GpuWork
 from smp.comm.reduction import Reduction
 from smp.comm.settings import Settings, read_settings
 from smp.comm.symmetric import Block, Place, obstacle
+from smp.comm.work_queue import DONE, GpuWork
 from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
-from smp.comm.host import HostCollectives
 from smp.comm.hosts import HostsCollectives
+from smp.comm.intra_host import HostCollectives
 from smp.comm.kernel import load
 from smp.comm.peers import Peers
 from smp.comm.segment import Segment, share

@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import _symmetric_memory
 from torch.distributed.fsdp import FSDPModule
 
+from smp.comm.buffer_pool import BufferPool, control_bytes
 from smp.comm.connect import Connection
 from smp.comm.copy_engine import CopyEngine, why_not
-from smp.comm.order import DONE, GpuWork
 from smp.comm.reduction import Reduction, supported
-from smp.comm.ring import SharedRing, control_bytes
 from smp.comm.symmetric import Memory, SymmetricBuffers
 from smp.comm.tensors import Output, flat, nbytes, overlap
+from smp.comm.work_queue import DONE, GpuWork
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
@@ -142,7 +142,7 @@ class GpuCollectives:
         if segment is None:
             return why
         assert self._memory is not None
-        self.buffers = SymmetricBuffers(SharedRing(segment, peers), self._memory, self._seconds, self.settings.poison)
+        self.buffers = SymmetricBuffers(BufferPool(segment, peers), self._memory, self._seconds, self.settings.poison)
         return ""
 
 

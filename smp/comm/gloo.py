@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from smp.comm.order import DONE, DoneWork
+from smp.comm.work_queue import DONE, DoneWork
 
 
 def _exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

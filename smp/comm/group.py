@@ -12,8 +12,8 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
+from smp.comm.base_group import BaseGroup, GpuRun
 from smp.comm.connect import Collectives
-from smp.comm.ordered import GpuRun, OrderedGroup
 from smp.comm.reduction import Reduction, reduction_name, supported
 from smp.comm.tensors import Output, check_list, check_outputs, check_single, dense, flat, nbytes, overlap, plain_cpu
 
@@ -34,7 +34,7 @@ def _options(kind: Callable[[], Any], op: Any) -> Any:
 def _left(operation: str, name: str, older: str = "", *, given: int = 0) -> Callable[..., Any]:
     """Make a method that leaves a collective to the inner backend; argument number ``given`` is counted."""
 
-    def method(self: OrderedGroup, *arguments: Any) -> Any:
+    def method(self: BaseGroup, *arguments: Any) -> Any:
         base, tensors = either(self._plain, name, older), arguments[given]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         return self._inner(operation, tensors, "left to it", lambda: base(*arguments))
@@ -42,7 +42,7 @@ def _left(operation: str, name: str, older: str = "", *, given: int = 0) -> Call
     return method
 
 
-class SmddpGroup(OrderedGroup):
+class SmddpGroup(BaseGroup):
     """A group of backend ``smddp``; made by ``init_process_group`` and ``new_group``."""
 
     # --- all_gather

@@ -20,8 +20,8 @@ import torch
 
 from smp.comm import futex
 from smp.comm.arena import Mismatch, common_part
-from smp.comm.host import HostCollectives, shares
 from smp.comm.hosts_reduction import ReduceScatter
+from smp.comm.intra_host import HostCollectives, shares
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import PAYLOAD, Message, Wire, memory

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from smp.comm import futex
-from smp.comm.host import HostCollectives, add_up
+from smp.comm.intra_host import HostCollectives, add_up
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import Message, Wire

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from smp.comm import cuda, modes, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
-from smp.comm.order import DONE, DoneWork, Order, QueuedWork
 from smp.comm.tensors import nbytes, plain_cpu, plain_gpu
+from smp.comm.work_queue import DONE, DoneWork, QueuedWork, WorkQueue
 
 _SIGNATURES_KEPT = 4096
 
@@ -36,7 +36,7 @@ def _path(tensors: Sequence[torch.Tensor]) -> str:
     return "nccl" if any(t.is_cuda for t in tensors) else "gloo"
 
 
-class OrderedGroup(ProcessGroup):
+class BaseGroup(ProcessGroup):
     """A group with inner backends, shared memory, and one order for all its collectives.
 
     Args:
@@ -53,13 +53,13 @@ class OrderedGroup(ProcessGroup):
         self._register_inner(options, pg_options)
         self._join = join(options)
         self._connection: Connection | None = None
-        self._order = Order(f"smddp-{self.label}")
+        self._queue = WorkQueue(f"smddp-{self.label}")
         self._number = 0  # collectives so far
         self._broken: BaseException | None = None
         self._gpu: cuda.GpuCollectives | None = None
         self._coalescing = False
         self._signatures: dict[tuple[Any, ...], bytes] = {}
-        weakref.finalize(self, self._order.stop, join=False)
+        weakref.finalize(self, self._queue.stop, join=False)
         report.watch(self)
 
     def _register_inner(self, options: Any, pg_options: Any) -> None:
@@ -93,7 +93,7 @@ class OrderedGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Finish what is queued and let go of the shared memory."""
-        self._order.stop(join=True)
+        self._queue.stop(join=True)
         self._connection = self._gpu = None
         self._broken = self._broken or RuntimeError(f"smddp: group {self.label} has been destroyed")
         super().shutdown()
@@ -112,7 +112,7 @@ class OrderedGroup(ProcessGroup):
 
     def connect(self) -> Connection:
         """Make the group's shared memory now, in the order of its collectives."""
-        self._order.run(lambda: self.connection)
+        self._queue.run(lambda: self.connection)
         return self.connection
 
     @property
@@ -164,7 +164,7 @@ class OrderedGroup(ProcessGroup):
             again = functools.partial(self.launch, operation, size, key, run, inner)
             return modes.shown(inner, lambda: again(tensors=tensors, opts=opts, async_op=async_op, path=path))
         connection = self._connection
-        if connection is not None and connection.collectives is None and self._order.idle:
+        if connection is not None and connection.collectives is None and self._queue.idle:
             report.count(operation, size, "gloo", connection.why)
             return inner()
         span = report.record(operation, size)
@@ -182,8 +182,8 @@ class OrderedGroup(ProcessGroup):
             # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
             async_op = opts is None or opts.asyncOp
         if async_op:
-            return self._order.submit(collective, tensors)
-        self._order.run(collective)
+            return self._queue.submit(collective, tensors)
+        self._queue.run(collective)
         return DONE
 
     def _check_usable(self) -> None:
@@ -268,8 +268,8 @@ class OrderedGroup(ProcessGroup):
             call().wait()
 
         # NCCL's must be called in this thread: it waits for the thread's current stream.
-        if path == "gloo" and not self._order.idle:
-            submit = functools.partial(self._order.submit, collective, tensors)
+        if path == "gloo" and not self._queue.idle:
+            submit = functools.partial(self._queue.submit, collective, tensors)
             return modes.shown(call, submit) if modes.active() else submit()
         report.count(operation, size, path, why)
         return call()
@@ -336,4 +336,4 @@ class OrderedGroup(ProcessGroup):
             for work in works:
                 work.wait()
 
-        return self._order.submit(wait, [t for work in works if isinstance(work, QueuedWork) for t in work.result()])
+        return self._queue.submit(wait, [t for work in works if isinstance(work, QueuedWork) for t in work.result()])

@@ -66,14 +66,14 @@ class QueuedWork(_Work):
     """The work of a collective that may not have begun.
 
     Args:
-        order: the queue it is in.
+        queue: the one it is in.
         run: the collective.
         tensors: what it writes.
     """
 
-    def __init__(self, order: Order, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
+    def __init__(self, queue: WorkQueue, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
         super().__init__(tensors)
-        self._order, self._run = order, run
+        self._queue, self._run = queue, run
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future | None = None
@@ -105,7 +105,7 @@ class QueuedWork(_Work):
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.is_set():
             if seconds <= 0:
-                self._order.help(self._done)
+                self._queue.help(self._done)
             elif not self._done.wait(seconds):  # to help could take longer
                 raise RuntimeError(f"smddp: the operation has not ended within {seconds:g} s")
         if self._error is not None:
@@ -151,7 +151,7 @@ class GpuWork(_Work):
         return future
 
 
-class Order:
+class WorkQueue:
     """A group's collectives, one at a time and in the order of their calls.
 
     Args:

@@ -53,7 +53,7 @@ def control_bytes(ranks: int) -> int:
     return -(-(_PAGE + 4 * _BUFFERS * ranks) // _PAGE) * _PAGE
 
 
-class SharedRing:
+class BufferPool:
     """The shared buffers of one group on one host.
 
     Every rank must make the same calls in the same order.
