@@ -38,12 +38,11 @@ class _Pool:
         self.peers, self.seconds = connection.peers, group.seconds
         self.one_host = len(connection.topology.hosts) == 1
         limit = connection.settings.shared
-        segment = None
+        self.buffers: BufferPool | None = None
         if self.peers.size > 1 and connection.collectives is not None and limit:
             segment, _ = connection.share("buffers", control_bytes(self.peers.size) + limit, group.seconds)
-        self.buffers = (
-            BufferPool(segment, self.peers, poison=connection.settings.poison) if segment is not None else None
-        )
+            if segment is not None:
+                self.buffers = BufferPool(segment, self.peers, poison=connection.settings.poison)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
         """A buffer of ``shared`` times the bytes asked for, of which this rank gets its own part (1: all get all)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from smp import comm
 from smp.errors import RunError
-from smp.faults.agreement import Agreement
+from smp.faults.agreement import count
 from smp.faults.config import FaultConfig
 from smp.faults.failure import failing_together
 from smp.faults.members import Members
@@ -43,7 +44,7 @@ class Guard:
         self.watchdog = Watchdog(launch.rank, timeout=config.watchdog_timeout, operations=comm.last_operations)
         self.enter = self.watchdog.enter
         self.nonfinite = NonFinite(config, run_dir)
-        self._agreement = Agreement(device)
+        self._count = functools.partial(count, device)
 
     def __enter__(self) -> Guard:
         self.stop.__enter__()
@@ -77,7 +78,7 @@ class Guard:
         """
         # Asked of all: on several hosts, each launcher counts restarts of its own.
         loop = self._launch.is_main and is_crash_loop(self._run_dir, self._launch.restart, step)
-        if self._agreement.count(loop=loop)["loop"]:
+        if self._count(loop=loop)["loop"]:
             raise RunError(
                 f"this restart begins at step {step}, as the {SAME_STARTS - 1} before it did: the job "
                 f"fails before its next checkpoint each time. See the first error above; start it again when that is "
@@ -95,7 +96,7 @@ class Guard:
             The counts, and 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
         """
         self.enter("agreement")
-        counts = self._agreement.count(stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
+        counts = self._count(stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
         if not counts["stop"]:
             return counts, 0
         logger.warning(
@@ -106,5 +107,5 @@ class Guard:
     def part(self, status: int) -> None:
         """All exchanges are done: from here on each rank ends by itself; collective."""
         self.enter("end")
-        self._agreement.count(done=True)
+        self._count(done=True)
         self.watchdog.leave(status, self._timeout)

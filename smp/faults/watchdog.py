@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from smp.faults.members import Member, Members, Place, Seen, describe_hang, process_state, within
+from smp.faults.members import Member, Members, Place, Seen, describe_hang, within
 from smp.log import say
 
 TICK_SECONDS = 0.25
@@ -143,8 +144,7 @@ class Watchdog:
         self._stopped.wait(2.5 * self._period)
         after = members.seen()
         if before is None or after is None:
-            others = [m for m in members.members if members.is_here(m) and process_state(m.pid)]
-            states = "; ".join(f"{m}: {process_state(m.pid)}" for m in others)
+            states = "; ".join(f"{m}: {state}" for m in members.members if (state := members.state(m)))
             who = f"rank {self._rank} has been in {place} for {age:.0f} s, and the job's store does not answer"
             text = f"{who}; {states}" if states else who
         else:
@@ -153,7 +153,7 @@ class Watchdog:
                 for m, old, new in zip(members.members, before, after, strict=True)
                 if m.rank != self._rank and (new is None or (old is not None and old.beat == new.beat))
             }
-            text = describe_hang(members.members, after, silent, state=self._state)
+            text = describe_hang(members.members, after, silent, state=members.state)
         self._print_report(text)
         within(2.0, lambda: members.connection().set("reported", "1"))
 
@@ -166,10 +166,6 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             faulthandler.dump_traceback(2)
 
-    def _state(self, member: Member) -> str:
-        assert self.members is not None
-        return process_state(member.pid) if self.members.is_here(member) else ""
-
     # --- the thread that tells the others
 
     def _publish(self) -> None:
@@ -179,5 +175,5 @@ class Watchdog:
             store = self.members.connection()
             while not self._stopped.is_set() and self._leaving is None:
                 beat += 1
-                store.set(f"at{self._rank}", Seen(self.place, beat).text())
+                store.set(f"at{self._rank}", json.dumps(Seen(self.place, beat)))
                 self._stopped.wait(self._period)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -52,7 +53,7 @@ def test_the_report_names_who_is_behind():
 
 def test_what_is_published_is_read_back():
     one = Seen(Place("data", 3, 12.5), 7)
-    assert Seen.parse(one.text().encode()) == one
+    assert Seen.parse(json.dumps(one).encode()) == one
 
 
 def test_a_stopped_process_is_seen():
