@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from smp.faults.members import Member, Members, Place, Seen, describe_hang, within
+from smp.faults.peers import Member, Members, Place, Seen, describe_hang, within
 from smp.log import say
 
 TICK_SECONDS = 0.25

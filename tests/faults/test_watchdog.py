@@ -14,8 +14,8 @@ import torch.distributed as dist
 from smp import runtime
 from smp.errors import PeerError
 from smp.faults import watchdog
-from smp.faults.failure import failing_together
-from smp.faults.members import Member, Place, Seen, describe_hang, process_state
+from smp.faults.peers import Member, Place, Seen, describe_hang, process_state
+from smp.faults.propagate import failing_together
 from smp.faults.watchdog import TICK_SECONDS, Watchdog
 from tests.clock import Clock, SharedClock, wait_until
 from tests.faults.jobs import JOB, LONG, at_call, last_step, slowly, watched_by, wrapped
