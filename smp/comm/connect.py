@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -102,17 +101,18 @@ def join(options: Any) -> Callable[[timedelta], Connection]:
     store = dist.PrefixStore(f"smddp{_generations[name]}", options.store)
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     settings = read_settings()
+    members: Sequence[Member] = ()
     if not ranks:
-        _World.members = exchange(store, rank, size, options.timeout)
-        return functools.partial(_connect, store, arrange(_World.members, rank), range(size), name, settings)
-    if _World.members and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
+        members = _World.members = exchange(store, rank, size, options.timeout)
+        ranks = list(range(size))
+    elif _World.members and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
         members = [_World.members[r] for r in ranks]
-        return functools.partial(_connect, store, arrange(members, rank), ranks, name, settings)
 
-    def ask_then_connect(timeout: timedelta) -> Connection:
-        return _connect(store, arrange(exchange(store, rank, size, timeout), rank), ranks, name, settings, timeout)
+    def connect(timeout: timedelta) -> Connection:
+        topology = arrange(members or exchange(store, rank, size, timeout), rank)
+        return _connect(store, topology, ranks, name, settings, timeout)
 
-    return ask_then_connect
+    return connect
 
 
 def _connect(

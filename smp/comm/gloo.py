@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from smp.comm.reduction import Reduction
 from smp.comm.work_queue import DONE, DoneWork
 
 
@@ -94,9 +95,7 @@ class DirectReduceScatter(_Allocating):
             if size == 1:
                 output_tensor.copy_(received[0])
             else:
-                torch.add(received[0], received[1], out=output_tensor)
-            for part in received[2:]:
-                output_tensor.add_(part)
+                Reduction("SUM", size).combine(received, output_tensor)
         return DONE if async_op else None
 
 
