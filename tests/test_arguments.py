@@ -134,6 +134,7 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
         (["--seed", 10**25], "--seed must be at most 9223372036854775807"),
         (["--distributed_timeout", "inf"], "--distributed_timeout must be at most"),
         (["--same_seed", 1], "--same_seed is not used any more.*--seed"),
+        (["--straggler_ratio", 2], "--straggler_ratio is not used any more.*py-spy"),
         (["--dry_run_world_size", 4], "only with --dry_run 1"),
         (["--global_batch_size", 8, "--gradient_accumulation_steps", 2], "give one of them"),
         (["--checkpoint_dir", "a", "b"], "one value per directory: got 2, 1 and 1"),

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from smp.comm import cuda, symmetric
-from smp.comm.copy_engine import CopyEngine, why_not
+from smp.comm.copy_engine import CopyEngine
 from smp.comm.cuda import GpuCollectives, SymmetricAllGather, SymmetricReduceScatter, install, zero_copy_available
-from smp.comm.order import DONE, GpuWork
 from smp.comm.reduction import Reduction
 from smp.comm.settings import Settings, read_settings
 from smp.comm.symmetric import Block, Place, obstacle
+from smp.comm.work_queue import DONE, GpuWork
 from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream
@@ -44,10 +44,13 @@ SIZES = [0, 1, 63, 1024, 1025, 5000]
         ("all_gather", 0, {"gpu_minimum": 0}, ""),
     ],
 )
-def test_choice(operation, size, changes, expected):
-    flags = {"capturing": False, "coalescing": False} | {k: v for k, v in changes.items() if not k.startswith("gpu")}
+def test_choice(operation, size, changes, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: changes.get("capturing", False))
     settings = dataclasses.replace(Settings(), **{k: v for k, v in changes.items() if k.startswith("gpu")})
-    assert why_not(operation, size, settings, **flags) == expected
+    part = torch.empty(size, dtype=torch.uint8, device="meta")
+    gpu = SimpleNamespace(unavailable="", device=part.device, settings=settings)
+    coalescing = changes.get("coalescing", False)
+    assert GpuCollectives.why_not(gpu, operation, part, reduction=None, coalescing=coalescing) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import smp.comm
-from smp.comm import ordered, symmetric
+from smp.comm import base_group, symmetric
+from smp.comm.buffer_pool import BufferPool, control_bytes
 from smp.comm.cuda import SymmetricAllGather, SymmetricReduceScatter
-from smp.comm.order import DONE
-from smp.comm.ring import SharedRing, control_bytes
 from smp.comm.symmetric import Block, Memory, SymmetricBuffers
+from smp.comm.work_queue import DONE
 from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream, FakeTorch, gpus, host_tensor
 
@@ -87,7 +87,7 @@ def _leases():
         mock.patch.object(symmetric, "_tensor", host_tensor),
         mock.patch("torch.cuda.current_stream", lambda device: stream),
     ):
-        buffers = SymmetricBuffers(SharedRing(segment, connection.peers), memory, lambda: 30.0, poison=True)
+        buffers = SymmetricBuffers(BufferPool(segment, connection.peers), memory, lambda: 30.0, poison=True)
         first = buffers.lease(1000, torch.float32)
         assert (first.dtype, first.shape, first.device.type) == (torch.float32, (1000,), "cpu")
         assert buffers.find(first) is memory.blocks[0] and memory.blocks[0].nbytes == 4096
@@ -148,7 +148,7 @@ def _ways():
     names = ["all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base"]
     names += ["all_gather_single_coalesced", "allgather_into_tensor_coalesced"]
     group._gpu = gpu
-    with FakeTensorMode(), mock.patch.object(ordered, "plain_gpu", lambda tensors: True):
+    with FakeTensorMode(), mock.patch.object(base_group, "plain_gpu", lambda tensors: True):
         one, other = torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
         with CommDebugMode() as counted:
             ALL_GATHER(one, other)
@@ -162,16 +162,18 @@ def _ways():
         gpu.why, gpu.calls = "too small", []
         group._coalescing = True
         # Not even with something of the CPU's in the queue may another thread make the call.
-        with mock.patch.object(type(group._order), "idle", False):
+        with mock.patch.object(type(group._queue), "idle", False):
             ALL_GATHER(one, other)
             REDUCE_SCATTER(one, other)
         assert [call[-1] for call in gpu.calls] == [True, True] and len(left) == 2
-        with mock.patch.object(ordered.modes, "active", int):  # the fake tensors' own mode is one
-            assert group.allgather_into_tensor_coalesced([one], [other]) is DONE  # NCCL gave no work
+        with mock.patch.object(base_group.modes, "active", int):  # the fake tensors' own mode is one
+            assert group.allgather_into_tensor_coalesced([one], [other]) is None  # as NCCL gave no work
         with pytest.raises(ValueError, match="output"):  # of a wrong size: NCCL says so
             group._plain.all_gather_single = mock.Mock(side_effect=ValueError("output tensor size"))
             ALL_GATHER(torch.empty(9, device="cuda"), other)
-    assert {key.why for key in smp.comm.report() if key.path == "nccl"} == {"too small", "cuda tensors"}
+    assert {key.why for key in smp.comm.report() if key.path == "nccl"} == {
+        "too small", "cuda tensors", "in a coalesced batch"
+    }  # fmt: skip
 
 
 def test_ways():
@@ -180,9 +182,9 @@ def test_ways():
 
 def _broken_group():
     with (
-        mock.patch.object(ordered.cuda, "GpuCollectives", mock.Mock(side_effect=dist.DistBackendError("not there"))),
+        mock.patch.object(base_group.cuda, "GpuCollectives", mock.Mock(side_effect=dist.DistBackendError("not there"))),
         FakeTensorMode(),
-        mock.patch.object(ordered, "plain_gpu", lambda tensors: True),
+        mock.patch.object(base_group, "plain_gpu", lambda tensors: True),
     ):
         one = torch.empty(8, device="cuda")
         with pytest.raises(dist.DistBackendError, match="not there"):

@@ -210,7 +210,7 @@ def _slices():
     """Into shared buffers where a host has them; what is private on another host meets them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     comm = SharedAllGather(dist.group.WORLD)
-    for numel in (100, 5000, 50_000):  # carried, with a meeting, in messages
+    for numel in (100, 5000, 50_000):  # two with a meeting, one in messages
         for again in range(3):
             whole = comm.allocate((size * numel,), dtype=torch.float32, device=torch.device("cpu"))
             part = whole[rank * numel :][:numel]

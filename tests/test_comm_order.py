@@ -12,8 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import smp.comm
-from smp.comm import order
-from tests.clock import HANG_SECONDS, Clock
+from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed, signal_others, wait_for
 
 WORKS = 200
@@ -141,20 +140,6 @@ def _wait_with_a_limit() -> None:
         work.wait(timedelta(seconds=HANG_SECONDS))
     work.wait()
     assert (tensor == expected).all()
-
-
-def test_time_in_collectives_is_counted_as_blocked(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(order, "time", clock)
-    monkeypatch.setattr(order, "_blocked", 0.0)
-
-    def collective() -> None:
-        clock.now += 2.0
-
-    clock.now += 5.0  # beside it
-    order.Order("test").run(collective)
-    clock.now += 5.0
-    assert order.blocked_seconds() == 2.0
 
 
 def _all_orders() -> None:

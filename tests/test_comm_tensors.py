@@ -13,7 +13,7 @@ from smp.comm.arena import SIGNATURE_BYTES, sign, smallest_slot
 from smp.comm.tensors import Output, check_outputs, overlap, plain_cpu
 from tests.distributed import run_distributed
 
-LARGE = 20_000  # elements; from 32 KiB on, more than two ranks share the work of adding up
+LARGE = 200_000  # elements; from 2 MiB of all ranks on, more than two ranks share the work of adding up
 
 
 def _needs_grad() -> None:

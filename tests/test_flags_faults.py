@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from smp.faults import watchdog
-from smp.faults.guard import Guard
-from smp.runtime import Launch
 from smp.train import trainer
 from tests.clock import Clock, wait_until
-from tests.flags import SYNTHETIC, check, differs, parse
+from tests.flags import SYNTHETIC, check, differs
 from tests.job import LLAMA, run_job
 
 
@@ -33,16 +29,8 @@ def test_nonfinite(tmp_path):
     differs(end, ["--nonfinite_budget", 2], (1, 2), skip)
 
 
-@check("watchdog_timeout", "straggler_ratio")
+@check("watchdog_timeout")
 def test_watched(tmp_path):
-    def guard(words, world_size=2):
-        config = parse([*LLAMA, *SYNTHETIC, *words]).faults
-        launch = Launch(0, world_size, 0, world_size)
-        return Guard(config, launch, torch.device("cpu"), backend="smddp", run_dir=tmp_path, timeout=1.0)
-
-    differs(lambda words: guard(words).stragglers.enabled, ["--straggler_ratio", 0], False)
-    differs(lambda words: bool(guard(words).stragglers.slow([1.0, 2.0], 20)), ["--straggler_ratio", 3], False)
-
     def ends(rank):
         """The step takes long, as the watchdog sees it."""
         inner, clock = trainer.forward, Clock()

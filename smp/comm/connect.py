@@ -3,58 +3,25 @@
 from __future__ import annotations
 
 import collections
-import functools
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from smp.comm.arena import SLOTS, Arena, Layout, smallest_slot
-from smp.comm.host import HostCollectives, LoneCollectives
 from smp.comm.hosts import HostsCollectives
+from smp.comm.intra_host import HostCollectives
 from smp.comm.kernel import load
 from smp.comm.peers import Peers
-from smp.comm.reduction import Reduction
 from smp.comm.segment import Segment, share
 from smp.comm.settings import Settings, read_settings
 from smp.comm.topology import Member, Topology, arrange, exchange, gather
 from smp.comm.wire import Wire
 
-
-class Collectives(Protocol):
-    """What a group does itself, in one host or across several. Sizes and places are by group rank."""
-
-    def agree(self, signature: bytes) -> None:
-        """See that all ranks do the same."""
-
-    def barrier(self, signature: bytes) -> None:
-        """Wait for everyone."""
-
-    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        """See :meth:`HostCollectives.all_gather`."""
-
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
-        """Complete a gathered buffer that this host's ranks share.
-
-        Args:
-            signature: of the operation; what is different on other hosts comes after ``" @ "``.
-            address: of the buffer in this process; each rank's own ``part`` bytes of it are filled.
-            part: bytes of each rank.
-        """
-
-    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
-        """See :meth:`HostCollectives.broadcast`."""
-
-    def reduce_scatter(
-        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
-    ) -> None:
-        """See :meth:`HostCollectives.reduce_scatter`."""
-
-    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """See :meth:`HostCollectives.all_reduce`."""
+# What a group does itself: in one host, or across several.
+Collectives = HostCollectives | HostsCollectives
 
 
 class Connection:
@@ -87,7 +54,7 @@ class Connection:
         self.store, self.settings = store, settings
         self.topology, self.peers, self.collectives, self.arena, self.why = topology, peers, collectives, arena, why
         self.wire = wire
-        self.path = "shared memory" if wire is None else "shared memory and network" if arena else "network"
+        self.path = "shared memory" if wire is None else "shared memory and network" if peers.size > 1 else "network"
 
     def share(self, name: str, size: int, timeout: float) -> tuple[Segment | None, str]:
         """Make more memory that this host's ranks share: see :func:`smp.comm.segment.share`."""
@@ -134,17 +101,18 @@ def join(options: Any) -> Callable[[timedelta], Connection]:
     store = dist.PrefixStore(f"smddp{_generations[name]}", options.store)
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     settings = read_settings()
+    members: Sequence[Member] = ()
     if not ranks:
-        _World.members = exchange(store, rank, size, options.timeout)
-        return functools.partial(_connect, store, arrange(_World.members, rank), range(size), name, settings)
-    if _World.members and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
+        members = _World.members = exchange(store, rank, size, options.timeout)
+        ranks = list(range(size))
+    elif _World.members and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
         members = [_World.members[r] for r in ranks]
-        return functools.partial(_connect, store, arrange(members, rank), ranks, name, settings)
 
-    def ask_then_connect(timeout: timedelta) -> Connection:
-        return _connect(store, arrange(exchange(store, rank, size, timeout), rank), ranks, name, settings, timeout)
+    def connect(timeout: timedelta) -> Connection:
+        topology = arrange(members or exchange(store, rank, size, timeout), rank)
+        return _connect(store, topology, ranks, name, settings, timeout)
 
-    return ask_then_connect
+    return connect
 
 
 def _connect(
@@ -152,24 +120,23 @@ def _connect(
 ) -> Connection:
     here = topology.neighbours
     peers = Peers([topology.members[r].pid for r in here], [ranks[r] for r in here], topology.local)
-    arena, why = None, ""
+    arena = local = wire = None
     if not topology.even:
         why = "the hosts hold unequal numbers of the group's ranks"
-    elif len(here) > 1:
+    else:
         # The first rank's settings hold: the others learn the size from the segment.
         size = Layout(len(here), max(settings.scratch // SLOTS, smallest_slot(len(here)))).total
         segment, why = share(store, f"host{topology.host}/arena", size, peers=peers, timeout=timeout)
         if segment is not None:
-            arena = Arena(segment, peers, name, load() if settings.kernel else None)
-    local = HostCollectives(arena) if arena is not None else LoneCollectives()
-    wire = None
+            arena = Arena(segment, peers, name, load() if settings.kernel and peers.size > 1 else None)
+            local = HostCollectives(arena)
+    collectives: Collectives | None = local
     if len(topology.hosts) > 1 and topology.even:
-        chunk = arena.layout.slot_bytes if arena is not None else settings.scratch // SLOTS
-        chunk, why = _agree(store, topology, ranks, chunk, why, timeout)
-        wire = None if why else Wire(store, topology, ranks, name, timeout)
-    collectives: Collectives | None = None if why else local
-    if wire is not None:
-        collectives = HostsCollectives(local, wire, topology, ranks=ranks, group=name, chunk=chunk)
+        chunk, why = _agree(store, topology, ranks, local.chunk if local is not None else 0, why, timeout)
+        if local is not None and not why:
+            wire = Wire(store, topology, ranks, name, timeout)
+            collectives = HostsCollectives(local, wire, topology, ranks=ranks, group=name, chunk=chunk)
+    collectives = None if why else collectives
     return Connection(store, settings, topology, peers, collectives=collectives, arena=arena, wire=wire, why=why)
 
 

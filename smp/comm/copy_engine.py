@@ -11,25 +11,7 @@ from collections.abc import Callable
 import torch
 
 from smp.comm.reduction import Reduction
-from smp.comm.settings import Settings
 from smp.comm.symmetric import Block
-
-
-def why_not(operation: str, size: int, settings: Settings, *, capturing: bool, coalescing: bool) -> str:
-    """Why NCCL does a collective better, or nothing: the same on all ranks.
-
-    Args:
-        operation: ``all_gather`` or ``reduce_scatter``.
-        size: bytes of one rank's part.
-        settings: the group's.
-        capturing: whether the current stream is being captured in a graph: the copies wait for other streams.
-        coalescing: whether the call is one of a batch that NCCL starts and ends.
-    """
-    if operation == "reduce_scatter" and not settings.gpu_sums:
-        return "NCCL adds while it moves"
-    if coalescing or capturing:
-        return "in a coalesced batch" if coalescing else "in a graph capture"
-    return "too small" if size < settings.gpu_minimum else ""
 
 
 class CopyEngine:

@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import _symmetric_memory
 from torch.distributed.fsdp import FSDPModule
 
+from smp.comm.buffer_pool import BufferPool, control_bytes
 from smp.comm.connect import Connection
-from smp.comm.copy_engine import CopyEngine, why_not
-from smp.comm.order import DONE, GpuWork
+from smp.comm.copy_engine import CopyEngine
 from smp.comm.reduction import Reduction, supported
-from smp.comm.ring import SharedRing, control_bytes
 from smp.comm.symmetric import Memory, SymmetricBuffers
 from smp.comm.tensors import Output, flat, nbytes, overlap
+from smp.comm.work_queue import DONE, GpuWork
 
 PATH = "symmetric memory"
 SEVERAL_HOSTS = "several hosts"
@@ -78,15 +78,27 @@ class GpuCollectives:
                 self._engine = CopyEngine(workspace, rank, self._size, seconds)
 
     def why_not(self, operation: str, tensor: torch.Tensor, *, reduction: str | None, coalescing: bool) -> str:
-        """Why NCCL does this call, or nothing; ``tensor`` is one rank's part, the rest as for :func:`why_not`."""
+        """Why NCCL does a collective better, or nothing: the same on all ranks.
+
+        Args:
+            operation: ``all_gather`` or ``reduce_scatter``.
+            tensor: one rank's part.
+            reduction: its name, or None.
+            coalescing: whether the call is one of a batch that NCCL starts and ends.
+        """
         if self.unavailable:
             return self.unavailable
         if tensor.device != self.device:
             return f"not on {self.device}, the group's first GPU"
         if reduction is not None and not supported(reduction, tensor.dtype):
             return f"{reduction} of {tensor.dtype}"
-        capturing = torch.cuda.is_current_stream_capturing()
-        return why_not(operation, nbytes(tensor), self.settings, capturing=capturing, coalescing=coalescing)
+        if operation == "reduce_scatter" and not self.settings.gpu_sums:
+            return "NCCL adds while it moves"
+        if coalescing:
+            return "in a coalesced batch"
+        if torch.cuda.is_current_stream_capturing():  # the copies wait for other streams
+            return "in a graph capture"
+        return "too small" if nbytes(tensor) < self.settings.gpu_minimum else ""
 
     def run(self, collective: Callable[[], None], tensors: Sequence[torch.Tensor], *, async_op: bool) -> Work:
         """Put a collective on the current stream, or, if it is asynchronous, on one beside it.
@@ -142,18 +154,15 @@ class GpuCollectives:
         if segment is None:
             return why
         assert self._memory is not None
-        self.buffers = SymmetricBuffers(SharedRing(segment, peers), self._memory, self._seconds, self.settings.poison)
+        self.buffers = SymmetricBuffers(BufferPool(segment, peers), self._memory, self._seconds, self.settings.poison)
         return ""
 
 
 def _lease(group: Any, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     buffers, leased = group.gpu(device).buffers, None
     if buffers is not None:
-        try:
+        with group.failing():
             leased = buffers.lease(math.prod(int(s) for s in size), dtype)
-        except dist.DistBackendError as error:
-            group.fail(error)
-            raise
     return torch.empty(*size, dtype=dtype, device=device) if leased is None else leased
 
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from smp.comm.buffer_pool import BufferPool, control_bytes, tensor
 from smp.comm.connect import Collectives
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.group import SmddpGroup, either
-from smp.comm.host import HostCollectives
+from smp.comm.intra_host import HostCollectives
 from smp.comm.reduction import Reduction, reduction_name, supported
-from smp.comm.ring import SharedRing, control_bytes, tensor
 
 PATH = "shared buffer"
 
@@ -38,16 +38,17 @@ class _Pool:
         self.peers, self.seconds = connection.peers, group.seconds
         self.one_host = len(connection.topology.hosts) == 1
         limit = connection.settings.shared
-        segment = None
-        if connection.arena is not None and connection.collectives is not None and limit:
+        self.buffers: BufferPool | None = None
+        if self.peers.size > 1 and connection.collectives is not None and limit:
             segment, _ = connection.share("buffers", control_bytes(self.peers.size) + limit, group.seconds)
-        self.ring = SharedRing(segment, self.peers, poison=connection.settings.poison) if segment is not None else None
+            if segment is not None:
+                self.buffers = BufferPool(segment, self.peers, poison=connection.settings.poison)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
         """A buffer of ``shared`` times the bytes asked for, of which this rank gets its own part (1: all get all)."""
         numel = math.prod(int(s) for s in size)
         part = numel * dtype.itemsize
-        lease = self.ring.lease(part * shared, self.seconds) if self.ring is not None else None
+        lease = self.buffers.lease(part * shared, self.seconds) if self.buffers is not None else None
         if lease is None:
             return torch.empty(numel, dtype=dtype)
         whole = tensor(lease, numel * shared, dtype)
@@ -55,10 +56,10 @@ class _Pool:
 
     def offset(self, buffer: torch.Tensor) -> int | None:
         """Where in the shared memory a tensor begins, or None if it is elsewhere."""
-        if self.ring is None:
+        if self.buffers is None:
             return None
-        offset = buffer.data_ptr() - self.ring.segment.address
-        return offset if 0 <= offset < self.ring.segment.size else None
+        offset = buffer.data_ptr() - self.buffers.segment.address
+        return offset if 0 <= offset < self.buffers.segment.size else None
 
 
 def _pool(group: SmddpGroup) -> _Pool:
@@ -68,11 +69,8 @@ def _pool(group: SmddpGroup) -> _Pool:
 
 
 def _allocate(group: SmddpGroup, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
-    try:
+    with group.failing():
         return _pool(group).allocate(size, dtype, shared=shared)
-    except dist.DistBackendError as error:
-        group.fail(error)
-        raise
 
 
 class SharedAllGather:
@@ -167,8 +165,8 @@ class SharedReduceScatter:
         size, rank, numel = pool.peers.size, pool.peers.local, input_tensor.numel()
         itemsize = input_tensor.element_size()
         base = offset - rank * numel * itemsize  # of the first rank's input
-        assert pool.ring is not None
-        memory = pool.ring.segment.map
+        assert pool.buffers is not None
+        memory = pool.buffers.segment.map
         inner = either(self._group._plain, "reduce_scatter_single", "_reduce_scatter_base")
 
         def run(collectives: Collectives, signature: bytes) -> None:

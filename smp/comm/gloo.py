@@ -16,12 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-
-class _Done:
-    """What an asynchronous call returns: the exchange has ended by then."""
-
-    def wait(self) -> bool:
-        return True
+from smp.comm.reduction import Reduction
+from smp.comm.work_queue import DONE, DoneWork
 
 
 def _exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -48,7 +44,7 @@ class DirectAllGather(_Allocating):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> _Done | None:
+    ) -> DoneWork | None:
         """Gather.
 
         Args:
@@ -63,7 +59,7 @@ class DirectAllGather(_Allocating):
             _exchange([input_tensor] * group.size(), list(places), group)
             if input_tensor.data_ptr() != places[rank].data_ptr():
                 places[rank].copy_(input_tensor)
-        return _Done() if async_op else None
+        return DONE if async_op else None
 
 
 class DirectReduceScatter(_Allocating):
@@ -76,7 +72,7 @@ class DirectReduceScatter(_Allocating):
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> _Done | None:
+    ) -> DoneWork | None:
         """Reduce.
 
         Args:
@@ -99,10 +95,8 @@ class DirectReduceScatter(_Allocating):
             if size == 1:
                 output_tensor.copy_(received[0])
             else:
-                torch.add(received[0], received[1], out=output_tensor)
-            for part in received[2:]:
-                output_tensor.add_(part)
-        return _Done() if async_op else None
+                Reduction("SUM", size).combine(received, output_tensor)
+        return DONE if async_op else None
 
 
 def install(module: FSDPModule) -> None:

@@ -5,21 +5,44 @@ torch 2.13 calls ``all_gather_single`` and the like, older versions ``_allgather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
-from smp.comm import report
+from smp.comm.base_group import BaseGroup, GpuRun
 from smp.comm.connect import Collectives
-from smp.comm.ordered import GpuRun, OrderedGroup
 from smp.comm.reduction import Reduction, reduction_name, supported
 from smp.comm.tensors import Output, check_list, check_outputs, check_single, dense, flat, nbytes, overlap, plain_cpu
 
 
-class SmddpGroup(OrderedGroup):
+def either(group: ProcessGroup, name: str, older: str = "") -> Callable[..., Any]:
+    """torch 2.13's method, or what it was called before."""
+    return getattr(group, name if hasattr(group, name) else older)
+
+
+def _options(kind: Callable[[], Any], op: Any) -> Any:
+    """The options of a call that gives only its reduction."""
+    opts = kind()
+    if op is not None:
+        opts.reduceOp = op if isinstance(op, ReduceOp) else ReduceOp(op)
+    return opts
+
+
+def _left(operation: str, name: str, older: str = "", *, given: int = 0) -> Callable[..., Any]:
+    """Make a method that leaves a collective to the inner backend; argument number ``given`` is counted."""
+
+    def method(self: BaseGroup, *arguments: Any) -> Any:
+        base, tensors = either(self._plain, name, older), arguments[given]
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return self._inner(operation, tensors, "left to it", lambda: base(*arguments))
+
+    return method
+
+
+class SmddpGroup(BaseGroup):
     """A group of backend ``smddp``; made by ``init_process_group`` and ``new_group``."""
 
     # --- all_gather
@@ -77,14 +100,15 @@ class SmddpGroup(OrderedGroup):
     def all_gather_single_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         base = either(self._plain, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         calls = [(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)]
-        return self._each(calls, self.all_gather_single, base, output_lists, input_list, opts)
+        return self._each("all_gather", input_list, self.all_gather_single, calls, base, output_lists, input_list, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         # output_lists[rank][i] is of input i.
         calls = [([[ranks[i] for ranks in output_lists]], [source], opts) for i, source in enumerate(input_list)]
-        return self._each(calls, self.allgather, self._plain.allgather_coalesced, output_lists, input_list, opts)
+        base = self._plain.allgather_coalesced
+        return self._each("all_gather", input_list, self.allgather, calls, base, output_lists, input_list, opts)
 
     # --- reduce_scatter
 
@@ -113,7 +137,11 @@ class SmddpGroup(OrderedGroup):
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(output_tensors, torch.Tensor):
-            output_tensors, input_tensors, opts = [output_tensors], [input_tensors], _reduce_scatter_options(opts)
+            output_tensors, input_tensors, opts = (
+                [output_tensors],
+                [input_tensors],
+                _options(ReduceScatterOptions, opts),
+            )
         output, inputs = output_tensors[0], input_tensors[0]
         opts = opts or ReduceScatterOptions()
         name, base = reduction_name(opts.reduceOp), self._plain.reduce_scatter
@@ -148,7 +176,7 @@ class SmddpGroup(OrderedGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         base = either(self._plain, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
         calls = [(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return self._each(calls, self.reduce_scatter_single, base, outputs, inputs, opts)
+        return self._each("reduce_scatter", inputs, self.reduce_scatter_single, calls, base, outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -158,7 +186,7 @@ class SmddpGroup(OrderedGroup):
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if opts is None or not hasattr(opts, "reduceOp"):
-            opts = _all_reduce_options(opts)
+            opts = _options(AllreduceOptions, opts)
         tensor, base = tensors[0], self._plain.allreduce
         name = reduction_name(opts.reduceOp)
         if len(tensors) != 1 or not plain_cpu(tensors) or not supported(name, tensor.dtype):
@@ -180,13 +208,14 @@ class SmddpGroup(OrderedGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         calls = [([t], opts) for t in tensors]
-        return self._each(calls, self.allreduce, self._plain.allreduce_coalesced, tensors, opts)
+        return self._each("all_reduce", tensors, self.allreduce, calls, self._plain.allreduce_coalesced, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if not hasattr(opts, "rootRank"):
-            opts = _broadcast_options(opts)
+            root, opts = opts or 0, BroadcastOptions()
+            opts.rootRank = root
         tensor, base, root = tensors[0], self._plain.broadcast, opts.rootRank
         if len(tensors) != 1 or not plain_cpu(tensors):
             return self._elsewhere("broadcast", tensors, lambda: base(tensors, opts))
@@ -210,74 +239,23 @@ class SmddpGroup(OrderedGroup):
         if self.has_nccl:
             # NCCL's also waits for this GPU's stream.
             return self._inner("barrier", (), "of GPUs", lambda: base(opts))
-        return self.launch("barrier", 0, ("barrier",), lambda c, s: c.barrier(s), lambda: base(opts), opts=opts)
+        return self.launch("barrier", 0, ("barrier",), lambda c, s: c.agree(s), lambda: base(opts), opts=opts)
 
     # --- left to the inner backends
 
-    def reduce(self, tensors: Any, *arguments: Any) -> Any:
-        base = self._plain.reduce
-        return self._inner("reduce", _listed(tensors), "left to it", lambda: base(tensors, *arguments))
-
-    def gather(self, outputs: Any, inputs: Any, *arguments: Any) -> Any:
-        base = self._plain.gather
-        return self._inner("gather", _listed(inputs), "left to it", lambda: base(outputs, inputs, *arguments))
-
-    def scatter(self, outputs: Any, inputs: Any, *arguments: Any) -> Any:
-        base = self._plain.scatter
-        return self._inner("scatter", _listed(outputs), "left to it", lambda: base(outputs, inputs, *arguments))
-
-    def alltoall(self, outputs: Any, inputs: Any, *arguments: Any) -> Any:
-        base = self._plain.alltoall
-        return self._inner("all_to_all", _listed(inputs), "left to it", lambda: base(outputs, inputs, *arguments))
-
-    def all_to_all_single(self, output: Any, input: Any, *arguments: Any) -> Any:
-        base = either(self._plain, "all_to_all_single", "alltoall_base")
-        return self._inner("all_to_all", [input], "left to it", lambda: base(output, input, *arguments))
-
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    reduce = _left("reduce", "reduce")
+    gather = _left("gather", "gather", given=1)
+    scatter = _left("scatter", "scatter")
+    alltoall = _left("all_to_all", "alltoall", given=1)
+    all_to_all_single = alltoall_base = _left("all_to_all", "all_to_all_single", "alltoall_base", given=1)
 
     def send(self, tensors: Any, *arguments: Any) -> Any:
-        self._check_usable()
-        report.count("send", nbytes(tensors[0]), _device_path(tensors[0]), "left to it")
+        self._count("send", tensors)
         return super().send(tensors, *arguments)
 
     def recv(self, tensors: Any, *arguments: Any) -> Any:
-        self._check_usable()
-        report.count("recv", nbytes(tensors[0]), _device_path(tensors[0]), "left to it")
+        self._count("recv", tensors)
         return super().recv(tensors, *arguments)
-
-
-def _device_path(tensor: torch.Tensor) -> str:
-    return "nccl" if tensor.device.type == "cuda" else "gloo"
-
-
-def _listed(tensors: Any) -> Sequence[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def either(group: ProcessGroup, name: str, older: str) -> Callable[..., Any]:
-    """torch 2.13's method, or what it was called before."""
-    return getattr(group, name if hasattr(group, name) else older)
-
-
-def _all_reduce_options(op: Any) -> Any:
-    opts = AllreduceOptions()
-    if op is not None:
-        opts.reduceOp = op if isinstance(op, ReduceOp) else ReduceOp(op)
-    return opts
-
-
-def _reduce_scatter_options(op: Any) -> Any:
-    opts = ReduceScatterOptions()
-    if op is not None:
-        opts.reduceOp = op if isinstance(op, ReduceOp) else ReduceOp(op)
-    return opts
-
-
-def _broadcast_options(root: Any) -> Any:
-    opts = BroadcastOptions()
-    opts.rootRank = root or 0
-    return opts
 
 
 def create(options: Any, pg_options: Any = None) -> SmddpGroup:

@@ -20,13 +20,13 @@ import torch
 
 from smp.comm import futex
 from smp.comm.arena import Mismatch, common_part
-from smp.comm.host import HostCollectives, LoneCollectives
 from smp.comm.hosts_reduction import ReduceScatter
+from smp.comm.intra_host import HostCollectives, shares
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import PAYLOAD, Message, Wire, memory
 
-# Up to so many bytes of a host, each of its ranks carries all of them: that spares a round of the arena.
+# Up to so many bytes, each rank of a host carries all of a broadcast or sum: that spares a round of the arena.
 _CARRIED_BYTES = 4096
 
 
@@ -47,14 +47,13 @@ class HostsCollectives:
     """
 
     def __init__(
-        self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *,
+        self, local: HostCollectives, wire: Wire, topology: Topology, *,
         ranks: Sequence[int], group: str, chunk: int,
     ):  # fmt: skip
         self.local, self.wire, self.hosts, self._topology = local, wire, topology.hosts, topology
         self.host, self.place, self.mates = topology.host, topology.local, topology.neighbours
         self.rank = self.mates[self.place]
-        self._arena = local.arena if isinstance(local, HostCollectives) else None
-        self._others = self._arena.others if self._arena is not None else ()
+        self._arena, self._others = local.arena, local.arena.others
         self._ranks, self._group, self._slot = ranks, group, chunk
         # Where nothing is handed on, nothing is gained by cutting what is moved.
         self._chunk = chunk if self._others else 2**30
@@ -82,21 +81,16 @@ class HostsCollectives:
             raise Mismatch(self._group, "; ".join(whole)) from local
 
     def agree(self, signature: bytes) -> None:
-        """See that all ranks do the same."""
-        self._meet(signature, lambda: self.local.agree(signature))
-
-    def barrier(self, signature: bytes) -> None:
-        """Return when every rank has called it."""
+        """See that all ranks do the same: return when every rank has called it."""
         self._meet(signature, lambda: self.local.agree(signature))
 
     def _put(self, k: int, source: int, nbytes: int, offset: int = 0) -> None:
         """Copy into this rank's slot for round k, if there is anybody to read it."""
-        if self._arena is not None:
+        if self._others:
             futex.copy(self._arena.address(self.place, k) + offset, source, nbytes)
 
     def _get(self, other: int, k: int, place: int, nbytes: int) -> None:
         """Wait for a local rank's round k, and copy from its slot if ``nbytes`` is positive."""
-        assert self._arena is not None
         self._arena.wait(other, k)
         if nbytes > 0:
             futex.copy(place, self._arena.address(other, k), nbytes)
@@ -105,29 +99,12 @@ class HostsCollectives:
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank: see :meth:`HostCollectives.all_gather`."""
-        if max(sum(sizes[r] for r in ranks) for ranks in self.hosts) <= _CARRIED_BYTES:
-            self._all_gather_carried(signature, source, sizes, places)
-        elif max(sizes) <= PAYLOAD:
+        if max(sizes) <= PAYLOAD:
             self._exchange_packed(signature, source, sizes, places)
             self._hand_on(signature, source, sizes, places, {})
         else:
             self.agree(signature)
             self._all_gather(signature, source, sizes, places)
-
-    def _all_gather_carried(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        gathered = ctypes.addressof(self._scratch)
-
-        def locally() -> None:
-            own = [sizes[r] for r in self.mates]
-            self.local.all_gather(signature, source, own, [gathered + sum(own[:i]) for i in range(len(own))])
-            self.wire.pack_for_all(gathered, sum(own))
-
-        self._meet(signature, locally)
-        for host, ranks in enumerate(self.hosts):
-            address = gathered if host == self.host else self.wire.incoming(host)
-            for r in ranks:
-                futex.copy(places[r], address, sizes[r])
-                address += sizes[r]
 
     def _exchange_packed(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Exchange with this rank's other ends in the meeting."""
@@ -197,7 +174,8 @@ class HostsCollectives:
                 r = self.hosts[host][other]
                 self._get(other, k, places[r] + start, min(self._chunk, sizes[r] - start))
 
-        self.local.rounds(signature, len(steps), fill, take)
+        if steps:
+            self.local.rounds(signature, len(steps), fill, take)
 
     def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
         """Complete a gathered buffer that this host's ranks share, whose pages every rank of the host sees.
@@ -212,29 +190,14 @@ class HostsCollectives:
         sizes = [part] * len(self._ranks)
         places = [address + r * part for r in range(len(sizes))]
         own = places[self.rank]
-        if part * len(self.mates) <= _CARRIED_BYTES:
-            self._exchange_slices_carried(signature, places, part)
-        elif part <= PAYLOAD:
+        if part <= PAYLOAD:
             self._exchange_packed(signature, own, sizes, places)
         else:
             self.agree(signature)
             leaving, arriving = self._exchange(own, sizes, places)
             for message in (*leaving, *arriving.values()):
                 message.wait()
-        self.local.barrier(signature)
-
-    def _exchange_slices_carried(self, signature: bytes, places: Sequence[int], part: int) -> None:
-        gathered = ctypes.addressof(self._scratch)
-
-        def locally() -> None:
-            self.local.agree(signature)
-            for i, r in enumerate(self.mates):
-                futex.copy(gathered + i * part, places[r], part)
-            self.wire.pack_for_all(gathered, len(self.mates) * part)
-
-        self._meet(signature, locally)
-        for host in self.wire.before:
-            futex.copy(places[self.hosts[host][self.place]], self.wire.incoming(host) + self.place * part, part)
+        self.local.agree(signature)
 
     # --- broadcast
 
@@ -357,7 +320,7 @@ class HostsCollectives:
         """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if nbytes > _CARRIED_BYTES:
-            parts = self._shares(tensor)
+            parts = shares(tensor, len(self._ranks))
             own = parts[self.rank]
             self.reduce_scatter(signature, parts, own, reduction)
             sizes = [part.numel() * part.dtype.itemsize for part in parts]
@@ -371,13 +334,6 @@ class HostsCollectives:
 
         self._meet(signature, locally)
         self._combine_payloads(sums, tensor, reduction)
-
-    def _shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A part of a tensor for each rank; the last may be shorter, or empty."""
-        size = len(self._ranks)
-        share = -(-tensor.numel() // size)
-        share = -(-share // 64) * 64
-        return [tensor[share * r : share * (r + 1)] for r in range(size)]
 
     def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to work in, kept for the next time: fresh pages cost as much as what is done with them."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from smp.comm import futex
-from smp.comm.host import HostCollectives, LoneCollectives, add_up
+from smp.comm.intra_host import HostCollectives, add_up
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import Message, Wire
@@ -34,7 +34,7 @@ class ReduceScatter:
     """
 
     def __init__(
-        self, local: HostCollectives | LoneCollectives, wire: Wire, topology: Topology, *, chunk: int,
+        self, local: HostCollectives, wire: Wire, topology: Topology, *, chunk: int,
         parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction,
         workspace: Callable[[int, torch.dtype], torch.Tensor],
     ):  # fmt: skip
@@ -76,7 +76,7 @@ class ReduceScatter:
     def _sum(self, index: int, host: int) -> torch.Tensor:
         """This host's sums of a batch for this rank's place on a host: made there, or this rank's own part if alone."""
         part = self._part(self._hosts[host][self._place], index * self._batch, self._batch)
-        if isinstance(self._local, HostCollectives):
+        if self._local.size > 1:
             return self._sums[index % _DEPTH, host, : part.numel()]
         return part
 
@@ -89,12 +89,11 @@ class ReduceScatter:
     def _fill(self, step: int, k: int) -> None:
         """Give the peers a piece of this rank's parts for their places on one host."""
         _, host, start, _ = self._steps[step]
-        if isinstance(self._local, HostCollectives):
-            arena = self._local.arena
-            for other in arena.others:
-                part = self._part(self._hosts[host][other], start, self._piece)
-                slot = arena.address(self._place, k) + other * self._piece * self._itemsize
-                futex.copy(slot, part.data_ptr(), part.numel() * self._itemsize)
+        arena = self._local.arena
+        for other in arena.others:
+            part = self._part(self._hosts[host][other], start, self._piece)
+            slot = arena.address(self._place, k) + other * self._piece * self._itemsize
+            futex.copy(slot, part.data_ptr(), part.numel() * self._itemsize)
 
     def _take(self, step: int, k: int) -> None:
         """Sum a piece for this rank's place on one host, and send the batch there when it is complete."""
@@ -102,9 +101,9 @@ class ReduceScatter:
         key, offset = (index % _DEPTH, host), start - index * self._batch
         if not offset and key in self._leaving:
             self._leaving.pop(key).wait()
-        if isinstance(self._local, HostCollectives):
+        if self._local.size > 1:
             own = self._part(self._hosts[host][self._place], start, self._piece)
-            self._sum_slots(self._local, own, k, self._sums[key][offset : offset + own.numel()])
+            self._sum_slots(own, k, self._sums[key][offset : offset + own.numel()])
         if start + self._piece < end:
             return
         if host != self._host:
@@ -114,8 +113,9 @@ class ReduceScatter:
         elif index:
             self._finish(index - 1)
 
-    def _sum_slots(self, local: HostCollectives, own: torch.Tensor, k: int, out: torch.Tensor) -> None:
+    def _sum_slots(self, own: torch.Tensor, k: int, out: torch.Tensor) -> None:
         """Reduce this host's parts in rank order: this rank's ``own``, and the peers' in their slots."""
+        local = self._local
         for other in local.arena.others:
             local.arena.wait(other, k)
         if own.numel():

@@ -11,35 +11,6 @@ import weakref
 from collections.abc import Sequence
 
 
-class _Process:
-    """A watched process. One descriptor per process, however many groups share it."""
-
-    def __init__(self, pid: int):
-        try:
-            self.descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.descriptor = -1
-            return
-        weakref.finalize(self, os.close, self.descriptor)
-
-    def ended(self) -> bool:
-        if self.descriptor < 0:
-            return True
-        poll = select.poll()  # of its own: groups ask in several threads, and an object takes one at a time
-        poll.register(self.descriptor, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-_processes: weakref.WeakValueDictionary[int, _Process] = weakref.WeakValueDictionary()
-
-
-def _watch(pid: int) -> _Process:
-    process = _processes.get(pid)
-    if process is None:
-        process = _processes[pid] = _Process(pid)
-    return process
-
-
 class Peers:
     """The ranks of one group on this host.
 
@@ -51,7 +22,7 @@ class Peers:
 
     def __init__(self, pids: Sequence[int], ranks: Sequence[int], local: int):
         self.pids, self.ranks, self.local, self.size = tuple(pids), tuple(ranks), local, len(pids)
-        self._watched: list[_Process | None] = [None] * self.size
+        self._descriptors: dict[int, int] = {}  # by local rank; -1: it had ended when it was first asked for
 
     def label(self, local: int) -> str:
         """How messages name a peer."""
@@ -61,6 +32,18 @@ class Peers:
         """Whether this peer's process has ended."""
         if local == self.local:
             return False
-        if (process := self._watched[local]) is None:
-            process = self._watched[local] = _watch(self.pids[local])
-        return process.ended()
+        if local not in self._descriptors:
+            self._descriptors[local] = self._open(self.pids[local])
+        if (descriptor := self._descriptors[local]) < 0:
+            return True
+        poll = select.poll()  # of its own: several threads ask, and an object takes one at a time
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _open(self, pid: int) -> int:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return -1
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor

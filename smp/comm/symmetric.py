@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup
 
-from smp.comm.ring import SharedRing
+from smp.comm.buffer_pool import BufferPool
 from smp.comm.settings import Settings
 from smp.comm.topology import gather
 
@@ -231,14 +231,14 @@ def _tensor(lease: _Lease, device: torch.device) -> torch.Tensor:
 
 
 class SymmetricBuffers:
-    """Buffers in symmetric memory, the same ones on every rank: the ring decides which.
+    """Buffers in symmetric memory, the same ones on every rank: the pool decides which.
 
     A rank's buffer is written by that rank alone, so the order of its own streams is enough for using one again.
     """
 
-    def __init__(self, ring: SharedRing, memory: Memory, seconds: Callable[[], float], poison: bool):
-        self._ring, self._memory, self._seconds, self._poison = ring, memory, seconds, poison
-        self._blocks: dict[int, Block | None] = {}  # by the ring's offset
+    def __init__(self, pool: BufferPool, memory: Memory, seconds: Callable[[], float], poison: bool):
+        self._pool, self._memory, self._seconds, self._poison = pool, memory, seconds, poison
+        self._blocks: dict[int, Block | None] = {}  # by the pool's offset
         self._by_address: dict[int, Block] = {}
 
     def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -247,10 +247,10 @@ class SymmetricBuffers:
         It is given back when its last tensor is gone, and the next user's stream then waits for this one.
         """
         nbytes = numel * dtype.itemsize
-        hold = self._ring.lease(nbytes, self._seconds()) if nbytes else None
+        hold = self._pool.lease(nbytes, self._seconds()) if nbytes else None
         if hold is None:
             return None
-        offset = ctypes.addressof(hold) - self._ring.segment.address  # type: ignore[arg-type] # a ctypes array
+        offset = ctypes.addressof(hold) - self._pool.segment.address  # type: ignore[arg-type] # a ctypes array
         if offset not in self._blocks:
             block, _ = self._memory.allocate(-(-nbytes // _PAGE) * _PAGE)
             self._blocks[offset] = block

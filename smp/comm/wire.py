@@ -94,21 +94,15 @@ class Wire:
 
     # --- messages
 
-    def send(self, host: int, data: torch.Tensor) -> Message:
+    def send(self, host: int, data: torch.Tensor, tag: int = _DATA) -> Message:
         """Begin to send a contiguous tensor, which must not be empty."""
-        return self._send(host, data, _DATA)
-
-    def receive(self, host: int, data: torch.Tensor) -> Message:
-        """Begin to receive into a contiguous tensor, which must not be empty."""
-        return self._receive(host, data, _DATA)
-
-    def _send(self, host: int, data: torch.Tensor, tag: int) -> Message:
         try:
             return Message(self, host, self._link.send([data], host, tag))
         except RuntimeError as error:
             self.fail(host, error)
 
-    def _receive(self, host: int, data: torch.Tensor, tag: int) -> Message:
+    def receive(self, host: int, data: torch.Tensor, tag: int = _DATA) -> Message:
+        """Begin to receive into a contiguous tensor, which must not be empty."""
         try:
             return Message(self, host, self._link.recv([data], host, tag))
         except RuntimeError as error:
@@ -136,11 +130,11 @@ class Wire:
         for host in self.before:
             # gloo takes a shorter message than the one expected.
             whole = memory(self.incoming(host) - SIGNATURE_BYTES, _MEETING_BYTES)
-            messages.append(self._receive(host, whole, _MEETING))
+            messages.append(self.receive(host, whole, _MEETING))
         for host in self.after:
             start = self._outgoing_payload(host) - SIGNATURE_BYTES
             ctypes.memmove(start, signature, SIGNATURE_BYTES)
-            messages.append(self._send(host, memory(start, SIGNATURE_BYTES + self._packed[host]), _MEETING))
+            messages.append(self.send(host, memory(start, SIGNATURE_BYTES + self._packed[host]), _MEETING))
             self._packed[host] = 0
         for message in messages:
             message.wait()

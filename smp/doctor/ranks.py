@@ -23,7 +23,7 @@ from smp.doctor.room import Check, Request
 from smp.doctor.worker import Worker, wait_for_news
 from smp.environment import rendezvous
 from smp.errors import UserError
-from smp.faults.members import process_state
+from smp.faults.peers import process_state
 from smp.runtime import Launch, launcher_serves_store
 
 _POLL_SECONDS = 0.2

@@ -1,1 +1,1 @@
-"""What a run does when something goes wrong around it: signals, crashed, hung and slow ranks, numbers that blow up."""
+"""What a run does when something goes wrong around it: signals, crashed and hung ranks, numbers that blow up."""

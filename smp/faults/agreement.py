@@ -13,22 +13,17 @@ from smp.errors import UserError
 T = TypeVar("T")
 
 
-class Agreement:
-    """Counts flags over all ranks.
+def count(device: torch.device, **flags: bool) -> dict[str, int]:
+    """How many ranks raised each flag; collective, with the same flags in the same order.
 
     Args:
         device: where the exchanged numbers are; the one that the process group's backend needs.
+        flags: this rank's.
     """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def count(self, **flags: bool) -> dict[str, int]:
-        """How many ranks raised each flag; collective, with the same flags in the same order."""
-        raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int64, device=self._device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(raised)
-        return dict(zip(flags, raised.tolist(), strict=True))
+    raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(raised)
+    return dict(zip(flags, raised.tolist(), strict=True))
 
 
 def together(action: Callable[[], T]) -> T:

@@ -10,7 +10,7 @@ from smp.config import Section, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig(Section):
-    """Numbers that are not finite, ranks that hang, ranks that are slow."""
+    """Numbers that are not finite, and ranks that hang."""
 
     nonfinite: Literal["stop", "skip"] = setting(
         "stop",
@@ -25,10 +25,4 @@ class FaultConfig(Section):
         "times as long while starting and in a checkpoint. 0: no limit.",
         minimum=0,
         maximum=1e8,
-    )
-    straggler_ratio: float = setting(
-        1.5,
-        "Warn of a rank that computes more than so many times as long as the median rank; backend smddp on CPUs. "
-        "0: never.",
-        minimum=0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +13,13 @@ import torch.distributed as dist
 
 from smp import comm
 from smp.errors import RunError
-from smp.faults.agreement import Agreement
+from smp.faults.agreement import count
 from smp.faults.config import FaultConfig
-from smp.faults.failure import failing_together
-from smp.faults.members import Members
 from smp.faults.nonfinite import NonFinite
+from smp.faults.peers import Members
+from smp.faults.propagate import failing_together
 from smp.faults.restart import SAME_STARTS, is_crash_loop
 from smp.faults.stop import INTERRUPTED, STOPPED, StopRequest
-from smp.faults.straggler import Stragglers
 from smp.faults.watchdog import Watchdog
 from smp.log import get_logger
 from smp.runtime import Launch
@@ -34,27 +34,17 @@ class Guard:
         config: the settings.
         launch: this process's place.
         device: where it computes.
-        backend: of the process group.
         run_dir: for what is written down.
         timeout: seconds to wait for other ranks.
     """
 
-    def __init__(
-        self, config: FaultConfig, launch: Launch, device: torch.device, *, backend: str, run_dir: Path, timeout: float
-    ):
-        self._launch, self._device, self._timeout, self._run_dir = launch, device, timeout, run_dir
-        waiting_is_known = launch.world_size > 1 and backend == "smddp" and device.type == "cpu"
-        self.stragglers = Stragglers(config.straggler_ratio, comm.blocked_seconds if waiting_is_known else None)
+    def __init__(self, config: FaultConfig, launch: Launch, device: torch.device, *, run_dir: Path, timeout: float):
+        self._launch, self._timeout, self._run_dir = launch, timeout, run_dir
         self.stop = StopRequest(launch.rank)
-        self.watchdog = Watchdog(
-            launch.rank,
-            timeout=config.watchdog_timeout,
-            operations=comm.last_operations,
-            stragglers=self.stragglers if self.stragglers.enabled else None,
-        )
+        self.watchdog = Watchdog(launch.rank, timeout=config.watchdog_timeout, operations=comm.last_operations)
         self.enter = self.watchdog.enter
         self.nonfinite = NonFinite(config, run_dir)
-        self._agreement = Agreement(device)
+        self._count = functools.partial(count, device)
 
     def __enter__(self) -> Guard:
         self.stop.__enter__()
@@ -88,21 +78,12 @@ class Guard:
         """
         # Asked of all: on several hosts, each launcher counts restarts of its own.
         loop = self._launch.is_main and is_crash_loop(self._run_dir, self._launch.restart, step)
-        if self._agreement.count(loop=loop)["loop"]:
+        if self._count(loop=loop)["loop"]:
             raise RunError(
                 f"this restart begins at step {step}, as the {SAME_STARTS - 1} before it did: the job "
                 f"fails before its next checkpoint each time. See the first error above; start it again when that is "
                 f"mended, or with a smaller --checkpoint_freq"
             )
-
-    def begin_step(self, step: int) -> None:
-        """Step number ``step`` (1-based) begins, with its data."""
-        self.enter("data", step)
-        self.stragglers.begin()
-
-    def end_step(self, step: int) -> None:
-        """Its update is done."""
-        self.stragglers.end(step)
 
     def agree(self, step: int, **flags: bool) -> tuple[dict[str, int], int]:
         """At a step boundary: on how many ranks each flag is raised, and the status to stop with; collective.
@@ -115,7 +96,7 @@ class Guard:
             The counts, and 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
         """
         self.enter("agreement")
-        counts = self._agreement.count(stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
+        counts = self._count(stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
         if not counts["stop"]:
             return counts, 0
         logger.warning(
@@ -126,5 +107,5 @@ class Guard:
     def part(self, status: int) -> None:
         """All exchanges are done: from here on each rank ends by itself; collective."""
         self.enter("end")
-        self._agreement.count(done=True)
+        self._count(done=True)
         self.watchdog.leave(status, self._timeout)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from smp.faults.members import Member, Members, Place, Seen, describe_hang, process_state, within
-from smp.faults.straggler import Stragglers
+from smp.faults.peers import Member, Members, Place, Seen, describe_hang, within
 from smp.log import say
 
 TICK_SECONDS = 0.25
@@ -33,21 +33,12 @@ class Watchdog:
         rank: this rank.
         timeout: seconds in one phase after which the run ends; 0: no limit.
         operations: the latest collective of every rank, by group, for the report.
-        stragglers: what is published of this rank's speed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        timeout: float,
-        operations: Callable[[], dict[str, Any]] = dict,
-        stragglers: Stragglers | None = None,
-    ):
+    def __init__(self, rank: int, *, timeout: float, operations: Callable[[], dict[str, Any]] = dict):
         self.place = Place("start", 0, time.time())
         self.members: Members | None = None
         self._rank, self._timeout, self._operations = rank, timeout, operations
-        self._stragglers = stragglers
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
         self._connected = False
         self._stopped = threading.Event()
@@ -153,8 +144,7 @@ class Watchdog:
         self._stopped.wait(2.5 * self._period)
         after = members.seen()
         if before is None or after is None:
-            others = [m for m in members.members if members.is_here(m) and process_state(m.pid)]
-            states = "; ".join(f"{m}: {process_state(m.pid)}" for m in others)
+            states = "; ".join(f"{m}: {state}" for m in members.members if (state := members.state(m)))
             who = f"rank {self._rank} has been in {place} for {age:.0f} s, and the job's store does not answer"
             text = f"{who}; {states}" if states else who
         else:
@@ -163,7 +153,7 @@ class Watchdog:
                 for m, old, new in zip(members.members, before, after, strict=True)
                 if m.rank != self._rank and (new is None or (old is not None and old.beat == new.beat))
             }
-            text = describe_hang(members.members, after, silent, state=self._state)
+            text = describe_hang(members.members, after, silent, state=members.state)
         self._print_report(text)
         within(2.0, lambda: members.connection().set("reported", "1"))
 
@@ -176,10 +166,6 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             faulthandler.dump_traceback(2)
 
-    def _state(self, member: Member) -> str:
-        assert self.members is not None
-        return process_state(member.pid) if self.members.is_here(member) else ""
-
     # --- the thread that tells the others
 
     def _publish(self) -> None:
@@ -189,8 +175,5 @@ class Watchdog:
             store = self.members.connection()
             while not self._stopped.is_set() and self._leaving is None:
                 beat += 1
-                measured = self._stragglers.measured if self._stragglers is not None else (0, 0.0)
-                store.set(f"at{self._rank}", Seen(self.place, beat, *measured).text())
-                if self._rank == 0 and self._stragglers is not None and measured[0]:
-                    self._stragglers.compare(store, self.members.size)
+                store.set(f"at{self._rank}", json.dumps(Seen(self.place, beat)))
                 self._stopped.wait(self._period)

@@ -23,7 +23,7 @@ from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
 from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
 from smp.prepare import prepare_model
-from smp.runtime import choose_backend, end_with_launcher, process_group, seed_everything
+from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.lr_schedule import LRSchedule
@@ -129,7 +129,6 @@ def main(argv: list[str] | None = None) -> int:
         config.faults,
         launch,
         plan.device,
-        backend=choose_backend(config.comm, plan.device),
         run_dir=plan.run_dir,
         timeout=config.comm.distributed_timeout,
     )

@@ -75,7 +75,7 @@ def train(trainer: Trainer) -> int:
         memory = trainer.memory if state.step < start.progress.step + 5 else NullMemoryTracker()
         lr = trainer.schedule.apply(state.step)
         record = functools.partial(memory.record, step=state.step)
-        guard.begin_step(state.step + 1)
+        guard.enter("data", state.step + 1)
         batch = next(batches)
         with memory_of_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
             result = train_step(
@@ -89,7 +89,6 @@ def train(trainer: Trainer) -> int:
                 record=mark,
                 enter=trainer.saver.before_updates(guard.enter),
             )
-        guard.end_step(state.step + 1)
         if config.activation.clean_cache:
             release_cache(plan.device)
         state.step += 1

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from smp.comm import cuda, modes, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
-from smp.comm.order import DONE, DoneWork, JoinedWork, Order, QueuedWork
 from smp.comm.tensors import nbytes, plain_cpu, plain_gpu
+from smp.comm.work_queue import DONE, DoneWork, QueuedWork, WorkQueue
 
 _SIGNATURES_KEPT = 4096
 
@@ -31,7 +31,12 @@ Run = Callable[[Collectives, bytes], None]
 GpuRun = Callable[[cuda.GpuCollectives], None]
 
 
-class OrderedGroup(ProcessGroup):
+def _path(tensors: Sequence[torch.Tensor]) -> str:
+    """The inner backend that these tensors go to."""
+    return "nccl" if any(t.is_cuda for t in tensors) else "gloo"
+
+
+class BaseGroup(ProcessGroup):
     """A group with inner backends, shared memory, and one order for all its collectives.
 
     Args:
@@ -48,13 +53,13 @@ class OrderedGroup(ProcessGroup):
         self._register_inner(options, pg_options)
         self._join = join(options)
         self._connection: Connection | None = None
-        self._order = Order(f"smddp-{self.label}")
+        self._queue = WorkQueue(f"smddp-{self.label}")
         self._number = 0  # collectives so far
         self._broken: BaseException | None = None
         self._gpu: cuda.GpuCollectives | None = None
         self._coalescing = False
         self._signatures: dict[tuple[Any, ...], bytes] = {}
-        weakref.finalize(self, self._order.stop, join=False)
+        weakref.finalize(self, self._queue.stop, join=False)
         report.watch(self)
 
     def _register_inner(self, options: Any, pg_options: Any) -> None:
@@ -82,12 +87,13 @@ class OrderedGroup(ProcessGroup):
         return self._store
 
     @property
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """How long a collective may wait."""
         return self._limits._timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Finish what is queued and let go of the shared memory."""
-        self._order.stop(join=True)
+        self._queue.stop(join=True)
         self._connection = self._gpu = None
         self._broken = self._broken or RuntimeError(f"smddp: group {self.label} has been destroyed")
         super().shutdown()
@@ -104,34 +110,26 @@ class OrderedGroup(ProcessGroup):
             return []
         return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
 
-    @property
-    def seconds(self) -> float:
-        """How long a collective may wait."""
-        return self._seconds
-
     def connect(self) -> Connection:
         """Make the group's shared memory now, in the order of its collectives."""
-        self._order.run(lambda: self.connection)
+        self._queue.run(lambda: self.connection)
         return self.connection
 
     @property
     def connection(self) -> Connection:
         """The group's shared memory, made at the first use: a collective call."""
         if self._connection is None:
-            self._connection = self._join(timedelta(seconds=self._seconds))
+            self._connection = self._join(timedelta(seconds=self.seconds))
         return self._connection
 
     def gpu(self, device: torch.device) -> cuda.GpuCollectives:
         """The group's own collectives of tensors on GPUs, made at the first use: a collective call."""
         if self._gpu is None:
             limits, gloo = self._limits, self._plain._get_backend(torch.device("cpu"))
-            try:
+            with self.failing():
                 self._gpu = cuda.GpuCollectives(
                     self.connect(), self._rank, device, gloo=gloo, seconds=lambda: limits._timeout.total_seconds()
                 )
-            except BaseException as error:
-                self.fail(error)
-                raise
         return self._gpu
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -166,7 +164,7 @@ class OrderedGroup(ProcessGroup):
             again = functools.partial(self.launch, operation, size, key, run, inner)
             return modes.shown(inner, lambda: again(tensors=tensors, opts=opts, async_op=async_op, path=path))
         connection = self._connection
-        if connection is not None and connection.collectives is None and self._order.idle:
+        if connection is not None and connection.collectives is None and self._queue.idle:
             report.count(operation, size, "gloo", connection.why)
             return inner()
         span = report.record(operation, size)
@@ -184,8 +182,8 @@ class OrderedGroup(ProcessGroup):
             # C++ callers (functional collectives, DDP) leave asyncOp at its default, true.
             async_op = opts is None or opts.asyncOp
         if async_op:
-            return self._order.submit(collective, tensors)
-        self._order.run(collective)
+            return self._queue.submit(collective, tensors)
+        self._queue.run(collective)
         return DONE
 
     def _check_usable(self) -> None:
@@ -207,7 +205,7 @@ class OrderedGroup(ProcessGroup):
             self._number += 1
             # Unset is a negative time.
             own = opts.timeout.total_seconds() if opts is not None else 0.0
-            connection.start(operation, self._number, size, own if own > 0 else self._seconds)
+            connection.start(operation, self._number, size, own if own > 0 else self.seconds)
             # In this mode every tensor can be written, outside it one made in it cannot; threads are outside.
             with torch.inference_mode():
                 run(connection.collectives, self._signatures.get(key) or self._sign(key))
@@ -231,6 +229,15 @@ class OrderedGroup(ProcessGroup):
         if self._connection is not None:
             self._connection.fail(f"{type(error).__name__}: {error}")
 
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Give the group up if what is done here fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def _refuse(self, operation: str, problem: str, opts: Any) -> Any:
         """Raise for wrong arguments, on the other ranks too: they would wait for this one."""
 
@@ -245,19 +252,24 @@ class OrderedGroup(ProcessGroup):
             modes.hidden(lambda: self.launch(operation, 0, key, run, nothing, opts=opts).wait())
         raise ValueError(f"smddp: {operation}: {problem}")
 
+    def _count(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Count a message that the base class sends or receives."""
+        self._check_usable()
+        report.count(operation, nbytes(tensors[0]), _path(tensors), "left to it")
+
     def _inner(self, operation: str, tensors: Sequence[torch.Tensor], why: str, call: Callable[[], Any]) -> Any:
         """Hand a collective to the inner backend, after those of ours that are queued."""
         self._check_usable()
         size = sum(nbytes(t) for t in tensors)
-        path = "nccl" if any(t.device.type == "cuda" for t in tensors) else "gloo"
+        path = _path(tensors)
 
         def collective() -> None:
             report.count(operation, size, path, why)
             call().wait()
 
         # NCCL's must be called in this thread: it waits for the thread's current stream.
-        if path == "gloo" and not self._order.idle:
-            submit = functools.partial(self._order.submit, collective, tensors)
+        if path == "gloo" and not self._queue.idle:
+            submit = functools.partial(self._queue.submit, collective, tensors)
             return modes.shown(call, submit) if modes.active() else submit()
         report.count(operation, size, path, why)
         return call()
@@ -297,29 +309,31 @@ class OrderedGroup(ProcessGroup):
         return self._inner(operation, tensors, why, call)
 
     def _each(
-        self, calls: Sequence[tuple[Any, ...]], method: Callable[..., Any], inner: Callable[..., Any], *arguments: Any
-    ) -> Any:
+        self, operation: str, tensors: Sequence[torch.Tensor], method: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]], inner: Callable[..., Any], *arguments: Any,
+    ) -> Any:  # fmt: skip
         """Several collectives as one work. The last ends last, as all run in order.
 
         Args:
-            calls: the arguments of each.
+            operation: its name.
+            tensors: one of each call, all on one device.
             method: one collective.
-            inner: the same at once by the inner backend, for dispatch modes.
+            calls: the arguments of each.
+            inner: all at once by the inner backend, for tensors on GPUs and for dispatch modes.
             arguments: of ``inner``; None is left out.
         """
+        at_once = functools.partial(inner, *(a for a in arguments if a is not None))
+        if any(t.is_cuda for t in tensors):
+            return self._inner(operation, tensors, "in a coalesced batch", at_once)
         if modes.active():
-            call = functools.partial(inner, *(a for a in arguments if a is not None))
-            return modes.shown(call, lambda: self._each(calls, method, inner))
-        # NCCL gives no work for what is not asynchronous.
-        works = [work for work in (method(*call) for call in calls) if work is not None]
-        if not works or all(isinstance(work, DoneWork) for work in works):
+            again = functools.partial(self._each, operation, tensors, method, calls, inner)
+            return modes.shown(at_once, again)
+        works = [method(*call) for call in calls]
+        if all(isinstance(work, DoneWork) for work in works):
             return DONE
-        if self.has_nccl and not all(isinstance(work, (DoneWork, QueuedWork)) for work in works):
-            return JoinedWork(works)  # whoever waits must do so in its own thread, for its own stream
 
         def wait() -> None:
             for work in works:
                 work.wait()
 
-        tensors = [tensor for work in works if isinstance(work, QueuedWork) for tensor in work.result()]
-        return self._order.submit(wait, tensors)
+        return self._queue.submit(wait, [t for work in works if isinstance(work, QueuedWork) for t in work.result()])

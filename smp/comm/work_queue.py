@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,25 +19,33 @@ from torch.futures import Future
 
 from smp.comm import modes
 
-_blocked = 0.0
 
+class _Work(Work):
+    """What works have in common.
 
-def blocked_seconds() -> float:
-    """Seconds that this process has spent in its collectives so far, most of them waiting for other ranks."""
-    return _blocked
-
-
-def _add_blocked(since: float) -> None:
-    global _blocked
-    _blocked += time.perf_counter() - since
-
-
-class DoneWork(Work):
-    """The work of a collective that ended before its call returned."""
+    Args:
+        tensors: what the collective writes.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()):
         super().__init__()
         self._tensors = list(tensors)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class DoneWork(_Work):
+    """The work of a collective that ended before its call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -46,39 +53,27 @@ class DoneWork(Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
     def get_future(self) -> Future:
         future: Future = Future()
         future.set_result(self._tensors)
         return future
 
-    def synchronize(self) -> None:
-        return None
-
 
 DONE = DoneWork()
 
 
-class QueuedWork(Work):
+class QueuedWork(_Work):
     """The work of a collective that may not have begun.
 
     Args:
-        order: the queue it is in.
+        queue: the one it is in.
         run: the collective.
         tensors: what it writes.
     """
 
-    def __init__(self, order: Order, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
-        super().__init__()
-        self._order, self._run, self._tensors = order, run, list(tensors)
+    def __init__(self, queue: WorkQueue, run: Callable[[], None], tensors: Sequence[torch.Tensor]):
+        super().__init__(tensors)
+        self._queue, self._run = queue, run
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future | None = None
@@ -110,9 +105,7 @@ class QueuedWork(Work):
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.is_set():
             if seconds <= 0:
-                start = time.perf_counter()
-                self._order.help(self._done)
-                _add_blocked(start)
+                self._queue.help(self._done)
             elif not self._done.wait(seconds):  # to help could take longer
                 raise RuntimeError(f"smddp: the operation has not ended within {seconds:g} s")
         if self._error is not None:
@@ -122,14 +115,8 @@ class QueuedWork(Work):
     def is_completed(self) -> bool:
         return self._done.is_set()
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
     def exception(self) -> BaseException | None:
         return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
 
     def get_future(self) -> Future:
         with self._lock:
@@ -142,35 +129,20 @@ class QueuedWork(Work):
         self._complete(self._future)
         return self._future
 
-    def synchronize(self) -> None:
-        self.wait()
 
-
-class GpuWork(Work):
+class GpuWork(_Work):
     """An asynchronous collective: whoever waits lets its current stream wait."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]):
-        super().__init__()
-        self._stream, self._tensors, self._event = stream, list(tensors), stream.record_event()
+        super().__init__(tensors)
+        self._stream, self._event = stream, stream.record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._event.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
 
     def get_future(self) -> Future:
         future: Future = Future(devices=[self._stream.device])
@@ -179,42 +151,7 @@ class GpuWork(Work):
         return future
 
 
-class JoinedWork(Work):
-    """Several works as one, for callers that wait in the thread, and on the stream, that need the results.
-
-    Args:
-        works: at least one, in the order in which they end.
-    """
-
-    def __init__(self, works: Sequence[Work]):
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Future:
-        return self._works[-1].get_future()
-
-
-class Order:
+class WorkQueue:
     """A group's collectives, one at a time and in the order of their calls.
 
     Args:
@@ -231,12 +168,10 @@ class Order:
 
     def run(self, collective: Callable[[], Any]) -> None:
         """Run a synchronous collective now, after those that wait."""
-        start = time.perf_counter()
         with self._turn:
             while self._waiting:
                 self._waiting.popleft().execute()
             collective()
-        _add_blocked(start)
 
     def submit(self, collective: Callable[[], None], tensors: Sequence[torch.Tensor]) -> QueuedWork:
         """Queue an asynchronous one."""

@@ -53,7 +53,7 @@ def control_bytes(ranks: int) -> int:
     return -(-(_PAGE + 4 * _BUFFERS * ranks) // _PAGE) * _PAGE
 
 
-class SharedRing:
+class BufferPool:
     """The shared buffers of one group on one host.
 
     Every rank must make the same calls in the same order.
@@ -179,11 +179,6 @@ class SharedRing:
     def _released(self, index: int, rank: int) -> int:
         """The word that counts a rank's releases of a buffer."""
         return (_PAGE + 4 * (index * self.peers.size + rank)) // 4
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers so far (the first rank's knowledge; 0 on the others)."""
-        return sum(buffer.capacity for buffer in self._buffers)
 
 
 def _release(words: memoryview, index: int) -> None:

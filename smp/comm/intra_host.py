@@ -17,14 +17,15 @@ from smp.comm.reduction import Reduction
 # A chunk at most; a slot may be smaller. What a rank writes and its peer reads then stays in the cache between them.
 # Measured on two ranks, 1-16 MiB: gathers were 1.2 times as fast as in chunks of 1 MiB, reduce_scatter was slower.
 _GATHER_BYTES, _REDUCE_BYTES = 256 * 1024, 512 * 1024
-# Up to this many bytes a rank adds up everything itself: one round instead of two.
-_ONE_ROUND_BYTES = 32 * 1024
+# Up to so many bytes of all ranks, each rank adds up everything itself: half the waiting.
+# Three to eight ranks on two cores: at best twice as fast; above, no faster.
+_ALONE_BYTES = 2 * 1024 * 1024
 # Added up in pieces that stay in a core's cache.
 _CACHED_BYTES = 256 * 1024
 
 
 class HostCollectives:
-    """The collectives of one group on one host.
+    """The collectives of one group on one host, where it may have one rank only.
 
     Every method is called by every rank of the arena, with the same ``signature`` unless something is wrong.
 
@@ -71,12 +72,8 @@ class HostCollectives:
         take(count - 1, k)
 
     def agree(self, signature: bytes) -> None:
-        """See that all ranks do the same."""
+        """See that all ranks do the same: return when every rank has called it."""
         self.arena.meet(self.arena.begin(), signature)
-
-    def barrier(self, signature: bytes) -> None:
-        """Return when every rank has called it."""
-        self.agree(signature)
 
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank.
@@ -87,6 +84,9 @@ class HostCollectives:
             sizes: how many bytes each rank gives.
             places: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
         """
+        if self.size == 1:
+            futex.copy(places[0], source, sizes[0] if places[0] != source else 0)
+            return
         arena, chunk, mine = self.arena, min(self.chunk, _GATHER_BYTES), sizes[self.rank]
         count = max(1, -(-max(sizes) // chunk))
         if arena.gather(signature, source, sizes, places, chunk, count):
@@ -129,6 +129,9 @@ class HostCollectives:
             out: 1-D, contiguous, as long as ``parts[rank]``, which it may be.
             reduction: what to do; it is not finished here.
         """
+        if self.size == 1:
+            out.copy_(parts[0])
+            return
         arena, dtype, itemsize = self.arena, out.dtype, out.dtype.itemsize
         piece = self.chunk // self.size // 64 * 64 // itemsize  # elements for one rank in a slot
         sources = [part.data_ptr() for part in parts]
@@ -178,11 +181,17 @@ class HostCollectives:
 
     def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce ``tensor`` (1-D, contiguous) over the ranks, in place; ``reduction`` is not finished here."""
+        if self.size == 1:
+            return
         nbytes = tensor.numel() * tensor.dtype.itemsize
-        if self.size == 2 or nbytes <= min(_ONE_ROUND_BYTES, self.chunk):
+        if self.size == 2 or nbytes <= min(_ALONE_BYTES // self.size, self.chunk):
             self._all_reduce_alone(signature, tensor, reduction)
-        else:
-            self._all_reduce_shared(signature, tensor, reduction)
+            return
+        parts = shares(tensor, self.size)
+        own = parts[self.rank]
+        self.reduce_scatter(signature, parts, own, reduction)
+        sizes = [part.numel() * part.dtype.itemsize for part in parts]
+        self.all_gather(signature, own.data_ptr(), sizes, [part.data_ptr() for part in parts])
 
     def _all_reduce_alone(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Every rank adds up everything."""
@@ -210,36 +219,12 @@ class HostCollectives:
 
         self.rounds(signature, max(1, -(-numel // step)), fill, take)
 
-    def _all_reduce_shared(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """Each rank adds up its share of a chunk, in a round, and gathers the others' in the next."""
-        arena, dtype, itemsize, numel = self.arena, tensor.dtype, tensor.dtype.itemsize, tensor.numel()
-        share = self.chunk // self.size // 64 * 64 // itemsize
-        step, source = share * self.size, tensor.data_ptr()
-        for start in range(0, numel, step):
-            length = min(step, numel - start)
-            k = arena.begin()
-            futex.copy(arena.address(self.rank, k), source + start * itemsize, length * itemsize)
-            if start == 0:
-                arena.meet(k, signature)
-            else:
-                arena.post(k)
-            bounds = [min(share * r, length) for r in range(self.size + 1)]
-            first, last = bounds[self.rank], bounds[self.rank + 1]
-            for other in arena.others:
-                arena.wait(other, k)
-            after = arena.begin()
-            if last > first:
-                add_up(
-                    [self.slot(r, k, dtype, last - first, first) for r in range(self.size)],
-                    self.slot(self.rank, after, dtype, last - first),
-                    reduction,
-                )
-            arena.post(after)
-            for r in range(self.size):
-                arena.wait(r, after) if r != self.rank else None
-                size = (bounds[r + 1] - bounds[r]) * itemsize
-                if size:
-                    futex.copy(source + (start + bounds[r]) * itemsize, arena.address(r, after), size)
+
+def shares(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """A part of a 1-D tensor for each rank; the last may be shorter, or empty."""
+    share = -(-tensor.numel() // ranks)
+    share = -(-share // 64) * 64
+    return [tensor[share * r : share * (r + 1)] for r in range(ranks)]
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
@@ -250,41 +235,3 @@ def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reductio
         return
     for start in range(0, out.numel(), step):
         reduction.combine([part[start : start + step] for part in parts], out[start : start + step])
-
-
-class LoneCollectives:
-    """The collectives of a group of one rank: the same methods, and nothing to exchange."""
-
-    def rounds(
-        self, signature: bytes, count: int, fill: Callable[[int, int], None], take: Callable[[int, int], None]
-    ) -> None:
-        """Nobody to take turns with."""
-        for index in range(count):
-            fill(index, 0)
-            take(index, 0)
-
-    def agree(self, signature: bytes) -> None:
-        """Nobody could differ."""
-
-    def barrier(self, signature: bytes) -> None:
-        """Nobody to wait for."""
-
-    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        """Copy this rank's bytes to its output."""
-        if places[0] != source:
-            futex.copy(places[0], source, sizes[0])
-
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
-        """The only slice is there."""
-
-    def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
-        """The root has it."""
-
-    def reduce_scatter(
-        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
-    ) -> None:
-        """Copy the only part."""
-        out.copy_(parts[0])
-
-    def all_reduce(self, signature: bytes, tensor: torch.Tensor, reduction: Reduction) -> None:
-        """One part is the sum already."""

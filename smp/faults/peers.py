@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -46,31 +45,17 @@ class Member(NamedTuple):
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What a rank last published.
-
-    Attributes:
-        place: where it was.
-        beat: grows with every publication.
-        steps: the step up to which ``own`` is measured; 0 before the first.
-        own: mean seconds of a step without waiting for others.
-    """
+class Seen(NamedTuple):
+    """What a rank last published, as JSON: where it was, and a number that grows with every publication."""
 
     place: Place
     beat: int
-    steps: int = 0
-    own: float = 0.0
-
-    def text(self) -> str:
-        """For the store."""
-        return json.dumps([*self.place, self.beat, self.steps, self.own])
 
     @classmethod
     def parse(cls, text: bytes) -> Seen:
-        """The inverse of :meth:`text`."""
-        phase, step, since, beat, steps, own = json.loads(text)
-        return cls(Place(phase, step, since), beat, steps, own)
+        """Read what :func:`json.dumps` wrote."""
+        place, beat = json.loads(text)
+        return cls(Place(*place), beat)
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
@@ -115,9 +100,8 @@ class Members:
         mine = json.dumps([this_member().host, socket.gethostname(), os.getpid()])
         said = gather(self.store, "member", mine, rank, range(size), timeout, "told where they are")
         self.members = [Member(r, *json.loads(text)) for r, text in enumerate(said)]
-        here = [m for m in self.members if m.identity == self.members[rank].identity]
+        self._here = here = self.of_host(rank)
         self._peers: Peers | None = None
-        self._here = here
         with contextlib.suppress(OSError):  # a system that watches no processes: then nobody is ever seen dead
             peers = Peers([m.pid for m in here], [m.rank for m in here], [m.rank for m in here].index(rank))
             for local in range(len(here)):
@@ -130,9 +114,9 @@ class Members:
             return []
         return [member for i, member in enumerate(self._here) if self._peers.died(i)]
 
-    def is_here(self, member: Member) -> bool:
-        """Whether a rank is on this host."""
-        return member in self._here
+    def state(self, member: Member) -> str:
+        """What the system says of a rank's process, where it is on this host: see :func:`process_state`."""
+        return process_state(member.pid) if member in self._here else ""
 
     def of_host(self, rank: int) -> list[Member]:
         """The ranks of a rank's host, itself among them."""
