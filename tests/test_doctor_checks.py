@@ -120,9 +120,9 @@ def test_what_differs_between_ranks_is_found():
 def test_processes_against_cores_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "cores", lambda ctx: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is not set.* set OMP_NUM_THREADS=4$")
+    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is not set.* set it to 4$")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    found(devices.check_devices, "warning", "2 processes with OMP_NUM_THREADS=8 want 16 cores of 8: set it to 4")
+    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is 8, in each of 2 processes on 8 core\(s\): set it to 4")
     found(devices.check_devices, "warning", "16 processes share 8 core", launch=Launch(0, 16, 0, 16))
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     found(devices.check_devices, "ok", "8 core")
@@ -323,13 +323,13 @@ def test_a_disk_that_is_full_or_slow_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: 1e9)
     state = {"parameters": 10**9}
     monkeypatch.setattr(disk, "disk_free", lambda path: 8 * GIB)
-    message = "has 8.0 GiB free and one checkpoint of the model takes 11.2 GiB"
+    message = "has 8.0 GiB free and one checkpoint takes 11.2 GiB"
     assert [(status, message in text) for status, text in look(disk.check_disk, state=state, output_dir=str(tmp_path))][
         1
     ] == ("problem", True)
     monkeypatch.setattr(disk, "disk_free", lambda path: 30 * GIB)
     [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[3])
-    assert status == "warning" and "3 kept checkpoint(s) and the one being written take 44.7 GiB" in text
+    assert status == "warning" and "3 kept ones and the one being written 44.7 GiB" in text
     [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[1])
     assert status == "ok" and "written in about 12.0 s" in text
     mounts = f"proc / ext4 rw 0 0\nnone {tmp_path} tmpfs rw 0 0\n"

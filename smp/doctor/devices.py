@@ -60,16 +60,11 @@ def _check_cores(ctx: CheckContext) -> None:
             f"this host",
             **data,
         )
-    elif processes > 1 and number is None:
+    elif (processes > 1 and number is None) or (number or 0) * processes > available:
+        what = "is not set, which is a thread for every core" if number is None else f"is {number}"
         ctx.warn(
-            f"OMP_NUM_THREADS is not set, so that each of {processes} processes starts a thread for every core: set "
-            f"OMP_NUM_THREADS={max(1, available // processes)}",
-            **data,
-        )
-    elif number is not None and number * processes > available:
-        ctx.warn(
-            f"{processes} processes with OMP_NUM_THREADS={number} want {number * processes} cores of {available}: set "
-            f"it to {max(1, available // processes)}",
+            f"OMP_NUM_THREADS {what}, in each of {processes} processes on {available} core(s): set it to "
+            f"{max(1, available // processes)}",
             **data,
         )
     else:

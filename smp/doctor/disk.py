@@ -152,23 +152,19 @@ def _check_free(ctx: CheckContext, flag: str, directory: Path, *, kept: int, spe
         return
     one, free = parameters * 4 * COPIES, disk_free(directory)
     data = {"checkpoint_bytes": one, "free_bytes": free, "seconds": one / speed}
-    if free < one:
-        ctx.problem(
-            f"--{flag} {directory} has {readable(free)} free and one checkpoint of the model takes {readable(one)}: "
-            f"free some space, or choose another directory",
+    if free < one * (kept + 1):
+        ctx.say(
+            "problem" if free < one else "warning",
+            f"--{flag} {directory} has {readable(free)} free and one checkpoint takes {readable(one)}, {kept} kept "
+            f"ones and the one being written {readable(one * (kept + 1))}: free some space, choose another directory, "
+            f"or lower --num_kept_checkpoints",
             **data,
         )
-    elif free < one * (kept + 1):
-        ctx.warn(
-            f"--{flag} {directory} has {readable(free)} free; {kept} kept checkpoint(s) and the one being written take "
-            f"{readable(one * (kept + 1))}: free some space, or lower --num_kept_checkpoints",
-            **data,
-        )
-    elif one / speed > _LONG_SECONDS:
-        ctx.warn(
-            f"a checkpoint of {readable(one)} takes about {one / speed:.0f} s at {readable(int(speed))}/s: use "
-            f"--checkpoint_type async_sharded, or a faster file system",
-            **data,
-        )
-    else:
-        ctx.ok(f"a checkpoint takes {readable(one)}, written in about {one / speed:.1f} s by one host", **data)
+        return
+    slow = one / speed > _LONG_SECONDS
+    ctx.say(
+        "warning" if slow else "ok",
+        f"a checkpoint takes {readable(one)}, written in about {one / speed:.1f} s by one host"
+        + (": use --checkpoint_type async_sharded, or a faster file system" if slow else ""),
+        **data,
+    )

@@ -34,16 +34,6 @@ class Finding:
     ranks: tuple[int, ...] = ()
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """As the JSON object holds it, without secrets and without what would steer a terminal."""
-        return {
-            "check": self.check,
-            "status": self.status,
-            "message": plain(self.message),
-            "ranks": list(self.ranks),
-            "data": _plain_values(dict(self.data)),
-        }
-
 
 def plain(text: str) -> str:
     """One line without control characters and secrets."""
@@ -132,14 +122,8 @@ class Diagnosis:
         return int(any(finding.status == "problem" for finding in self.findings))
 
     def as_json(self) -> str:
-        """One object on one line."""
-        found = {
-            "version": FORMAT,
-            "ranks": [dict(rank) for rank in self.ranks],
-            "findings": [finding.as_json() for finding in self.findings],
-            "measurements": _plain_values(dict(self.measurements)),
-        }
-        return json.dumps(found, allow_nan=False)
+        """One object on one line, without secrets and without what would steer a terminal."""
+        return json.dumps({"version": FORMAT, **_plain_values(dataclasses.asdict(self))}, allow_nan=False)
 
     def as_text(self) -> str:
         """Lines for people: findings, and the sum of them."""
