@@ -198,7 +198,10 @@ REFUSED = {
     "mount": (["slurm", "--mount", "a:b"], "--mount has a meaning only with --image"),
     "mount of one": (["slurm", "--mount", "a", "--image", "a", "--container", "docker"], "--mount a is not allowed"),
     "claim": (["kubernetes", "--image", "x"], "the following arguments are required: --claim"),
-    "name": (["kubernetes", "--image", "x", "--claim", "Data"], "--claim 'Data' is no name for Kubernetes"),
+    "name": (
+        ["kubernetes", "--image", "x", "--claim", "Data"],
+        "--claim 'Data' is not allowed: give at most 63",
+    ),
     "resource": (["kubernetes", "--image", "x", "--claim", "d", "--resource", "cpu"], "--resource cpu is not allowed"),
     "size": (["kubernetes", "--image", "x", "--claim", "d", "--shared_memory", "big"], "--shared_memory 'big'"),
     "hosts": (["hostfile", "--hosts", "/nowhere"], "--hosts /nowhere cannot be read (No such file"),

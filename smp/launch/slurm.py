@@ -57,11 +57,6 @@ def require_possible(options: SlurmOptions) -> None:
             "--shared leaves a node's processes one CPU, unless --cpus_per_task says how many: add it, such as "
             "--cpus_per_task 32"
         )
-    if "/" in options.job_name:
-        raise UserError(
-            f"--job_name {options.job_name} is not allowed: its log file is named after it, and / is a directory's: "
-            f"give another name"
-        )
     seconds = None if options.time is None else _seconds(options.time)
     if seconds is not None and seconds <= options.signal_seconds:
         raise UserError(
