@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from smp.config import CommConfig
 from smp.environment import Launch, read_launch, rendezvous
-from smp.environment.place import NAMES
+from smp.environment.launch_info import NAMES
 from smp.errors import RankError, UserError
 from smp.log import get_logger, say
 

@@ -17,8 +17,8 @@ import yaml
 from smp.cli import main as smp
 from smp.errors import UserError
 from smp.launch import hostfile, script, slurm
+from smp.launch.command_line import quoted, require_plain_words
 from smp.launch.sizes import choose_sizes
-from smp.launch.words import quoted, require_plain_words
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS
 

@@ -16,11 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from smp.errors import UserError
-from smp.launch.hostfile import hostfile_script, read_hosts
-from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
-from smp.launch.script import RESUME, Job, local_command, local_script
-from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
-from smp.launch.words import (
+from smp.launch.command_line import (
     Checked,
     check_words,
     require_kept,
@@ -29,6 +25,10 @@ from smp.launch.words import (
     require_plain_words,
     value_of,
 )
+from smp.launch.hostfile import hostfile_script, read_hosts
+from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
+from smp.launch.script import RESUME, Job, local_command, local_script
+from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8

@@ -17,7 +17,7 @@ from smp.comm.segment import refusal
 from smp.comm.settings import read_settings
 from smp.doctor.check import CheckContext
 from smp.doctor.report import Status
-from smp.environment.place import is_number
+from smp.environment.launch_info import is_number
 from smp.errors import UserError
 from smp.runtime import Launch
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 
+from smp.environment.launch_info import NAMES, Environment, IncompleteError, Launch, Said, is_number, refuse_impossible
 from smp.environment.mpi import port_of, port_of_mpi, read_mpi
-from smp.environment.place import NAMES, Environment, IncompleteError, Launch, Said, is_number, refuse_impossible
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
 

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 
-from smp.environment.place import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
+from smp.environment.launch_info import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
 from smp.environment.slurm import read_slurm
 
 # Launcher; rank, size, and names for the local rank and the local size. Intel MPI is a kind of MPICH.

@@ -6,8 +6,8 @@ import dataclasses
 import shlex
 
 from smp.errors import UserError
+from smp.launch.command_line import comment, quoted_lines
 from smp.launch.script import RESUME, Job, filled, node_script, with_resume
-from smp.launch.words import comment, quoted_lines
 from smp.runtime import START_SECONDS
 
 _BEYOND_SECONDS = 120.0  # for processes that give up after START_SECONDS to end by themselves

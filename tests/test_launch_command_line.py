@@ -12,7 +12,7 @@ import yaml
 from smp.cli import launch
 from smp.cli import main as smp
 from smp.launch import kubernetes, script, slurm
-from smp.launch.words import check_words, comment, value_of
+from smp.launch.command_line import check_words, comment, value_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
