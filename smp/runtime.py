@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from smp.config import CommConfig
 from smp.environment import Launch, read_launch, rendezvous
-from smp.environment.place import NAMES
+from smp.environment.launch_info import NAMES
 from smp.errors import RankError, UserError
 from smp.log import get_logger, say
 
@@ -183,7 +183,7 @@ _BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")  # torch's own backends, wher
 START_SECONDS = 300.0  # how long a job waits for all its processes; less if --distributed_timeout is
 
 
-def _open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, str]:
+def open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, str]:
     """The store through which the processes find each other, and its address: the launcher's, or rank 0's own.
 
     Raises:
@@ -276,7 +276,7 @@ def _start_group(launch: Launch, device: torch.device, backend: str, seconds: fl
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return _export(launch)
     limit = min(timeout, datetime.timedelta(seconds=START_SECONDS))
-    store, where = _open_store(launch, limit)
+    store, where = open_store(launch, limit)
     _await_everyone(store, launch, limit, where)
     store.set_timeout(timeout)
     dist.init_process_group(

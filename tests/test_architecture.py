@@ -112,7 +112,7 @@ def test_no_import_cycle():
 def test_only_runtime_reads_the_environment():
     readers = {module_name(p) for p in sources() if re.search(r"\bos\.(environ|getenv)\b", p.read_text())}
     # The doctor compares variables of others (NCCL, gloo, Slurm) with the machine; it decides nothing by them.
-    assert readers == {"smp.environment", "smp.environment.malloc", "smp.runtime", "smp.doctor.environment"}
+    assert readers == {"smp.environment", "smp.environment.malloc", "smp.runtime", "smp.doctor.system"}
 
 
 def test_only_known_places_parse_a_command_line():
@@ -133,7 +133,7 @@ def test_models_import_nothing_distributed():
 
 def test_the_whole_configuration_stays_at_the_top():
     users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
-    assert users <= {"arguments", "smp.train.start", "smp.train.run_plan", "smp.train.report"}
+    assert users <= {"arguments", "smp.train.start", "smp.train.run_plan", "smp.train.report", "smp.doctor.check"}
 
 
 ROLES = {"replicas", "shard", "tp", "data", "loss"}

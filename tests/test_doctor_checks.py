@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pathlib
 import re
 import resource
@@ -13,29 +14,35 @@ import tomllib
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from smp import instruction_set
-from smp.doctor import compare, devices, disk, environment, exchange, versions
-from smp.doctor.compare import Report, diagnose
-from smp.doctor.pairs import Pairs, partners, slow_pairs
-from smp.doctor.room import Check, Request, Room
-from smp.doctor.worker import _run
+from smp.doctor import devices, disk, job, network, report, system
+from smp.doctor.check import Check, CheckContext, Request
+from smp.doctor.report import Report, diagnose
 from smp.runtime import Launch
+from tests.distributed import run_ranks
 
 ROOT = pathlib.Path(__file__).parent.parent
 TWO_HOSTS = Launch(0, 4, 0, 2)
 GIB = 1 << 30
 
 
-def look(check, *, launch=None, root="/", state=None, full=False, **settings):
-    """(status, message) of everything that a check finds, run as a worker runs it."""
+def look(check, *, launch=None, root="/", state=None, full=False, arguments=(), **settings):
+    """(status, message) of everything that a check finds, run as a child process runs it."""
     said = []
-    request = Request(settings, root=pathlib.Path(root), full=full)
-    room = Room(request, launch or Launch(0, 2, 0, 2), said.append)
-    room.state.update(state or {})
-    room.check = "it"
-    _run(Check("it", check), room)
+    flags = [word for name, value in settings.items() for word in (f"--{name}", *_words(value))]
+    request = Request((*map(str, arguments), *flags), root=pathlib.Path(root), full=full)
+    ctx = CheckContext(request, launch or Launch(0, 2, 0, 2), said.append)
+    ctx.state.update(state or {})
+    Check("it", check).run(ctx)
     return [(each["finding"][1], each["finding"][2]) for each in said if "finding" in each]
+
+
+def _words(value):
+    return [
+        str(int(each) if isinstance(each, bool) else each) for each in (value if isinstance(value, list) else [value])
+    ]
 
 
 def found(check, status, pattern, **options):
@@ -45,7 +52,7 @@ def found(check, status, pattern, **options):
     return message
 
 
-def system(tmp_path, **files):
+def root_with(tmp_path, **files):
     """A root with files of the system; ``__`` stands for a slash and ``DOT`` for a dot."""
     for name, content in files.items():
         path = tmp_path / name.replace("__", "/").replace("DOT", ".")
@@ -61,30 +68,30 @@ def test_the_least_versions_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {"python": project["requires-python"].removeprefix(">=")}
     wanted |= dict(each.split(">=") for each in project["dependencies"])
-    assert wanted == versions.MINIMUM
+    assert wanted == system.MINIMUM
 
 
 def test_packages_that_are_old_or_missing(monkeypatch):
-    real = versions.installed()
-    monkeypatch.setattr(versions, "installed", lambda: real | {"torch": "2.10.1+cu128", "datasets": None})
-    assert look(versions.check_versions) == [
+    real = system.installed()
+    monkeypatch.setattr(system, "installed", lambda: real | {"torch": "2.10.1+cu128", "datasets": None})
+    assert look(system.check_versions) == [
         ("problem", "torch 2.10.1+cu128 is older than 2.11, the least that smp works with: pip install 'torch>=2.11'"),
         ("problem", "datasets is not installed: pip install 'datasets>=4.0'"),
     ]
     monkeypatch.undo()
-    found(versions.check_versions, "ok", r"python 3\..*torch 2\.")
+    found(system.check_versions, "ok", r"python 3\..*torch 2\.")
 
 
 @pytest.mark.parametrize(("text", "value"), [("2.13.0+cpu", (2, 13, 0)), ("2.11.0a0", (2, 11, 0)), ("main", ())])
 def test_numbers_of_a_version(text, value):
-    assert versions.numbers(text) == value
+    assert system.numbers(text) == value
 
 
 def test_the_backend_without_its_means(monkeypatch):
-    monkeypatch.setattr(versions, "load", lambda: None)
-    found(versions.check_backend_parts, "warning", "install a C compiler")
-    monkeypatch.setattr(versions, "refusal", lambda: "aarch64 does not keep the order of stores")
-    found(versions.check_backend_parts, "warning", "leaves everything to gloo: aarch64")
+    monkeypatch.setattr(system, "load", lambda: None)
+    found(system.check_backend_parts, "warning", "install a C compiler")
+    monkeypatch.setattr(system, "refusal", lambda: "aarch64 does not keep the order of stores")
+    found(system.check_backend_parts, "warning", "leaves everything to gloo: aarch64")
 
 
 def reports(**measured):
@@ -94,43 +101,43 @@ def reports(**measured):
 
 
 def test_what_differs_between_ranks_is_found():
-    [torch_differs] = diagnose(reports(versions=[{"torch": "2.13.0"}, {"torch": "2.12.1"}])).findings
+    [torch_differs] = diagnose(reports(versions=[{"torch": "2.13.0"}, {"torch": "2.12.1"}]), []).findings
     assert torch_differs.status == "problem" and torch_differs.ranks == (0, 1)
     assert torch_differs.message.startswith("torch differs: 2.13.0 on rank(s) 0; 2.12.1 on rank(s) 1: install")
-    [other] = diagnose(reports(versions=[{"xxhash": "3.1"}, {"xxhash": "3.2"}])).findings
+    [other] = diagnose(reports(versions=[{"xxhash": "3.1"}, {"xxhash": "3.2"}]), []).findings
     assert other.status == "warning"
-    [gpus] = diagnose(reports(gpu=[{"name": "H100"}, {"name": "A100"}])).findings
+    [gpus] = diagnose(reports(gpu=[{"name": "H100"}, {"name": "A100"}]), []).findings
     assert gpus.status == "warning" and "the slowest decides" in gpus.message
-    sizes = [{"training_dir": {"files": 2, "bytes": 10}}, {"training_dir": {"files": 2, "bytes": 9}}]
-    [files] = diagnose(reports(data=sizes)).findings
-    assert (
-        files.status == "problem" and "--training_dir is not the same on all hosts: 2 file(s), 10 byt" in files.message
-    )
-    assert not list(compare.differences(reports(versions=[{"torch": "2.13.0"}] * 2)))
+    [files] = diagnose(reports(data=[{"training": "9 samples (a)"}, {"training": "8 samples (b)"}]), []).findings
+    assert files.status == "problem" and files.check == "dry run"
+    assert "training data is not the same on all hosts: 9 samples (a) on rank(s) 0; 8 samples" in files.message
+    assert not list(report.differences(reports(versions=[{"torch": "2.13.0"}] * 2)))
 
 
 # -------------------------------------------------------------------------------------------------------------- devices
 
 
 def test_processes_against_cores_and_threads(monkeypatch, tmp_path):
-    monkeypatch.setattr(devices, "cores", lambda room: 8)
+    monkeypatch.setattr(devices, "cores", lambda ctx: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is not set.* set OMP_NUM_THREADS=4$")
+    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is not set.* set it to 4$")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    found(devices.check_devices, "warning", "2 processes with OMP_NUM_THREADS=8 want 16 cores of 8: set it to 4")
+    found(devices.check_devices, "warning", r"OMP_NUM_THREADS is 8, in each of 2 processes on 8 core\(s\): set it to 4")
     found(devices.check_devices, "warning", "16 processes share 8 core", launch=Launch(0, 16, 0, 16))
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     found(devices.check_devices, "ok", "8 core")
     assert look(devices.check_devices, launch=Launch(1, 2, 1, 2)) == []  # one rank of a host says it
-    driver = system(tmp_path, proc__driver__nvidia__version="NVRM version: 999")
+    driver = root_with(tmp_path, proc__driver__nvidia__version="NVRM version: 999")
     assert look(devices.check_devices, root=driver)[0][1].startswith("this host has NVIDIA's driver, but this torch is")
 
 
 def test_a_quota_counts_as_cores(tmp_path):
     group = "sys__fs__cgroup__pod__cpuDOTmax"
-    root = system(tmp_path, **{group: "150000 100000", "proc__self__cgroup": "0::/pod"})
-    assert devices.cores(Room(Request(root=root), Launch(), print)) in (1, 2)
-    assert devices.cores(Room(Request(root=system(tmp_path, **{group: "50000 100000"})), Launch(), print)) == 1
+    root = root_with(tmp_path, **{group: "150000 100000", "proc__self__cgroup": "0::/pod"})
+    assert devices.cores(CheckContext(Request(root=root), Launch(), print)) in (1, 2)
+    assert (
+        devices.cores(CheckContext(Request(root=root_with(tmp_path, **{group: "50000 100000"})), Launch(), print)) == 1
+    )
 
 
 def test_fewer_gpus_than_processes(monkeypatch):
@@ -155,7 +162,7 @@ def test_a_processor_that_traps_bf16(monkeypatch):
     outcomes = {None: 4, "AVX512_CORE_BF16": 4, "AVX512_CORE": 0}
     monkeypatch.setattr(instruction_set, "try_bf16_product", outcomes.get)
     monkeypatch.setattr(instruction_set, "set_onednn_ceiling", lambda ceiling: None)
-    found(devices.check_bf16, "warning", r"set ONEDNN_MAX_CPU_ISA=AVX512_CORE \(train_lib.py does so by itself\)")
+    found(devices.check_bf16, "warning", r"set ONEDNN_MAX_CPU_ISA=AVX512_CORE \(the training job does so by itself\)")
     monkeypatch.setattr(instruction_set, "try_bf16_product", lambda ceiling: 4)
     found(devices.check_bf16, "warning", "with every instruction set: use --bf16 0")
     found(devices.check_bf16, "problem", "with every instruction set: use --bf16 0", bf16=True)
@@ -165,20 +172,20 @@ MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n"
 
 
 def test_a_containers_memory_limit(tmp_path):
-    root = system(tmp_path, proc__meminfo=MEMINFO)
+    root = root_with(tmp_path, proc__meminfo=MEMINFO)
     found(devices.check_memory, "ok", "32.0 GiB of 64.0 GiB available, no container's limit", root=root)
     group = {"sys__fs__cgroup__memoryDOTmax": str(8 * GIB), "sys__fs__cgroup__memoryDOTcurrent": str(2 * GIB)}
-    root = system(tmp_path, **group)
+    root = root_with(tmp_path, **group)
     found(devices.check_memory, "ok", "may use 8.0 GiB of the host's 64.0 GiB, 6.0 GiB are left", root=root)
-    system(tmp_path, sys__fs__cgroup__memoryDOTcurrent=str(7 * GIB))
+    root_with(tmp_path, sys__fs__cgroup__memoryDOTcurrent=str(7 * GIB))
     found(devices.check_memory, "warning", r"1.0 GiB are left for 2 process\(es\).*raise the container", root=root)
-    system(tmp_path, sys__fs__cgroup__memoryDOTstat=f"anon 1\ninactive_file {3 * GIB}\nactive_file 5\n")
+    root_with(tmp_path, sys__fs__cgroup__memoryDOTstat=f"anon 1\ninactive_file {3 * GIB}\nactive_file 5\n")
     found(devices.check_memory, "ok", "4.0 GiB are left", root=root)
-    older = system(
+    older = root_with(
         tmp_path / "older", proc__meminfo=MEMINFO, sys__fs__cgroup__memory__memoryDOTlimit_in_bytes=str(4 * GIB)
     )
     found(devices.check_memory, "ok", "may use 4.0 GiB", root=older)
-    endless = system(
+    endless = root_with(
         tmp_path / "endless", proc__meminfo=MEMINFO, sys__fs__cgroup__memory__memoryDOTlimit_in_bytes=str(1 << 62)
     )
     found(devices.check_memory, "ok", "no container's limit", root=endless)
@@ -240,7 +247,7 @@ def no_address(name):
     ],
 )
 def test_variables_that_do_not_fit(values, launch, status, pattern):
-    [(got, message)] = environment.contradictions(values, launch, PRESENT, no_address)
+    [(got, message)] = system.contradictions(values, launch, PRESENT, no_address)
     assert got == status and re.search(pattern, message), (got, message)
 
 
@@ -252,7 +259,7 @@ def test_variables_that_do_not_fit(values, launch, status, pattern):
     ],
 )  # fmt: skip
 def test_variables_that_fit(values):
-    assert list(environment.contradictions(values, TWO_HOSTS, PRESENT, no_address)) == []
+    assert list(system.contradictions(values, TWO_HOSTS, PRESENT, no_address)) == []
 
 
 def test_secrets_of_the_environment_are_never_said(monkeypatch):
@@ -260,8 +267,8 @@ def test_secrets_of_the_environment_are_never_said(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://me:verysecret@proxy:3128")
     monkeypatch.setenv("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "12")
     said = []
-    room = Room(Request(), Launch(), said.append)
-    environment.check_environment(room)
+    ctx = CheckContext(Request(), Launch(), said.append)
+    system.check_environment(ctx)
     text = json.dumps(said)
     assert "verysecret" not in text and "HTTPS_PROXY" in text
     assert "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=12 is not allowed" in text
@@ -274,15 +281,15 @@ def test_a_host_name_that_others_cannot_reach(monkeypatch):
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     resolves("127.0.1.1")
-    found(environment.check_hostname, "ok", "one host does not mind")
-    found(environment.check_hostname, "problem", "127.0.1.1, which other.*GLOO_SOCKET_IFNAME", launch=TWO_HOSTS)
+    found(system.check_hostname, "ok", "one host does not mind")
+    found(system.check_hostname, "problem", "127.0.1.1, which other.*GLOO_SOCKET_IFNAME", launch=TWO_HOSTS)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    found(environment.check_hostname, "ok", "GLOO_SOCKET_IFNAME=eth0", launch=TWO_HOSTS)
+    found(system.check_hostname, "ok", "GLOO_SOCKET_IFNAME=eth0", launch=TWO_HOSTS)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     resolves("10.0.0.5", "127.0.0.1")
-    found(environment.check_hostname, "ok", "10.0.0.5", launch=TWO_HOSTS)
+    found(system.check_hostname, "ok", "10.0.0.5", launch=TWO_HOSTS)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: no_address(""))
-    found(environment.check_hostname, "problem", "has no address", launch=TWO_HOSTS)
+    found(system.check_hostname, "problem", "has no address", launch=TWO_HOSTS)
 
 
 # ----------------------------------------------------------------------------------------------------------------- disk
@@ -316,17 +323,17 @@ def test_a_disk_that_is_full_or_slow_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: 1e9)
     state = {"parameters": 10**9}
     monkeypatch.setattr(disk, "disk_free", lambda path: 8 * GIB)
-    message = "has 8.0 GiB free and one checkpoint of the model takes 11.2 GiB"
+    message = "has 8.0 GiB free and one checkpoint takes 11.2 GiB"
     assert [(status, message in text) for status, text in look(disk.check_disk, state=state, output_dir=str(tmp_path))][
         1
     ] == ("problem", True)
     monkeypatch.setattr(disk, "disk_free", lambda path: 30 * GIB)
     [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[3])
-    assert status == "warning" and "3 kept checkpoint(s) and the one being written take 44.7 GiB" in text
+    assert status == "warning" and "3 kept ones and the one being written 44.7 GiB" in text
     [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[1])
     assert status == "ok" and "written in about 12.0 s" in text
     mounts = f"proc / ext4 rw 0 0\nnone {tmp_path} tmpfs rw 0 0\n"
-    root = system(tmp_path / "root", proc__self__mounts=mounts)
+    root = root_with(tmp_path / "root", proc__self__mounts=mounts)
     assert "is on tmpfs, which is memory" in look(disk.check_disk, root=root, output_dir=str(tmp_path))[1][1]
 
 
@@ -343,55 +350,90 @@ def test_a_really_full_disk(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------- pairs
+# ------------------------------------------------------------------------------------------------------------- the job
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
-def test_every_two_ranks_meet_once(size):
-    met = []
-    for others in partners(size):
-        for rank, other in enumerate(others):
-            if other >= 0:
-                assert others[other] == rank != other
-                met.append((rank, other))
-    assert sorted(met) == sorted((a, b) for a in range(size) for b in range(size) if a != b)
+def test_jobs_that_fit_and_that_do_not(tmp_path):
+    found(job.check_plan, "ok", "no job was planned", output_dir=str(tmp_path))
+    tiny = {"model": "llama_tiny", "output_dir": str(tmp_path / "run")}
+    fits, data = look(job.check_plan, **tiny)
+    assert re.search(r"llama_tiny: 2,077,920 parameters; each process needs about \d", fits[1]) and fits[0] == "ok"
+    assert data == ("ok", "random tokens: no data was read")
+    large = {"model": "llama3_405b", "output_dir": str(tmp_path / "run")}
+    found(job.check_plan, "problem", r"llama3_405b on 2 process\(es\) needs about \d+", **large)
+    found(job.check_plan, "problem", "did you mean llama_tiny", model="lama_tiny")
+    found(job.check_plan, "problem", "does not divide", **tiny, tensor_parallel_degree=3)
+    found(job.check_plan, "problem", "--lr takes a number", **tiny, lr="x", use_synthetic_data=1)
+    assert list(tmp_path.iterdir()) == []
 
 
-def measured(speeds, hosts):
-    pairs = Pairs(len(hosts), hosts)
-    for (a, b), speed in speeds.items():
-        pairs.note(a, b, 1e-5, speed * GIB)
-    return pairs
+def test_data_is_read_as_the_job_reads_it(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 63]}) + "\n")
+    words = {
+        "model": "llama_tiny", "training_dir": str(tmp_path), "output_dir": str(tmp_path / "run"),
+        "data_cache_dir": str(tmp_path / "cache"), "max_context_width": 4,
+    }  # fmt: skip
+    [_, (status, message)] = look(job.check_plan, **words)
+    assert status == "warning" and "1 sample(s) of 4 tokens, less than one step of 4" in message
+    [_, (status, message)] = look(job.check_plan, **words, launch=Launch(), train_batch_size=1)
+    assert status == "ok" and "1 sample(s) of 4 tokens" in message
+    found(job.check_plan, "problem", "token id 63 is outside the model's vocabulary of 8", **words, vocab_size=8)
+    found(job.check_plan, "problem", "no such|not exist|there are no", **words | {"training_dir": str(tmp_path / "no")})
+    sample = ROOT / "data" / "sample"
+    words |= {
+        "training_dir": sample / "train.txt", "tokenizer_name_or_dir": sample / "tokenizer", "dataset_type": "text",
+        "vocab_size": 64,
+    }  # fmt: skip
+    found(job.check_plan, "problem", "has ids up to 2047, the model's vocabulary is 64", **words)
 
 
-def test_slow_pairs_are_named_against_their_own_kind():
-    hosts = "aabb"
-    fast = {(0, 1): 10, (2, 3): 10, (0, 2): 1, (0, 3): 1.1, (1, 2): 1, (1, 3): 0.4}
-    pairs = measured(fast, hosts)
-    assert slow_pairs(pairs) == [(1, 3)]
-    [(sentence, numbers)] = pairs.complaints([(1, 3)])
-    assert sentence.startswith(
-        "ranks 1 and 3: messages pass at 0.4 GiB/s, the median of such pairs is 1 GiB/s: look at"
-    )
-    assert "network between their hosts" in sentence and numbers["ranks"] == [1, 3]
-    assert slow_pairs(measured({(0, 1): 10, (0, 2): 1, (1, 2): 1}, "aab")) == []  # as fast as a network is
-    one_rank = measured({(0, 1): 5, (0, 2): 5, (1, 2): 5, (0, 3): 1, (1, 3): 1.1, (2, 3): 1.2}, "aaaa")
-    [(sentence, numbers)] = one_rank.complaints(slow_pairs(one_rank))
-    assert sentence.startswith("rank 3 with rank(s) 0, 1, 2: messages pass at 1 GiB/s") and numbers["ranks"] == [3]
+# ----------------------------------------------------------------------------------------- what only all see together
 
 
-def test_a_second_measurement_counts_if_it_is_better():
-    pairs, again = (measured({(0, 1): speed}, "ab") for speed in (1, 3))
-    pairs.keep_better(0, 1, again)
-    assert pairs.as_rows()[0]["bytes_per_second"] == 3 * GIB
-    again.keep_better(0, 1, measured({(0, 1): 2}, "ab"))
-    assert again.as_rows()[0]["bytes_per_second"] == 3 * GIB and not again.as_rows()[0]["same_host"]
+def together(check, size, hosts="aa", **settings):
+    """What rank 0 says of a check that ``size`` ranks of a group run, and its measurements."""
+
+    def run():
+        said = []
+        flags = tuple(word for name, value in settings.items() for word in (f"--{name}", value))
+        ctx = CheckContext(Request(flags), Launch(dist.get_rank(), size, dist.get_rank(), size), said.append)
+        ctx.state.update(backend=dist.get_backend(), hosts=hosts, store=dist.distributed_c10d._get_default_store())
+        assert Check("it", check, "job").run(ctx), said
+        return said
+
+    first, *others = run_ranks(run, world_size=size)
+    assert not any(each.error for each in (first, *others)), first.error
+    assert not any("finding" in each for outcome in others for each in outcome.result)
+    [finding] = [each["finding"] for each in first.result if "finding" in each]
+    return finding[1], finding[2], dict(each["measurement"] for each in first.result if "measurement" in each)
 
 
-def test_a_mark_is_looked_for(tmp_path):
-    mark = disk.leave_mark(tmp_path / "not" / "there", ".doctor-mark")
-    assert mark == tmp_path / ".doctor-mark" and disk.sees_mark(mark, seconds=0)
-    assert not disk.sees_mark(tmp_path / "other", seconds=0)
-    mark.write_text("something else")
-    assert not disk.sees_mark(mark, seconds=0)
-    assert exchange.wall_clock() > 0
+def test_a_clock_that_is_ahead_is_named(monkeypatch):
+    monkeypatch.setattr(network, "wall_clock", lambda: 1e9 + 5 * (dist.get_rank() == 1))
+    status, message, measured = together(network.check_clocks, 3)
+    assert status == "warning" and "clocks differ by 5.0 s (rank(s) 1 by +5.0 s)" in message
+    assert measured["clock_offsets_seconds"] == [0, 5, 0]
+
+
+def test_a_backend_that_falls_back_says_why(monkeypatch):
+    monkeypatch.setattr("smp.comm.segment.refusal", lambda: "of the weather")
+    status, message, measured = together(network.check_exchange, 2)
+    assert status == "warning" and "by gloo (of the weather)" in message and "GiB/s" in message
+    assert set(measured["paths"]) == {"gloo"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_run_directory_that_is_not_shared_is_found(shared, monkeypatch, tmp_path):
+    def apart(ctx):
+        folder = tmp_path / ("one" if shared else str(ctx.launch.rank))
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        network.check_same_directory(ctx)
+
+    monkeypatch.setattr(network, "_MARK_SECONDS", 0.3)
+    status, message, _ = together(apart, 2, hosts="ab", output_dir="run")
+    if shared:
+        assert status == "ok" and "all hosts see" in message
+    else:
+        assert status == "problem" and "rank(s) 1 do not see what rank 0 writes" in message
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -57,6 +57,7 @@ def test_a_slow_disk_is_measured_in_time(speed, monkeypatch):
 def test_full_measurements_end_before_the_check_does(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: given.append(seconds) or 1e9)
-    places = {"output_dir": str(tmp_path), "checkpoint_dir": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    places = {"output_dir": str(tmp_path), "checkpoint_dir": [str(tmp_path / "a"), str(tmp_path / "b")],
+              "num_kept_checkpoints": [2, 2], "checkpoint_freq": [1, 1], "use_synthetic_data": True}  # fmt: skip
     assert [status for status, _ in look(disk.check_disk, full=True, **places)] == ["ok"] * 3
     assert given == [5.0] * 3  # of the 60 s of a check

@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,6 @@ from smp.environment import Launch, read_launch, rendezvous, sagemaker_hosts
 from smp.environment.slurm import expand_counts, expand_nodes
 from smp.errors import UserError
 from smp.runtime import own_words
-from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -126,9 +123,6 @@ READ = {
     "all by hand, where Slurm's step is lost": (
         without(srun(1), "SLURM_STEP_ID", "SLURM_STEPID") | by_hand(1, 2, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"),
         (1, 2, 1, 2), "",
-    ),
-    "accelerate launch in a pod that has an address": (
-        {"ACCELERATE_DYNAMO_BACKEND": "no", "MASTER_ADDR": "x-master-0", "MASTER_PORT": "23456"}, (0, 1, 0, 1), "",
     ),
     "accelerate launch, one process": ({"ACCELERATE_DYNAMO_BACKEND": "no"}, (0, 1, 0, 1), ""),
 }  # fmt: skip
@@ -256,29 +250,11 @@ def test_what_was_set_by_hand_says_all_that_the_advice_asks_for():
         read_launch(openmpi(1, 4, 1, 2) | without(torchrun(0, 4, 0, 2), "TORCHELASTIC_RUN_ID"))
 
 
-# As accelerate's own simple launcher: the address of several processes for one.
-ACCELERATE = """#!{python}
-import os, subprocess, sys
-address = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}}
-own = os.environ | {{"ACCELERATE_DYNAMO_BACKEND": "no"}} | ({{}} if sys.argv[1] == "1" else address)
-sys.exit(subprocess.run(["bash", "-c", {command!r} + "; exit $?"], env=own).returncode)
-"""
-ASK = "from smp.environment import read_launch; print(read_launch().numbers)"
-
-
-@pytest.mark.parametrize(
-    ("asked", "exported", "refused"), [("2", {}, True), ("1", {"MASTER_ADDR": "x", "MASTER_PORT": "1"}, False)]
-)
-def test_accelerate_that_lost_processes_is_known_by_the_address_it_has_set(asked, exported, refused, tmp_path):
-    path = tmp_path / "accelerate"
-    path.write_text(ACCELERATE.format(python=sys.executable, command=f"'{sys.executable}' -c '{ASK}'"))
-    path.chmod(0o755)
-    environment = without(os.environ, "MASTER_ADDR", "MASTER_PORT") | exported | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([path, asked], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
-    if refused:
-        assert "accelerate launch was asked for several processes and started one" in done.stderr
-    else:
-        assert done.stdout == "(0, 1, 0, 1)\n", done.stderr
+def test_accelerate_that_lost_processes_is_known_by_the_address_it_has_set():
+    asked_for_two = {"ACCELERATE_DYNAMO_BACKEND": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(UserError, match="several processes and started one") as refused:
+        read_launch(asked_for_two)
+    assert "for one process unset MASTER_ADDR" in str(refused.value)
 
 
 @pytest.mark.parametrize(

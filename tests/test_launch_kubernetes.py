@@ -144,7 +144,7 @@ def run_pod(kind, tmp_path, environment, **changes):
     place |= environment | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
     said = ast.literal_eval(subprocess.check_output(command, env=place, text=True))
     launcher = "-u -m smp.launch.local --nnodes 2 --node_rank 1 --master_addr big-node-0-0.big --master_port 29400"
-    launcher = [*launcher.split(), *"--nproc_per_node 2 --no_gpus train_lib.py".split()]
+    launcher = [*launcher.split(), *"--nproc_per_node 2 --no_gpus -m smp.train".split()]
     assert said[: len(launcher)] == launcher
     return said[len(launcher) :]
 

@@ -17,8 +17,8 @@ import yaml
 from smp.cli import main as smp
 from smp.errors import UserError
 from smp.launch import hostfile, script, slurm
+from smp.launch.command_line import quoted, require_plain_words
 from smp.launch.sizes import choose_sizes
-from smp.launch.words import quoted, require_plain_words
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS
 
@@ -198,7 +198,10 @@ REFUSED = {
     "mount": (["slurm", "--mount", "a:b"], "--mount has a meaning only with --image"),
     "mount of one": (["slurm", "--mount", "a", "--image", "a", "--container", "docker"], "--mount a is not allowed"),
     "claim": (["kubernetes", "--image", "x"], "the following arguments are required: --claim"),
-    "name": (["kubernetes", "--image", "x", "--claim", "Data"], "--claim 'Data' is no name for Kubernetes"),
+    "name": (
+        ["kubernetes", "--image", "x", "--claim", "Data"],
+        "--claim 'Data' is not allowed: give at most 63",
+    ),
     "resource": (["kubernetes", "--image", "x", "--claim", "d", "--resource", "cpu"], "--resource cpu is not allowed"),
     "size": (["kubernetes", "--image", "x", "--claim", "d", "--shared_memory", "big"], "--shared_memory 'big'"),
     "hosts": (["hostfile", "--hosts", "/nowhere"], "--hosts /nowhere cannot be read (No such file"),

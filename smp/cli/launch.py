@@ -16,25 +16,47 @@ from collections.abc import Callable
 from pathlib import Path
 
 from smp.errors import UserError
-from smp.launch.hostfile import hostfile_script, read_hosts
-from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
-from smp.launch.script import RESUME, Job, local_command, local_script
-from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
-from smp.launch.words import (
+from smp.launch.command_line import (
     Checked,
     check_words,
     require_kept,
-    require_name,
+    require_match,
     require_plain,
     require_plain_words,
     value_of,
 )
+from smp.launch.hostfile import hostfile_script, read_hosts
+from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
+from smp.launch.script import RESUME, Job, local_command, local_script
+from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8
 # As Kubernetes reads them.
 _RESOURCE = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 _QUANTITY = r"\d+(\.\d+)?([KMGTPE]i|[mkMGTPE])?"
+# Where quotes do not protect, such as a scheduler's directive: what a value may be, as a pattern and in words.
+_Allowed = dict[str, tuple[str, str]]
+_WORD = (r"[\w.@%+:,=/-]+", "letters, digits and the characters . _ @ % + : , = / -")
+_SLURM_TEXTS: _Allowed = {
+    **dict.fromkeys(("partition", "account", "qos", "time", "log"), _WORD),
+    "job_name": (r"[\w.@%+:,=-]+", "letters, digits and the characters . _ @ % + : , = - (a log file has this name)"),
+    "constraint": (r"[\w.@:,&|()\[\]*=-]+", "letters, digits and the characters . _ @ : , & | ( ) [ ] * = -"),
+}
+_LABEL = "at most {} of a-z, 0-9 and -, beginning with a letter and not ending with -"
+_KUBERNETES_TEXTS: _Allowed = {
+    "job_name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", _LABEL.format(40)),  # the names of pods are longer
+    **dict.fromkeys(("namespace", "claim"), (r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", _LABEL.format(63))),
+    "workdir": (r"/.*", "the container's directory from the root, such as /x"),
+    "mount_path": (r"/[^:]*", "the container's directory from the root and without a colon, such as /x"),
+    "shared_memory": (_QUANTITY, "a size such as 64Gi"),
+}
+_NO_LIMIT = sys.maxsize
+_BOUNDS = {
+    "nodes": (1, _NO_LIMIT), "gpus_per_node": (0, _NO_LIMIT), "processes_per_node": (1, _NO_LIMIT),
+    "cpus_per_task": (1, _NO_LIMIT), "signal_seconds": (1, 2**16 - 1), "max_requeues": (0, _NO_LIMIT),
+    "max_failures": (0, _NO_LIMIT), "max_restarts": (0, _NO_LIMIT), "port": (1, 2**16 - 1),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,55 +140,33 @@ def _add_local(parser: argparse.ArgumentParser) -> None:
 
 
 def _require_numbers(options: argparse.Namespace) -> None:
-    least = {
-        "nodes": 1, "gpus_per_node": 0, "processes_per_node": 1, "cpus_per_task": 1, "signal_seconds": 1,
-        "max_requeues": 0, "max_failures": 0, "max_restarts": 0, "port": 1,
-    }  # fmt: skip
-    for name, minimum in least.items():
+    for name, (least, most) in _BOUNDS.items():
         value = getattr(options, name, None)
-        if value is not None and value < minimum:
-            raise UserError(f"--{name} must be at least {minimum}, got {value}")
-    most = {"port": 2**16 - 1, "signal_seconds": 2**16 - 1}  # of TCP, and of sbatch
-    for name, maximum in most.items():
-        if getattr(options, name, 0) > maximum:
-            raise UserError(f"--{name} must be at most {maximum}, got {getattr(options, name)}")
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise UserError(f"--{name} must be {bound}, got {value}")
     if not 0 < options.gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu_memory_gib must be above 0, got {options.gpu_memory_gib}")
 
 
 def _require_texts(options: argparse.Namespace) -> None:
+    """Refuse what a script cannot carry; directories become the same wherever the script is read."""
     for name in ("workdir", "script", "venv", "conda", "image", "mount_path"):
         if (value := getattr(options, name, None)) is not None:
             require_plain(f"--{name}", value)
-    _require_places(options)
-    for mount in getattr(options, "mount", []):
-        require_plain("--mount", mount)
-        if ":" not in mount:
-            raise UserError(f"--mount {mount} is not allowed: write it as HOST_DIRECTORY:CONTAINER_DIRECTORY")
-    for name in ("job_name", "partition", "account", "qos", "time", "log"):
-        if (value := getattr(options, name, None)) is not None:
-            require_name(f"--{name}", value)
-    if (value := getattr(options, "constraint", None)) is not None:
-        require_name("--constraint", value, r"[\w.@:,&|()\[\]*=-]+")
-
-
-def _require_places(options: argparse.Namespace) -> None:
-    """Directories that are the same wherever the script is read, and an image's name without a password."""
     in_image = options.target == "kubernetes"
     if options.workdir is None:
         options.workdir = _IMAGE_WORKDIR if in_image else os.getcwd()
     elif not in_image:
         options.workdir = os.path.abspath(options.workdir)
-    for name in ("workdir", "mount_path"):
-        value = getattr(options, name, None)
-        if value is not None and not value.startswith("/"):
-            raise UserError(
-                f"--{name} {value} is not allowed: give the container's directory from the root, such as /x"
-            )
-    if ":" in (getattr(options, "mount_path", None) or ""):
-        raise UserError(
-            f"--mount_path {options.mount_path} is not allowed: Kubernetes takes no colon in it, choose another"
-        )
+    for mount in getattr(options, "mount", []):
+        require_plain("--mount", mount)
+        if ":" not in mount:
+            raise UserError(f"--mount {mount} is not allowed: write it as HOST_DIRECTORY:CONTAINER_DIRECTORY")
+    allowed = _SLURM_TEXTS if options.target == "slurm" else _KUBERNETES_TEXTS if in_image else {}
+    for name, (pattern, what) in allowed.items():
+        if (value := getattr(options, name, None)) is not None:
+            require_match(f"--{name}", value, pattern, what)
     image = getattr(options, "image", None) or ""
     named = re.sub(r"^\w+://|@[\w+.-]+:[0-9a-fA-F]{32,}$", "", image)  # without its scheme and its digest
     if not image.startswith(("/", ".")) and re.match(r"[^/]*:[^@]*@", named):
@@ -324,30 +324,14 @@ def _kubernetes(options: argparse.Namespace) -> str:
             raise UserError(f"--resource {text} is not allowed: --gpus_per_node says how many GPUs a node has")
         if resources.setdefault(name, count) != count:
             raise UserError(f"--resource {name}={resources[name]} and --resource {text} are both given: leave one out")
-    require_name("--shared_memory", options.shared_memory, _QUANTITY)
     job = _job(options, nodes=options.nodes)
     name = _name(options, job.words)
-    for flag, value in (("--job_name", name), ("--namespace", options.namespace), ("--claim", options.claim)):
-        limit = 40 if flag == "--job_name" else 63  # the names of pods are longer than the job's
-        require_dns(flag, value, limit)
+    require_match("--job_name", name, *_KUBERNETES_TEXTS["job_name"])  # also where it is the model's
     known = KubernetesOptions(
         name=name, claim=options.claim, namespace=options.namespace, mount=options.mount_path,
         shared_memory=options.shared_memory, resources=tuple(resources.items()), max_restarts=options.max_restarts,
     )  # fmt: skip
     return (train_job if options.kind == "trainjob" else pytorch_job)(job, known)
-
-
-def require_dns(flag: str, value: str, limit: int) -> None:
-    """Refuse a name that Kubernetes would refuse.
-
-    Raises:
-        UserError: saying what names are made of.
-    """
-    if len(value) > limit or re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", value) is None:
-        raise UserError(
-            f"{flag} {value!r} is no name for Kubernetes: give at most {limit} of a-z, 0-9 and -, beginning with a "
-            f"letter and not ending with -"
-        )
 
 
 def _hostfile(options: argparse.Namespace) -> str:

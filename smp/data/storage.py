@@ -92,7 +92,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
     with reading(path):
         found, chosen_by_name = _candidates(fs, inner)
         if not found:
-            raise UserError(f"no such file or folder: {path}{_advice(path)}")
+            raise UserError(f"no such file or folder: {path}{hub_advice(path, ' --repo-type dataset')}")
         endings = extensions if chosen_by_name else (*extensions, *(f"{extension}.gz" for extension in extensions))
         kept = found if chosen_by_name else [each for each in found if each.endswith(endings)]
         kept = [each for each in kept if not PurePosixPath(each).name.startswith(".")]
@@ -105,12 +105,6 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
         if file.size == 0:
             raise UserError(f"{file.url} is empty: remove it, or write it again")
     return files
-
-
-def _advice(path: str) -> str:
-    if path.startswith("data/sample"):
-        return ": the sample belongs to a checkout of smp's repository, and is not installed with it; start there"
-    return hub_advice(path, " --repo-type dataset")
 
 
 def _candidates(fs: Any, inner: str) -> tuple[list[str], bool]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from smp.doctor.data import check_data
+from smp.doctor.check import Check
 from smp.doctor.devices import check_bf16, check_devices, check_limits, check_memory, check_shared_memory
 from smp.doctor.disk import check_disk
-from smp.doctor.environment import check_environment, check_hostname
-from smp.doctor.exchange import (
+from smp.doctor.job import PLAN_SHARE, check_plan
+from smp.doctor.network import (
     START_SHARE,
     check_clocks,
     check_end,
     check_exchange,
-    check_pairs,
-    check_path,
     check_same_directory,
     check_start,
 )
-from smp.doctor.model import PLAN_SHARE, check_model, check_plan
-from smp.doctor.room import Check
-from smp.doctor.versions import check_backend_parts, check_versions
+from smp.doctor.system import check_backend_parts, check_environment, check_hostname, check_versions
 
 # Before the process group there is nothing that one rank could spoil for another.
 CHECKS = (
@@ -31,14 +27,10 @@ CHECKS = (
     Check("open files", check_limits, "host"),
     Check("environment", check_environment),
     Check("host name", check_hostname, "host"),
-    Check("model", check_model, "host"),
+    Check("dry run", check_plan, "host", PLAN_SHARE),
     Check("disk", check_disk, "host"),
-    Check("data", check_data, "host"),
-    Check("dry run", check_plan, "first", PLAN_SHARE),
     Check("start", check_start, "job", START_SHARE),
-    Check("path", check_path, "job"),
-    Check("exchange", check_exchange, "job", 2.0),
-    Check("pairs", check_pairs, "job", 2.0),
+    Check("exchange", check_exchange, "job"),
     Check("clocks", check_clocks, "job"),
     Check("run directory", check_same_directory, "job"),
     Check("end", check_end, "job"),

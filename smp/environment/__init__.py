@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 
-from smp.environment.mpi import parent_of, port_of, port_of_mpi, read_mpi
-from smp.environment.place import NAMES, Environment, IncompleteError, Launch, Said, is_number, refuse_impossible
+from smp.environment.launch_info import NAMES, Environment, IncompleteError, Launch, Said, is_number, refuse_impossible
+from smp.environment.mpi import port_of, port_of_mpi, read_mpi
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
 
@@ -177,35 +176,18 @@ def _is_meant(env: Environment, native: Said) -> bool:
 def _refuse_lost_processes(env: Environment) -> None:
     """Refuse to be one process where ``accelerate launch`` was asked for several.
 
-    Without GPUs it starts a single one, and tells that only by the address that several would need. One that was there
-    before it (a Kubeflow pod has one) tells nothing.
+    Without GPUs it starts a single one, and tells that only by the address that several would need.
 
     Raises:
         UserError: saying what starts several.
     """
     names = ("MASTER_ADDR", "MASTER_PORT")
-    if "ACCELERATE_DYNAMO_BACKEND" in env and all(env.get(name) for name in names) and not _were_set_before(names):
+    if "ACCELERATE_DYNAMO_BACKEND" in env and all(env.get(name) for name in names):
         raise UserError(
             "accelerate launch was asked for several processes and started one, as it does without GPUs: add "
-            "--multi_gpu, which starts them on CPUs too, or use torchrun"
+            "--multi_gpu, which starts them on CPUs too, or use torchrun; for one process unset MASTER_ADDR and "
+            "MASTER_PORT"
         )
-
-
-def _were_set_before(names: Sequence[str]) -> bool:
-    """Whether ``accelerate`` was itself started with these variables, or cannot be asked."""
-    pid = os.getppid()
-    try:
-        while pid > 1:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
-            if any(b"accelerate" in word for word in words[:3]):  # python, -m, accelerate.commands.launch
-                with open(f"/proc/{pid}/environ", "rb") as file:
-                    found = {word.partition(b"=")[0] for word in file.read().split(b"\0")}
-                return all(name.encode() in found for name in names)
-            pid = parent_of(pid)
-    except OSError:  # no Linux, or another user's process
-        pass
-    return True
 
 
 def _address(env: Environment, launch: Launch) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Sequence
 
-from smp.environment.place import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
+from smp.environment.launch_info import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
 from smp.environment.slurm import read_slurm
 
 # Launcher; rank, size, and names for the local rank and the local size. Intel MPI is a kind of MPICH.
@@ -81,27 +82,11 @@ def _process_above() -> int:
     """The nearest process above this one that is part of MPICH; its parent where none is found."""
     parent = pid = os.getppid()
     daemons = {name[:15] for name in _DAEMONS}  # Linux cuts off the rest
-    while pid > 1:
-        try:
-            name, above = _name_and_parent(pid)
-        except OSError:  # no Linux
-            break
-        if name in daemons:
-            return pid
-        pid = above
+    with contextlib.suppress(OSError):  # no Linux
+        while pid > 1:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                before, _, after = file.read().rpartition(")")
+            if before.partition("(")[2] in daemons:
+                return pid
+            pid = int(after.split()[1])
     return parent
-
-
-def parent_of(pid: int) -> int:
-    """The process that started this one, on Linux.
-
-    Raises:
-        OSError: it is not there, or this is no Linux.
-    """
-    return _name_and_parent(pid)[1]
-
-
-def _name_and_parent(pid: int) -> tuple[str, int]:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        before, _, after = file.read().rpartition(")")
-    return before.partition("(")[2], int(after.split()[1])

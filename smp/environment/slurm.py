@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from smp.environment.place import (
+from smp.environment.launch_info import (
     Environment,
     IncompleteError,
     Launch,

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from smp.errors import UserError
+from smp.launch.command_line import comment, quoted, quoted_lines
 from smp.launch.script import Job, filled, node_script, with_resume
-from smp.launch.words import comment, quoted, quoted_lines
 
 _LINE = re.compile(r"(?P<host>(?:[\w.-]+@)?[A-Za-z0-9][\w.-]*)(?:\s+slots=(?P<slots>[1-9]\d{0,4}))?", re.ASCII)
 

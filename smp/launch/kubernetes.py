@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 
+from smp.launch.command_line import comment
 from smp.launch.script import RESUME, Job, filled, node_script, with_resume
-from smp.launch.words import comment
 
 # Trainer v2 sets these; v1 has other names for the last two.
 _PLACE = (

@@ -27,7 +27,7 @@ import torch
 
 from smp.environment import malloc
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
-from smp.launch.orphans import end_with_parent
+from smp.launch.parent_death import end_with_parent
 from smp.log import say
 from smp.runtime import environment_with, set_default_threads
 

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from smp.launch.words import comment, quoted, quoted_lines
+from smp.launch.command_line import comment, quoted, quoted_lines
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

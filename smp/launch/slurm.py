@@ -6,8 +6,8 @@ import dataclasses
 import shlex
 
 from smp.errors import UserError
+from smp.launch.command_line import comment, quoted_lines
 from smp.launch.script import RESUME, Job, filled, node_script, with_resume
-from smp.launch.words import comment, quoted_lines
 from smp.runtime import START_SECONDS
 
 _BEYOND_SECONDS = 120.0  # for processes that give up after START_SECONDS to end by themselves
@@ -56,11 +56,6 @@ def require_possible(options: SlurmOptions) -> None:
         raise UserError(
             "--shared leaves a node's processes one CPU, unless --cpus_per_task says how many: add it, such as "
             "--cpus_per_task 32"
-        )
-    if "/" in options.job_name:
-        raise UserError(
-            f"--job_name {options.job_name} is not allowed: its log file is named after it, and / is a directory's: "
-            f"give another name"
         )
     seconds = None if options.time is None else _seconds(options.time)
     if seconds is not None and seconds <= options.signal_seconds:

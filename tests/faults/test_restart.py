@@ -314,7 +314,7 @@ def test_a_store_that_cannot_be_reached_is_named(host, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(RankError, match=rf"^rank 1 does not reach the job's store at {host}:{port} within 1 s") as e:
-        runtime._open_store(Launch(1, 2, 1, 2), SECONDS)
+        runtime.open_store(Launch(1, 2, 1, 2), SECONDS)
     assert "\n" not in str(e.value)
 
 
@@ -324,7 +324,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(RankError, match=rf"rank 0 cannot serve the job's store at 127.0.0.1:{port} \(.*in use"):
-            runtime._open_store(Launch(0, 2, 0, 2), SECONDS)
+            runtime.open_store(Launch(0, 2, 0, 2), SECONDS)
 
 
 @pytest.mark.parametrize(("host", "port"), [(None, "29500"), ("127.0.0.1", None), ("127.0.0.1", "99999")])
@@ -332,4 +332,4 @@ def test_an_environment_without_an_address_is_refused(host, port, monkeypatch):
     for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="do not say where rank 0 is: start with torchrun, or set both"):
-        runtime._open_store(Launch(0, 2, 0, 2), SECONDS)
+        runtime.open_store(Launch(0, 2, 0, 2), SECONDS)

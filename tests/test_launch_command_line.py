@@ -12,7 +12,7 @@ import yaml
 from smp.cli import launch
 from smp.cli import main as smp
 from smp.launch import kubernetes, script, slurm
-from smp.launch.words import check_words, comment, value_of
+from smp.launch.command_line import check_words, comment, value_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
@@ -150,16 +150,16 @@ REFUSED = {
     "a resource twice": ([*POD, "--resource", "cpu=2", "--resource", "cpu=3"], "--resource cpu=2 and --resource cpu=3"),
     "a quantity": ([*POD, "--resource", "cpu=1..2Zz"], "--resource cpu=1..2Zz is not allowed"),
     "a resource's name": ([*POD, "--resource", "@%=3"], "--resource @%=3 is not allowed"),
-    "colon": ([*POD, "--mount_path", "/a:b"], "--mount_path /a:b is not allowed"),
-    "relative mount": ([*POD, "--mount_path", "a"], "--mount_path a is not allowed"),
-    "relative in the image": ([*POD, "--workdir", "."], "--workdir . is not allowed"),
+    "colon": ([*POD, "--mount_path", "/a:b"], "--mount_path '/a:b' is not allowed"),
+    "relative mount": ([*POD, "--mount_path", "a"], "--mount_path 'a' is not allowed"),
+    "relative in the image": ([*POD, "--workdir", "."], "--workdir '.' is not allowed"),
     "signal": (["slurm", "--signal_seconds", "100000"], "--signal_seconds must be at most 65535, got 100000"),
     "port": (["hostfile", "--hosts", "HOSTS", "--port", "65536"], "--port must be at most 65535, got 65536"),
     "password": (["slurm", *DOCKER, "--image", "user:hunter2@reg.io/i"], "--image looks like a secret"),
     "password of enroot": (["slurm", *ENROOT, "--image", "docker://user:hunter2@reg.io#i"], "--image looks like a"),
     "password with a slash": (["slurm", *DOCKER, "--image", "user:hun/ter2@reg.io/i"], "--image looks like a secret"),
     "one CPU": (["slurm", *HERE, "--shared", "--", *TINY], "--shared leaves a node's processes one CPU, unless"),
-    "a name with /": (["slurm", *HERE, "--job_name", "a/b", "--", *TINY], "--job_name a/b is not allowed"),
+    "a name with /": (["slurm", *HERE, "--job_name", "a/b", "--", *TINY], "--job_name 'a/b' is not allowed"),
     "no time": (
         ["slurm", *HERE, "--time", "2", "--", *TINY],
         "--time 2 is over before training begins, as the job is asked to stop --signal_seconds 120 before its end",

@@ -1,17 +1,92 @@
-"""Variables that contradict each other, or what the machine has. Their values are shown for known names only."""
+"""What is installed, what the environment says, and what this host is called.
+
+Values of variables are shown for known names only.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 
+from smp.comm.kernel import load
+from smp.comm.segment import refusal
 from smp.comm.settings import read_settings
-from smp.doctor.findings import Status
-from smp.doctor.room import Room
-from smp.environment.place import is_number
+from smp.doctor.check import CheckContext
+from smp.doctor.report import Status
+from smp.environment.launch_info import is_number
 from smp.errors import UserError
-from smp.runtime import Launch, read_launch
+from smp.runtime import Launch
+
+# --- versions
+
+# As in pyproject.toml, which a test compares.
+MINIMUM = {
+    "python": "3.11",
+    "torch": "2.11",
+    "transformers": "5.17",
+    "accelerate": "1.10",
+    "datasets": "4.0",
+    "safetensors": "0.6",
+    "pyyaml": "6.0",
+    "xxhash": "3.0",
+}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 13, 0) of ``2.13.0+cpu``."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def installed() -> dict[str, str | None]:
+    """The version of everything in ``MINIMUM``; None where it is not installed. Nothing is imported."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in list(MINIMUM)[1:]:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def check_versions(ctx: CheckContext) -> None:
+    """Versions below the least that smp works with."""
+    found = installed()
+    ctx.measure("versions", found)
+    wrong = False
+    for name, least in MINIMUM.items():
+        version = found[name]
+        if version is None:
+            ctx.problem(f"{name} is not installed: pip install '{name}>={least}'", package=name)
+        elif numbers(version) < numbers(least):
+            what = f"install Python {least} or newer" if name == "python" else f"pip install '{name}>={least}'"
+            ctx.problem(f"{name} {version} is older than {least}, the least that smp works with: {what}", package=name)
+        else:
+            continue
+        wrong = True
+    if not wrong:
+        ctx.ok(", ".join(f"{name} {version}" for name, version in found.items()), **found)
+
+
+def check_backend_parts(ctx: CheckContext) -> None:
+    """What the smddp backend needs of this machine to exchange through shared memory at full speed."""
+    if why := refusal():
+        ctx.warn(f"smddp cannot share memory between processes here, and leaves everything to gloo: {why}")
+        return
+    if load() is None:
+        ctx.warn(
+            "smddp's C kernel cannot be compiled or loaded here, so that Python runs its rounds and short collectives "
+            "take a third longer: install a C compiler (cc, gcc or clang), and see that ~/.cache is writable"
+        )
+        return
+    ctx.ok("memory can be shared between processes, and smddp's C kernel is compiled")
+
+
+# --- environment
 
 # Switches that cost speed, and what to do. What is set to 0 or nothing is off.
 SLOW = {
@@ -36,22 +111,6 @@ _LOOPBACK = ("localhost", "127.", "::1")
 def set_by_user(name: str) -> str | None:
     """A variable of this process, or None."""
     return os.environ.get(name)
-
-
-def has_launcher() -> bool:
-    """Whether this process is one of a job that a launcher has started.
-
-    Raises:
-        UserError: the launcher has said so in contradictory words.
-    """
-    launch = read_launch()
-    return bool(launch.launcher) or launch.world_size > 1
-
-
-def says_another_rank() -> bool:
-    """Whether one of the launchers, which may contradict each other, says that this is not rank 0."""
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
-    return any(is_number(value := os.environ.get(name)) and int(value or 0) > 0 for name in names)
 
 
 def interfaces() -> list[str]:
@@ -120,39 +179,34 @@ def _wrong_interfaces(values: Mapping[str, str], launch: Launch, present: list[s
             yield "problem", f"NCCL_SOCKET_IFNAME={nccl} names none of this host's interfaces: {shown}"
 
 
-def check_environment(room: Room) -> None:
+def check_environment(ctx: CheckContext) -> None:
     """The variables of this process."""
     values = dict(os.environ)
     clean = True
-    try:
-        read_launch()
-    except UserError as error:
-        room.problem(str(error))
-        clean = False
     found = contradictions(
-        values, room.launch, interfaces(), lambda name: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        values, ctx.launch, interfaces(), lambda name: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     )
     for status, message in found:
-        room.say(status, message)
+        ctx.say(status, message)
         clean = False
     try:
         read_settings()
     except UserError as error:
-        room.problem(str(error))
+        ctx.problem(str(error))
         clean = False
     shown = {name: values[name] for name in SHOWN if name in values}
     # A proxy's address may hold a password: its name says enough.
     proxies = sorted(name for name in values if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
-    room.measure("environment", shown | dict.fromkeys(proxies, "(set)"))
+    ctx.measure("environment", shown | dict.fromkeys(proxies, "(set)"))
     if clean:
         said = f"; {', '.join(proxies)} is set, which reading s3:// data goes by" if proxies else ""
-        room.ok(f"no contradictions{said}")
+        ctx.ok(f"no contradictions{said}")
 
 
-def check_hostname(room: Room) -> None:
+def check_hostname(ctx: CheckContext) -> None:
     """This host's name: gloo listens on the address that it stands for."""
     host = socket.gethostname()
-    several = room.launch.local_world_size < room.launch.world_size
+    several = ctx.launch.local_world_size < ctx.launch.world_size
     named = bool(set_by_user("GLOO_SOCKET_IFNAME"))
     try:
         addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
@@ -165,12 +219,12 @@ def check_hostname(room: Room) -> None:
     reachable = [address for address in addresses if not address.startswith(_LOOPBACK)]
     if reachable or named:
         where = f"GLOO_SOCKET_IFNAME={set_by_user('GLOO_SOCKET_IFNAME')}" if named else ", ".join(reachable)
-        room.ok(f"{host}: {where}", **data)
+        ctx.ok(f"{host}: {where}", **data)
     elif several:
-        room.problem(
+        ctx.problem(
             f"{why}, and gloo listens there: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between "
             f"the hosts, of {', '.join(interfaces())}, or mend /etc/hosts",
             **data,
         )
     else:
-        room.ok(f"{why}; one host does not mind, on several set GLOO_SOCKET_IFNAME", **data)
+        ctx.ok(f"{why}; one host does not mind, on several set GLOO_SOCKET_IFNAME", **data)

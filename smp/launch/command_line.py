@@ -98,15 +98,14 @@ def require_plain_words(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def require_name(name: str, value: str, pattern: str = r"[\w.@%+:,=/-]+") -> str:
-    """A value for a place where quotes do not protect, such as a scheduler's directive.
+def require_match(name: str, value: str, pattern: str, allowed: str) -> None:
+    """Refuse a value that is not as ``pattern`` says; ``allowed`` says it in words.
 
     Raises:
-        UserError: it has other characters.
+        UserError: with them.
     """
     if re.fullmatch(pattern, value, re.ASCII) is None:
-        raise UserError(f"{name} {value!r} is not allowed: give letters, digits and the characters . _ @ % + : , = / -")
-    return value
+        raise UserError(f"{name} {value!r} is not allowed: give {allowed}")
 
 
 _WRITTEN = ("output_dir", "checkpoint_dir", "model_dir", "tensorboard_dir")

@@ -1,0 +1,64 @@
+"""The job as it will be: planned as its own start plans it, and compared with the memory of this host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smp.doctor.check import CheckContext
+from smp.errors import ConfigError
+from smp.memory_plan import GIB, available_memory, estimate_memory
+from smp.train.run_plan import batch_of_flags, make_plan, refuse_too_large, sizes
+
+PLAN_SHARE = 5.0  # of --timeout: data may have to be converted
+
+
+def check_plan(ctx: CheckContext) -> None:
+    """Plan the job, which opens the data and chooses no checkpoint.
+
+    Raises:
+        UserError: whatever the job refuses.
+    """
+    request, config = ctx.request, ctx.request.config
+    if request.problems:
+        raise ConfigError(request.problems)
+    if not request.has_job:
+        ctx.ok("no model, data or --config was given: no job was planned")
+        return
+    plan = make_plan(dataclasses.replace(config, run=dataclasses.replace(config.run, dry_run=True)), ctx.launch)
+    plan.close()
+    shape, work = sizes(plan)
+    ctx.state["parameters"] = shape.parameters
+    needed = sum(estimate_memory(shape, plan.mesh, work).values())
+    available = available_memory(plan.device, ctx.launch.local_world_size)
+    data = {"parameters": shape.parameters, "vocab_size": plan.model.hf_config.vocab_size, "needed_bytes": needed,
+            "available_bytes": available}  # fmt: skip
+    ctx.measure("model", data)
+    pipelines = {"training": plan.train_data, "validation": plan.validation_data}
+    samples = {
+        name: f"{pipeline.samples_per_epoch} samples ({pipeline.fingerprint})"
+        for name, pipeline in pipelines.items()
+        if pipeline is not None
+    }
+    ctx.measure("data", samples)
+    refuse_too_large(plan)
+    ctx.ok(
+        f"{plan.model.name}: {shape.parameters:,} parameters; each process needs about {needed / GIB:.1f} GiB, and "
+        f"there are {available / GIB:.1f} GiB for each",
+        **data,
+    )
+    batch = config.run.global_batch_size or batch_of_flags(config, plan.mesh)
+    _check_amount(ctx, plan.train_data.samples_per_epoch, batch, plan.model.sequence_length)
+
+
+def _check_amount(ctx: CheckContext, samples: int, batch: int, length: int) -> None:
+    """Say how much training data there is."""
+    if ctx.request.config.data.use_synthetic_data:
+        ctx.ok("random tokens: no data was read")
+    elif samples < batch:
+        ctx.warn(
+            f"the training data has {samples} sample(s) of {length} tokens, less than one step of {batch}: use more "
+            f"data or a smaller batch",
+            samples=samples,
+        )
+    else:
+        ctx.ok(f"the training data is readable: {samples:,} sample(s) of {length} tokens", samples=samples)
