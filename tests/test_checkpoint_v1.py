@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -12,13 +13,16 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-import transformers  # noqa: F401  imported before the ranks are forked
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import smp
 from smp.cli import main as command
 from smp.train import __main__ as train_main
+from smp.train.arguments import parse_args
+from smp.train.start import read_saved
+from tests import manifests
 from tests.data.make_checkpoints_v1 import FLAGS, JOBS, build, steps
 from tests.distributed import run_distributed
 from tests.job import read_metrics, run_job
@@ -134,3 +138,76 @@ def _goes_on(folder: str, name: str) -> None:
 def test_a_script_goes_on_from_it(name, tmp_path):
     folder = shutil.copytree(DATA / name, tmp_path / name)
     run_distributed(_goes_on, str(folder), name, world_size=2)
+
+
+def _takes_a_job(folder: str, name: str, target: str) -> None:
+    manifest = json.loads(next(pathlib.Path(folder).rglob("manifest.json")).read_text())
+    smp.init({"tensor_parallel_degree": 2} if name == "job_tp2_shard2" else {"hybrid_shard_degree": 2})
+    model = smp.parallelize(LlamaForCausalLM(LlamaConfig.from_dict(manifest["model"]["config"])))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    found = smp.Checkpointer(f"{folder}/checkpoints", model, optimizer, name="llama_v2").load()
+    assert found is not None and (found.path.name, found.step, found.extra) == ("llama_v2-2steps", 2, None)
+    expected = plain(pathlib.Path(folder))
+    require_equal(loaded(model, optimizer), expected)
+    assert optimizer.param_groups[0]["lr"] == 0.5  # a job's settings are its flags
+    same = manifest["world_size"] == dist.get_world_size()
+    assert torch.equal(torch.get_rng_state(), expected[f"rng.cpu.{dist.get_rank():05d}"]) is same
+    torch.manual_seed(77)
+    smp.Checkpointer(target, model, optimizer, name="mine").save(7, {"note": "mine"})
+
+
+@pytest.mark.parametrize("name", ["job_sharded", "job_tp2_shard2"])
+def test_a_script_goes_on_from_a_job_and_a_job_begins_anew_from_the_script(name, tmp_path):
+    folder, target = shutil.copytree(DATA / name, tmp_path / name), tmp_path / "script"
+    run_distributed(_takes_a_job, str(folder), name, str(target), world_size=2)
+    expected = plain(folder)
+
+    def prepare(rank: int) -> None:
+        train = train_main.train
+
+        def compared(trainer):
+            assert not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(77).get_state())
+            require_equal(loaded(trainer.model, trainer.optimizer), expected)
+            return train(trainer)
+
+        train_main.train = compared
+
+    words = [*FLAGS, "--max_steps", 4, "--checkpoint_freq", 2, "--resume_from_checkpoint", target / "mine-7steps"]
+    refused = run_job(*words, "--output_dir", tmp_path / "no", world_size=2)
+    assert refused.statuses == [2, 2] and "--reset_progress 1 takes its parameters" in refused.output, refused.output
+    assert not (tmp_path / "no").exists()
+    run, fresh = tmp_path / "run", tmp_path / "fresh"
+    run_job(*words, "--reset_progress", 1, "--output_dir", run, world_size=2, prepare=prepare).succeeded()
+    run_job(*words[:-2], "--output_dir", fresh, world_size=2).succeeded()
+    begun, anew = read_metrics(run), read_metrics(fresh)
+    for key in ("step", "lr", "tokens"):
+        assert [line[key] for line in begun] == [line[key] for line in anew]
+    assert begun[0]["loss"] != anew[0]["loss"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("*steps")) == ["llama_v2-2steps", "llama_v2-4steps"]
+    refused = run_job(*words, "--reset_progress", 1, "--output_dir", run, world_size=2)  # would write over it
+    assert refused.statuses == [2, 2] and "choose another --output_dir" in refused.output, refused.output
+
+
+def _takes_a_local_one(folder: str) -> None:
+    model, optimizer = build("script_fsdp")
+    with pytest.raises(smp.UserError, match="is a local one, which holds what one rank had: resume the job from it"):
+        smp.Checkpointer(folder, model, optimizer, name="llama_v2").load()
+
+
+def test_what_a_job_and_a_script_do_not_take_of_each_other(tmp_path):
+    local = shutil.copytree(DATA / "job_local", tmp_path / "local") / "checkpoints" / "rank00000-of-00002"
+    run_distributed(_takes_a_local_one, str(local), world_size=1)
+    path = shutil.copytree(DATA / "script_ddp", tmp_path / "script") / "net-2steps"
+    for reset, said in ((False, "--reset_progress 1 takes its parameters"), (True, None)):
+        with pytest.raises(smp.UserError, match=said) if said else contextlib.nullcontext():
+            assert read_saved(path, False, reset).run["progress"]["step"] == 0
+    manifests.change(path, lambda content: content["run"]["optimizer"].update({"class": "SGD"}))
+    with pytest.raises(smp.UserError, match="the optimizer SGD and the job has AdamW"):
+        read_saved(path, False, True)
+    for start in ([], ["--resume_from_checkpoint", "latest"]):
+        with pytest.raises(smp.ConfigError, match="--reset_progress 1 needs a path in --resume_from_checkpoint"):
+            parse_args([*FLAGS, "--reset_progress", "1", *start])
+    run = shutil.copytree(DATA / "job_sharded", tmp_path / "run")
+    words = [*FLAGS, "--reset_progress", 1, "--output_dir", run, "--resume_from_checkpoint", checkpoints(run)[0]]
+    refused = run_job(*words, "--max_steps", 4)
+    assert refused.statuses == [2] and "begins a run anew, and " in refused.output, refused.output

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from smp.checkpoint.files import reason
+from smp.checkpoint.disk_forecast import COPIES
 from smp.checkpoint.layout import disk_free
-from smp.checkpoint.space import COPIES
+from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.doctor.room import Room
 

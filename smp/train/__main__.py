@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from smp.checkpoint.checkpointer import load_checkpoint
+from smp.checkpoint.restore import restore
 from smp.checkpoint.saver import Saver
 from smp.environment import Launch, malloc, read_launch
 from smp.errors import PeerError, UserError
@@ -78,8 +78,9 @@ def run(plan: RunPlan, guard: Guard) -> int:
         seed_everything(config.run.seed, mesh.data_rank)
         state = dataclasses.replace(plan.state)  # the plan keeps where the run began
         if plan.resume is not None and plan.saved is not None:
-            source, seed = (plan.resume, plan.saved), config.run.seed
-            state = together(lambda: load_checkpoint(*source, model=model, optimizer=optimizer, seed=seed, mesh=mesh))
+            seed = f"{config.run.seed}:{state.step}:{mesh.data_rank}"
+            anew = config.checkpoint.reset_progress
+            restore(plan.resume, plan.saved, model, optimizer, seed=None if anew else seed)
         schedule = LRSchedule(config.lr, optimizer, max_steps=plan.max_steps)
         saver = Saver(
             config.checkpoint,
@@ -95,7 +96,6 @@ def run(plan: RunPlan, guard: Guard) -> int:
         # All is well: only now is anything written, or anything of an earlier run touched.
         metrics = together(lambda: begin_files(plan))
         curves.connect(metrics.writers)
-        saver.set_aside()
         trainer = Trainer(plan, model, optimizer, schedule, state, metrics, memory, mesh.data_group, saver, guard)
         announce(plan)
         metrics.text("Arguments", arguments_table(config))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from smp.activation_offload import require_directory
-from smp.checkpoint.checkpointer import check_architecture
 from smp.checkpoint.local import local_directory, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.restore import check_architecture
 from smp.data.data_pipeline import NO_DATA, BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
 from smp.environment.malloc import unused_heap
@@ -195,7 +195,7 @@ def _start(
     if config.run.dry_run:
         return directories, None, None
     resume = only or attempt(choose_start, config, launch, run_dir, directories, model.name, list(damaged))
-    saved = None if resume is None else attempt(read_saved, resume, settings.is_local)
+    saved = None if resume is None else attempt(read_saved, resume, settings.is_local, settings.reset_progress)
     if saved is not None:
         attempt(check_architecture, resume, saved.model["config"], model.hf_config)
     return directories, resume, saved
@@ -223,7 +223,7 @@ def _global_batch_size(config: TrainConfig, degrees: Degrees, saved: Manifest | 
     run = config.run
     size = run.global_batch_size
     if size is None:
-        size = saved.run["global_batch_size"] if saved else batch_of_flags(config, degrees)
+        size = (saved and saved.run.get("global_batch_size")) or batch_of_flags(config, degrees)
     if size > MAX_BATCH:
         raise UserError(f"the global batch of {size} samples is too large: use at most {MAX_BATCH} per step")
     if size < degrees.data_size:

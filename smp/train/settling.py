@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp.checkpoint.checkpointer import verify_together
 from smp.checkpoint.layout import LATEST, set_aside
 from smp.checkpoint.local import common_start
+from smp.checkpoint.restore import verify_together
 from smp.errors import DamagedCheckpointError
 from smp.faults.agreement import require_same, together
 from smp.log import get_logger

@@ -84,7 +84,7 @@ def train(trainer: Trainer) -> int:
                 data_group=trainer.data_group,
                 defer_sync=config.parallel.defer_gradient_sync,
                 record=mark,
-                enter=trainer.saver.before_updates(guard.enter),
+                enter=guard.enter,
             )
         guard.end_step(state.step + 1)
         if config.activation.clean_cache:
