@@ -444,6 +444,21 @@ def test_a_run_whose_updates_were_all_skipped_can_be_resumed(tmp_path):
     run_distributed(_save_untrained, tmp_path, world_size=1)
 
 
+def _save_again(folder):
+    model, optimizer = build(Layout("full_shard"), "llama_tied")
+    train_step(model, optimizer, rank_batch(0, 0, 1, 1), device=torch.device("cpu"), grad_clip=1.0)
+    save(folder / "a", model, optimizer, describe(model, 2, dist.get_world_size()))
+    again = build(Layout("full_shard"), "llama_tied")
+    path = folder / "a" / "m-2steps"
+    restore(path, read_manifest(path), *again, seed="0")
+    save(folder / "b", *again, describe(model, 2, dist.get_world_size()))
+    assert read_manifest(path).files == read_manifest(folder / "b" / "m-2steps").files
+
+
+def test_a_resumed_run_writes_the_files_of_one_that_was_not_stopped(tmp_path):
+    run_distributed(_save_again, tmp_path, world_size=2)
+
+
 def _save_what_is_too_large(folder):
     model, optimizer = build(Layout("full_shard"), "llama_gqa")
     for limit in ("MAX_VALUES", "MAX_MANIFEST"):

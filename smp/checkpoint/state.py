@@ -119,6 +119,17 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return names
 
 
+def _checked_state(key: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if "." in key:
+        raise UserError(f"Checkpointer: the key {key!r} of the optimizer's state has a dot: use another name")
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() != 1:
+        raise UserError(
+            f"Checkpointer: optim.{key}.{name} is a rank's own tensor of shape {tuple(value.shape)}, for a parameter "
+            f"that is sharded: use an optimizer whose state is sharded alike, such as those of torch.optim"
+        )
+    return value
+
+
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[torch.Tensor, dict[str, Any]] | None = None
 ) -> dict[str, torch.Tensor]:
@@ -133,27 +144,20 @@ def state_tensors(
     """
     reshard(model)
     names = parameter_names(model, optimizer)
-    tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(model)}
-    for parameter, entries in (optimizer.state if state is None else state).items():
-        if parameter not in names:
-            raise UserError(
-                f"Checkpointer: {type(optimizer).__name__}.state holds {str(parameter)[:40]!r} beside its parameters' "
-                f"state: keep it in extra"
-            )
-        for key, value in entries.items():
+    held = optimizer.state if state is None else state
+    for stray in held.keys() - names.keys():
+        raise UserError(
+            f"Checkpointer: {type(optimizer).__name__}.state holds {str(stray)[:40]!r} beside its parameters' state: "
+            f"keep it in extra"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    # In the order of the model, so that a resumed run writes the very files of one that was never stopped.
+    for parameter, name in names.items():
+        tensors[f"model.{name}"] = parameter.detach()
+        for key, value in held.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                name = f"optim.{key}.{names[parameter]}"
-                if "." in key:
-                    raise UserError(
-                        f"Checkpointer: the key {key!r} of the optimizer's state has a dot: use another name"
-                    )
-                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() != 1:
-                    raise UserError(
-                        f"Checkpointer: {name} is a rank's own tensor of shape {tuple(value.shape)}, for a parameter "
-                        f"that is sharded: use an optimizer whose state is sharded alike, such as those of torch.optim"
-                    )
-                tensors[name] = value
+                tensors[f"optim.{key}.{name}"] = _checked_state(key, name, value, parameter)
+    tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(model)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise UserError(
