@@ -32,22 +32,14 @@ from pages import Bystanders, origin, publish
 from step_variants import OPTIM, SIZES, resolved_model
 from torch import nn
 
-from smp.checkpoint import files
-from smp.checkpoint.background import BackgroundWrite, HostCopies
-from smp.checkpoint.checkpointer import (
-    agree,
-    allocate_state,
-    begin,
-    load_checkpoint,
-    model_entry,
-    publish_snapshot,
-    save_checkpoint,
-    take_snapshot,
-    verify_together,
-)
-from smp.checkpoint.chunks import run_tensors
+from smp.checkpoint import safetensors_io
+from smp.checkpoint.background import HostCopies
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.layout import checkpoint_name
 from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.checkpoint.restore import adamw_state, restore, verify_together
+from smp.checkpoint.state import model_entry, state_tensors
+from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.memory_tracker import rss_bytes
@@ -73,14 +65,15 @@ class Subject:
             dtype=torch.float32, device=torch.device("cpu"), seed=0, load_weights=False,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.model, OPTIM, lr=1e-4)
-        allocate_state(self.optimizer)
-        self.tensors = run_tensors(self.model, self.optimizer)
+        for parameter in self.model.parameters():
+            self.optimizer.state[parameter] = adamw_state(parameter, on_device=True)
+        self.tensors = state_tensors(self.model, self.optimizer)
         ids = torch.randint(0, 500, (1, 128))
         self.batch = StepBatch([{"input_ids": ids, "labels": ids}], torch.zeros(1, dtype=torch.int64))
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(
-            kind="sharded", step=step, world_size=PROCESSES, degrees={"tp": 1},
+            step=step, world_size=PROCESSES, degrees={"tp": 1},
             model=model_entry("m", self.resolved.hf_config),
             run={"progress": {"step": step, "samples": 0, "tokens": 0}},
         )  # fmt: skip
@@ -93,12 +86,15 @@ def dcp_save(subject: Subject, folder: Path, step: int) -> float:
     return time.perf_counter() - start
 
 
+def checkpointer(subject: Subject, folder: Path) -> Checkpointer:
+    """Saves as the job does."""
+    return Checkpointer(Storage(folder), subject.model, subject.optimizer, name="m", copies=_copies)
+
+
 def smp_save(subject: Subject, folder: Path, step: int, *, check: bool = True) -> float:
     """The same state, as the job saves it."""
     start = time.perf_counter()
-    save_checkpoint(
-        folder, model=subject.model, optimizer=subject.optimizer, manifest=subject.manifest(step), check=check
-    )
+    checkpointer(subject, folder).write(subject.manifest(step), wait=True, verify=check)
     return time.perf_counter() - start
 
 
@@ -123,7 +119,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def without_digests(subject: Subject, folder: Path, step: int) -> float:
     """What is left when nothing is hashed."""
-    with replaced(files, "new_digest", _NoDigest):
+    with replaced(safetensors_io, "new_digest", _NoDigest):
         return smp_save(subject, folder, step, check=False)
 
 
@@ -166,10 +162,10 @@ def smp_async(subject: Subject, folder: Path, step: int) -> tuple[float, float]:
     """The same of the job's asynchronous save: beginning, the update that waits for the copy, publishing."""
     alone = _train(subject)
     start = time.perf_counter()
-    manifest = subject.manifest(step)
-    temporary = begin(folder, checkpoint_name("m", step), own=False)
-    snapshot = take_snapshot(subject.model, subject.optimizer, everything=False, copy=list)
-    write = BackgroundWrite(temporary, manifest, snapshot, copies=_copies, rank=dist.get_rank(), check=True)
+    saving = checkpointer(subject, folder)
+    saving.write(subject.manifest(step), wait=False, verify=True)
+    write = saving.writing
+    assert write is not None
     stalled = time.perf_counter() - start
     waited = [0.0]
 
@@ -185,9 +181,7 @@ def smp_async(subject: Subject, folder: Path, step: int) -> tuple[float, float]:
     lost += time.perf_counter() - start
     dist.barrier()
     start = time.perf_counter()
-    agree(write.failure, "failed")
-    publish_snapshot(temporary, manifest)
-    agree(None, "failed")
+    saving.finish()
     published = time.perf_counter() - start
     return stalled + waited[0] + published, lost + published
 
@@ -206,7 +200,7 @@ def smp_load(subject: Subject, folder: Path, step: int, *, content: bool = True)
     manifest = read_manifest(path)
     problems = verify_together(path, manifest, content=content)
     assert problems == []
-    load_checkpoint(path, manifest, model=subject.model, optimizer=subject.optimizer, seed=0, mesh=subject.mesh)
+    restore(path, manifest, subject.model, subject.optimizer, seed="0")
     return time.perf_counter() - start
 
 

@@ -5,7 +5,7 @@ from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.activation_offload import apply_activation_offload
 from smp.api import current as _current
 from smp.api import init, is_initialized, offload_wrapper, parallelize, state, transform
-from smp.checkpoint.script import Checkpoints
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.chunked_loss import chunk_loss, linear_cross_entropy
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
 from smp.errors import ConfigError, UserError
@@ -23,10 +23,12 @@ from smp.sharding import set_gradient_sync
 
 _follow(_current)
 FSDP = FullyShardedDataParallel
+Checkpoints = Checkpointer  # its name in 0.1.0
 
 __all__ = [
     "FSDP",
     "ActivationConfig",
+    "Checkpointer",
     "Checkpoints",
     "CommConfig",
     "ConfigError",

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from smp.checkpoint.files import digest_of
+from smp.checkpoint.safetensors_io import digest_of
 
 
 def seal(body: bytes) -> bytes:

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from smp.checkpoint import layout as layout_module
 from smp.checkpoint import manifest as manifest_module
-from smp.checkpoint import outline, writer
-from smp.checkpoint.checkpointer import check_architecture, load_checkpoint, model_entry, save_checkpoint
-from smp.checkpoint.files import Piece, new_digest, read_header, shown, strict_json, write_tensors
+from smp.checkpoint import writer
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.layout import (
     choose_checkpoint,
     find_checkpoints,
@@ -32,23 +32,26 @@ from smp.checkpoint.layout import (
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Chunk,
+    FileEntry,
     Manifest,
     TensorEntry,
     coverage_problem,
     encode,
     problems_of_files,
     read_manifest,
-    written_files,
 )
 from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.restore import check_architecture, restore
 from smp.checkpoint.retention import prune
+from smp.checkpoint.safetensors_io import Piece, new_digest, read_header, shown, strict_json, write_tensors
+from smp.checkpoint.state import model_entry
+from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.models.registry import family_of
 from smp.prepare import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
-from smp.train_state import TrainState
 from tests.distributed import run_distributed
 from tests.parity import Layout, build_reference, rank_batch, tiny_config
 
@@ -62,7 +65,8 @@ def make(directory, step, name="m", val_loss=None, kind="sharded"):
     entry = TensorEntry(torch.float32, (2, 3), (Chunk("a.safetensors", (0, 0), (2, 3)),))
     manifest = Manifest(
         kind=kind, step=step, world_size=1, degrees={}, model={"name": name, "config": {}}, run={"val_loss": val_loss},
-        files=written_files([file]), tensors={"w": entry}, saved_at="2026-01-01T00:00:00+00:00",
+        files={file.name: FileEntry(file.size, file.digest)}, tensors={"w": entry},
+        saved_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
     (path / MANIFEST_FILE).write_bytes(encode(manifest))
     return path
@@ -278,7 +282,7 @@ def test_prune_keeps_the_best(tmp_path):
 
 def test_a_kept_checkpoint_is_read_once_while_its_manifest_is_as_it_was(tmp_path, monkeypatch):
     reads = []
-    monkeypatch.setattr(outline, "read_manifest", lambda path: reads.append(path.name) or read_manifest(path))
+    monkeypatch.setattr(layout_module, "read_manifest", lambda path: reads.append(path.name) or read_manifest(path))
     for step in (1, 2, 3):
         make(tmp_path, step, val_loss=float(step))
         prune(tmp_path, "m", keep=2, keep_best=1)
@@ -350,9 +354,13 @@ def whole(model, optimizer) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def save(folder, model, optimizer, manifest) -> None:
+    Checkpointer(Storage(folder), model, optimizer, name="m").write(manifest, wait=True, verify=True)
+
+
 def describe(model, step, world_size) -> Manifest:
     return Manifest(
-        kind="sharded", step=step, world_size=world_size, degrees={"tp": 1}, model=model_entry("m", model.config),
+        step=step, world_size=world_size, degrees={"tp": 1}, model=model_entry("m", model.config),
         run={"progress": {"step": step, "samples": 16, "tokens": 99}},
     )  # fmt: skip
 
@@ -362,7 +370,7 @@ def _save(folder, name, layout):
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(2):
         train_step(model, optimizer, rank_batch(step, rank, size, 1), device=torch.device("cpu"), grad_clip=1.0)
-    save_checkpoint(folder, model=model, optimizer=optimizer, manifest=describe(model, 2, size))
+    save(folder, model, optimizer, describe(model, 2, size))
     tensors = whole(model, optimizer)
     if rank == 0:
         torch.save(tensors, folder / "whole.pt")
@@ -373,8 +381,7 @@ def _load(folder, name, layouts):
     for layout in layouts:
         model, optimizer = build(layout, name)
         path = folder / "m-2steps"
-        state = load_checkpoint(path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
-        assert state == TrainState(step=2, samples=16, tokens=99)
+        restore(path, read_manifest(path), model, optimizer, seed="0")
         got = whole(model, optimizer)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in got), layout
@@ -423,15 +430,33 @@ def test_no_pickle_in_a_checkpoint_and_plain_torch_reads_it(tmp_path):
 def _save_untrained(folder):
     layout = Layout("full_shard")
     model, optimizer = build(layout, "llama_gqa")
-    save_checkpoint(folder, model=model, optimizer=optimizer, manifest=describe(model, 2, 1))
+    save(folder, model, optimizer, describe(model, 2, 1))
     again, other = build(layout, "llama_gqa")
     path = folder / "m-2steps"
-    load_checkpoint(path, read_manifest(path), model=again, optimizer=other, seed=0, mesh=layout.mesh())
-    assert all(float(state["step"]) == 0 for state in other.state.values()) and len(other.state) > 10
+    restore(path, read_manifest(path), again, other, seed="0")
+    for both in ((model, optimizer), (again, other)):
+        train_step(*both, rank_batch(0, 0, 1, 1), device=torch.device("cpu"), grad_clip=1.0)
+    assert all(map(torch.equal, whole(model, optimizer).values(), whole(again, other).values()))
+    assert all(float(state["step"]) == 1 for state in other.state.values()) and len(other.state) > 10
 
 
 def test_a_run_whose_updates_were_all_skipped_can_be_resumed(tmp_path):
     run_distributed(_save_untrained, tmp_path, world_size=1)
+
+
+def _save_again(folder):
+    model, optimizer = build(Layout("full_shard"), "llama_tied")
+    train_step(model, optimizer, rank_batch(0, 0, 1, 1), device=torch.device("cpu"), grad_clip=1.0)
+    save(folder / "a", model, optimizer, describe(model, 2, dist.get_world_size()))
+    again = build(Layout("full_shard"), "llama_tied")
+    path = folder / "a" / "m-2steps"
+    restore(path, read_manifest(path), *again, seed="0")
+    save(folder / "b", *again, describe(model, 2, dist.get_world_size()))
+    assert read_manifest(path).files == read_manifest(folder / "b" / "m-2steps").files
+
+
+def test_a_resumed_run_writes_the_files_of_one_that_was_not_stopped(tmp_path):
+    run_distributed(_save_again, tmp_path, world_size=2)
 
 
 def _save_what_is_too_large(folder):
@@ -441,7 +466,7 @@ def _save_what_is_too_large(folder):
             patch.setattr(manifest_module, limit, 100)
             patch.setattr(manifest_module, "VALUES_PER_FILE", 0)
             with pytest.raises(RunError, match=r"was not published, as .* more than 100 "):
-                save_checkpoint(folder, model=model, optimizer=optimizer, manifest=describe(model, 2, 1))
+                save(folder, model, optimizer, describe(model, 2, 1))
         assert list(folder.iterdir()) == []
 
 
@@ -464,7 +489,7 @@ def _load_wrong(folder, name, sentence):
     model, optimizer = build(layout, name)
     with pytest.raises(UserError, match=sentence):
         path = folder / "m-2steps"
-        load_checkpoint(path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=layout.mesh())
+        restore(path, read_manifest(path), model, optimizer, seed="0")
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path):

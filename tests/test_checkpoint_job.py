@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smp.checkpoint import background, files, saver, writer
-from smp.checkpoint.background import BackgroundWrite
+from smp.checkpoint import background, safetensors_io, saver, writer
+from smp.checkpoint.background import PendingWrite
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.faults import watchdog
@@ -54,7 +55,7 @@ def on_a_disk(write_takes: Callable[[], None], joined: Callable[[], None] = lamb
 
     Training goes on when it has begun. For ``prepare``.
     """
-    write, wait, begin = files.write_tensors, BackgroundWrite.wait, BackgroundWrite.__init__
+    write, wait, begin = safetensors_io.write_tensors, PendingWrite.wait, PendingWrite.start
     begun = threading.Semaphore(0)
 
     def slowly(*args):
@@ -63,15 +64,16 @@ def on_a_disk(write_takes: Callable[[], None], joined: Callable[[], None] = lamb
             write_takes()
         return write(*args)
 
-    def begins(self, *args, **settings):
-        begin(self, *args, **settings)
+    def begins(self):
+        begin(self)
         assert begun.acquire(timeout=HANG_SECONDS)
 
     def waits(self):
-        joined()
+        if self._thread is not None:
+            joined()
         wait(self)
 
-    writer.write_tensors, BackgroundWrite.wait, BackgroundWrite.__init__ = slowly, waits, begins
+    writer.write_tensors, PendingWrite.wait, PendingWrite.start = slowly, waits, begins
 
 
 def passed_by(count: int):
@@ -130,11 +132,14 @@ def test_one_write_at_a_time_and_none_is_left_out_at_the_end(tmp_path):
 def test_a_writing_thread_that_has_died_is_noticed(tmp_path):
     def prepare(rank: int) -> None:
         if rank == 1:
+            write = background.write_part
 
             def die(*args, **settings):
-                raise SystemExit  # ends the thread, and nothing else
+                if threading.current_thread().name == "smp-checkpoint":
+                    raise SystemExit  # ends the thread, and nothing else
+                write(*args, **settings)
 
-            background.write_snapshot = die
+            background.write_part = die
         writes_end_first()
 
     words = [*JOB, "--max_steps", 5, "--checkpoint_freq", 2, "--checkpoint_type", "async_sharded"]
@@ -331,7 +336,7 @@ def by_clock(step: float, write: float, save: float = 0.0):
     """``prepare``: seconds that a step, a write in the background and a save take, by a clock."""
 
     def prepare(rank: int) -> None:
-        clock, joined, saving = Clock(), threading.Event(), saver.save_checkpoint
+        clock, joined, saving = Clock(), threading.Event(), Checkpointer.write
         saver.MEASURED_STEPS = 2
         saver.time = background.time = clock
 
@@ -344,11 +349,11 @@ def by_clock(step: float, write: float, save: float = 0.0):
             clock.now = max(clock.now, end)
             joined.clear()
 
-        def save_checkpoint(*args, **settings):
-            go_on(save)
-            return saving(*args, **settings)
+        def writes(self, manifest, *, wait, verify):
+            go_on(save if wait else 0.0)
+            return saving(self, manifest, wait=wait, verify=verify)
 
-        saver.save_checkpoint = save_checkpoint
+        Checkpointer.write = writes
         on_a_disk(write_takes, joined.set)
         wrapped("forward", lambda: go_on(step))
 
@@ -358,7 +363,9 @@ def by_clock(step: float, write: float, save: float = 0.0):
 def test_the_interval_leaves_an_asynchronous_write_its_time(tmp_path):
     words = [*JOB, "--max_steps", 20, "--checkpoint_freq", "auto", "--checkpoint_overhead", 0.9]
     words += ["--checkpoint_type", "async_sharded", "--num_kept_checkpoints", 20, "--output_dir", tmp_path / "run"]
-    run_job(*words, world_size=2, prepare=by_clock(step=0.0625, write=0.5)).succeeded()
+    outcome = run_job(*words, world_size=2, prepare=by_clock(step=0.0625, write=0.5)).succeeded()
+    said = [line for line in outcome.output.splitlines() if "A checkpoint takes" in line]
+    assert all("a step 0.062 s" in line for line in said[:2]), outcome.output  # the second waits for the first's write
     found = steps(tmp_path / "run" / "checkpoints")
     assert found[0] == 2 and found[-1] == 20 and len(found) <= 8, found  # 19 if it were not seen
 

@@ -24,7 +24,6 @@ from smp.checkpoint.manifest import read_manifest
 from smp.checkpoint.reader import CheckpointReader
 from smp.cli.diff import compare_tensor, gap_of
 from smp.cli.export import parse_size
-from smp.cli.sources import Spec
 from smp.errors import UserError
 from tests import manifests
 from tests.job import LLAMA, run_job
@@ -503,7 +502,7 @@ class Held:
     """A tensor as a source of its rows."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.tensor, self.entries = tensor, {"t": Spec(tensor.dtype, tuple(tensor.shape))}
+        self.tensor, self.entries = tensor, {"t": tensor}
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self.tensor[start:stop] if self.tensor.dim() else self.tensor

@@ -23,7 +23,7 @@ import smp.memory_tracker
 import tests.test_flags_faults
 import tests.test_flags_model  # noqa: F401
 import train_lib
-from smp.checkpoint import checkpointer, saver
+from smp.checkpoint import background, saver
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.read_back import ReadBack
 from smp.errors import UserError
@@ -230,7 +230,7 @@ def test_validation(files, tmp_path, monkeypatch):
 
 
 @check("checkpoint_freq", "num_kept_checkpoints", "checkpoint_dir", "resume_from_checkpoint", "save_final_model",
-       "model_dir")  # fmt: skip
+       "model_dir", "reset_progress")  # fmt: skip
 def test_checkpoints(tmp_path):
     names = lambda folder: sorted(p.name for p in folder.glob("*steps"))  # noqa: E731
     a = train([], tmp_path / "a", steps=3)
@@ -245,6 +245,9 @@ def test_checkpoints(tmp_path):
     train(resumed, a, steps=4)
     assert [line["step"] for line in read_metrics(a)] == [1, 2, 3, 4]
     assert (tmp_path / "m" / "model.safetensors").exists() and not (a / "final").exists()
+    path = a / "checkpoints" / "llama_v2-4steps"
+    anew = train(["--resume_from_checkpoint", path, "--reset_progress", 1], tmp_path / "e", steps=2)
+    assert [line["step"] for line in read_metrics(anew)] == [1, 2]
 
 
 @check("checkpoint_type", "checkpoint_overhead", "keep_best", "verify_checkpoint", "read_back", "on_save_error")
@@ -285,7 +288,7 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     def full(*args, **settings):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointer, "write_part", full)
+    monkeypatch.setattr(background, "write_part", full)
     go_on = ["--on_save_error", "continue", "--checkpoint_freq", 1]
     for words, said in ((go_on, "Training goes on without it"), (["--checkpoint_freq", 1], "No space left")):
         with pytest.raises(AssertionError):  # the last checkpoint must be written in any case

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from smp.checkpoint import files, page_cache, read_back, writer
-from smp.checkpoint.files import Piece, digest_of
+from smp.checkpoint import page_cache, read_back, safetensors_io, writer
+from smp.checkpoint.safetensors_io import Piece, digest_of
 from smp.errors import RunError
 
 PIECE = 2 * os.sysconf("SC_PAGE_SIZE")
@@ -19,7 +19,7 @@ NUMEL = 11 * PIECE // 4 + 5  # eleven parts and a bit: the end of the file is in
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    for module in (files, read_back):
+    for module in (safetensors_io, read_back):
         monkeypatch.setattr(module, "PIECE", PIECE)
 
 
@@ -106,7 +106,7 @@ def test_a_disk_that_cannot_be_read_is_said(way, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(safetensors_io.time, "sleep", lambda seconds: None)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path)
     assert threads() == []

@@ -20,8 +20,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 import smp
-from smp.checkpoint import background, script
-from smp.checkpoint.script import Checkpoints
+from smp.checkpoint import background
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.tagged_json import decode, encode
 from smp.cli import main as command
 from smp.errors import DamagedCheckpointError, RunError, UserError
@@ -115,7 +115,7 @@ def test_a_script_resumes_bit_for_bit(tmp_path, layout, optimizer, wait):
 
 def _writes(folder: str, optimizer_name: str) -> None:
     model, optimizer = build("fsdp2", optimizer_name)
-    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints = Checkpointer(folder, model, optimizer)
     train(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), range(2))
     checkpoints.save(2)
     values = whole(model)  # collective
@@ -125,7 +125,7 @@ def _writes(folder: str, optimizer_name: str) -> None:
 
 def _reads(folder: str, layout: str, optimizer_name: str) -> None:
     model, optimizer = build(layout, optimizer_name)
-    assert Checkpoints(folder, model, optimizer).load(pathlib.Path(folder, "model-2steps")).step == 2
+    assert Checkpointer(folder, model, optimizer).load(pathlib.Path(folder, "model-2steps")).step == 2
     for value, expected in zip(whole(model), torch.load(f"{folder}/expected.pt"), strict=True):
         assert torch.equal(value, expected)
     state = optimizer.state[model.scale if layout == "fsdp2" else model.module.scale]
@@ -142,7 +142,7 @@ def test_any_number_of_ranks_and_layout(tmp_path, optimizer):
 
 def _keeps_and_falls_back(folder: str) -> None:
     model, optimizer = build("fsdp2", "adamw")
-    checkpoints = Checkpoints(folder, model, optimizer, keep=2, verify=True)
+    checkpoints = Checkpointer(folder, model, optimizer, keep=2, verify=True)
     for step in (1, 2, 3):
         checkpoints.save(step, step)
     names = sorted(path.name for path in pathlib.Path(folder).glob("*steps"))
@@ -169,14 +169,14 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path):
 
 def _disk_fails(folder: str) -> None:
     model, optimizer = build("fsdp2", "sgd")
-    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints = Checkpointer(folder, model, optimizer)
     checkpoints.save(1)
     if dist.get_rank() == 1:
 
         def fail(*args, **options):
             raise OSError(28, "No space left on device")
 
-        script.write_snapshot = smp.checkpoint.background.write_snapshot = fail
+        background.write_part = fail
     with pytest.raises(RunError, match=r"model-2steps could not be written: rank 1: .*No space left"):
         checkpoints.save(2)
     checkpoints.save(3, wait=False)
@@ -194,13 +194,13 @@ def test_a_failed_write_is_raised_on_every_rank_and_leaves_nothing(tmp_path):
 
 def _refusals(folder: str) -> None:
     model, optimizer = build("fsdp2", "adamw")
-    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints = Checkpointer(folder, model, optimizer)
     for extra, where in ({"x": torch.ones(2)}, r"extra\['x'\] is a Tensor"), ([{1, 2}], r"extra\[0\] is a set"):
         with pytest.raises(UserError, match=f"extra cannot be saved .{where}"):
             checkpoints.save(1, extra)
     with pytest.raises(UserError, match="rank 1 disagrees with rank 0 on the step: 1 there, 0 here"):
         checkpoints.save(dist.get_rank())
-    elsewhere = Checkpoints(f"{folder}/{dist.get_rank()}", model, optimizer)
+    elsewhere = Checkpointer(f"{folder}/{dist.get_rank()}", model, optimizer)
     with pytest.raises(UserError, match="rank 1 disagrees with rank 0 on the directory"):
         elsewhere.save(1)
     optimizer.state["note"] = {"a": 1}
@@ -213,24 +213,24 @@ def _refusals(folder: str) -> None:
     optimizer.state.clear()
     parts = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.AdamW)
     with pytest.raises(UserError, match="another part of its state on every rank"):
-        Checkpoints(folder, Net(), parts)
+        Checkpointer(folder, Net(), parts)
     with pytest.raises(UserError, match=r"step -1 is not allowed"):
         checkpoints.save(-1)
     with pytest.raises(UserError, match="keep 0"):
-        Checkpoints(folder, model, optimizer, keep=0)
+        Checkpointer(folder, model, optimizer, keep=0)
     with pytest.raises(UserError, match=r"name '\.\./x' is not allowed"):
-        Checkpoints(folder, model, optimizer, name="../x")
+        Checkpointer(folder, model, optimizer, name="../x")
     other = torch.optim.AdamW(Net().parameters())
     with pytest.raises(UserError, match=r"the optimizer holds a parameter of shape .* make the optimizer from"):
-        Checkpoints(folder, model, other).save(1)
+        Checkpointer(folder, model, other).save(1)
 
 
 def _refusals_of_loading(folder: str) -> None:
     model, optimizer = build("fsdp2", "adamw")
-    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints = Checkpointer(folder, model, optimizer)
     flat = TorchFSDP1(Net(), device_id=torch.device("cpu"))
     with pytest.raises(UserError, match="does not know torch's FSDP1"):
-        Checkpoints(folder, flat, torch.optim.AdamW(flat.parameters()))
+        Checkpointer(folder, flat, torch.optim.AdamW(flat.parameters()))
     checkpoints.save(1)
     before = whole(model)
     with torch.no_grad():
@@ -238,16 +238,16 @@ def _refusals_of_loading(folder: str) -> None:
     changed = whole(model)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(UserError, match="made with the optimizer AdamW, got SGD"):
-        Checkpoints(folder, model, sgd).load()
+        Checkpointer(folder, model, sgd).load()
     one_group = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match=r"2 groups of .* this one 1 of"):
-        Checkpoints(folder, model, one_group).load()
+        Checkpointer(folder, model, one_group).load()
     assert all(map(torch.equal, whole(model), changed))  # refused before anything was changed
     assert checkpoints.load() is not None and all(map(torch.equal, whole(model), before))
     wider = Net()
     wider.last = nn.Linear(7, 4, bias=False)
     with pytest.raises(UserError, match=r"does not fit the model: .*last.weight"):
-        Checkpoints(folder, wider, OPTIMIZERS["adamw"](list(wider.parameters()))).load()
+        Checkpointer(folder, wider, OPTIMIZERS["adamw"](list(wider.parameters()))).load()
     with pytest.raises(UserError, match="is not a complete checkpoint"):
         checkpoints.load(pathlib.Path(folder, "nowhere"))
 
@@ -296,7 +296,7 @@ def _torn(folder: str) -> None:
             go.wait(HANG_SECONDS)
             return super().__call__(pieces)
 
-    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints = Checkpointer(folder, model, optimizer)
     checkpoints._copies = Late()
     model.seen = 7
     model.net(torch.randn(6, 5)).sum().backward()
@@ -306,8 +306,8 @@ def _torn(folder: str) -> None:
     other.step()  # waits for nobody
     model.net(torch.randn(6, 5))  # changes buffers
     model.seen = 8
-    waits, wait_for_copy = threading.Event(), background.BackgroundWrite.wait_for_copy
-    background.BackgroundWrite.wait_for_copy = lambda self: (waits.set(), wait_for_copy(self))[1]
+    waits, wait_for_copy = threading.Event(), background.PendingWrite.wait_for_copy
+    background.PendingWrite.wait_for_copy = lambda self: (waits.set(), wait_for_copy(self))[1]
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
     assert waits.wait(HANG_SECONDS) and stepping.is_alive()
@@ -331,8 +331,8 @@ def _names_of_wrappers(folder: str) -> None:
     plain, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, nn.Linear))
     assert [name for name, _ in wrapped.named_parameters()] != [name for name, _ in plain.named_parameters()]
-    Checkpoints(folder, wrapped, torch.optim.SGD(wrapped.parameters(), lr=1.0)).save(1)
-    Checkpoints(folder, plain, torch.optim.SGD(plain.parameters(), lr=1.0)).load()
+    Checkpointer(folder, wrapped, torch.optim.SGD(wrapped.parameters(), lr=1.0)).save(1)
+    Checkpointer(folder, plain, torch.optim.SGD(plain.parameters(), lr=1.0)).load()
     assert torch.equal(plain[0].weight, next(wrapped.parameters()))
 
 
@@ -344,7 +344,7 @@ def _saves_llama(folder: str) -> None:
     smp.init({"hybrid_shard_degree": 2})
     model = smp.parallelize(build_reference("llama_gqa", torch.float32))
     optimizer = torch.optim.AdamW(model.parameters())
-    Checkpoints(folder, model, optimizer, name="llama").save(7, {"note": "mine"})
+    Checkpointer(folder, model, optimizer, name="llama").save(7, {"note": "mine"})
 
 
 def test_the_commands_know_them(tmp_path, capsys):

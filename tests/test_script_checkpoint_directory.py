@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.checkpoint import background, layout
-from smp.checkpoint.script import Checkpoints
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.errors import RunError, UserError
 from tests.distributed import run_distributed, run_ranks
 from tests.faults.disk import kill_at
@@ -34,10 +34,10 @@ def visible(folder: str) -> list[str]:
 
 
 def _fresh(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small(), keep=2)
+    checkpoints = Checkpointer(folder, *small(), keep=2)
     for step in (100, 200, 300):
         checkpoints.save(step, step)
-    again = Checkpoints(folder, *small(), keep=2)  # a script that starts anew, and does not load
+    again = Checkpointer(folder, *small(), keep=2)  # a script that starts anew, and does not load
     path = again.save(5, "anew")
     assert path.exists() and os.path.samefile(f"{folder}/latest", path)
     assert visible(folder) == ["latest", "model-200steps.aside1", "model-300steps.aside1", "model-5steps"]
@@ -45,10 +45,10 @@ def _fresh(folder: str) -> None:
 
 
 def _branch(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small(), keep=3)
+    checkpoints = Checkpointer(folder, *small(), keep=3)
     for step in (200, 205, 300):
         checkpoints.save(step, "old")
-    again = Checkpoints(folder, *small(), keep=3)
+    again = Checkpointer(folder, *small(), keep=3)
     again.load(f"{folder}/model-200steps")
     assert "model-300steps" in visible(folder)  # loading alone changes nothing
     for step in (210, 220):
@@ -66,14 +66,14 @@ def test_what_was_saved_last_is_found_beside_later_steps_of_another_branch(tmp_p
 
 
 def _killed_replacing(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small(), keep=1)
+    checkpoints = Checkpointer(folder, *small(), keep=1)
     checkpoints.save(3, "first")
     kill_at(pathlib.Path(folder), "rename directory", 0, after=True)
     checkpoints.save(3, "second")
 
 
 def _loads_first(folder: str) -> None:
-    found = Checkpoints(folder, *small()).load()
+    found = Checkpointer(folder, *small()).load()
     assert found is not None and found.extra == "first"
 
 
@@ -86,7 +86,7 @@ def test_a_kill_while_the_same_step_is_replaced_loses_nothing(tmp_path):
 
 
 def _rename_fails(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small(), keep=1)
+    checkpoints = Checkpointer(folder, *small(), keep=1)
     checkpoints.save(3, "first")
     rename = os.rename
 
@@ -125,17 +125,18 @@ def another(folder: str, what: str) -> str:
 
 
 def _two(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small())
+    checkpoints = Checkpointer(folder, *small())
     checkpoints.save(1)
-    go, write = threading.Event(), background.write_snapshot
+    go, write = threading.Event(), background.write_part
 
     def late(*args, **options):
-        go.wait(300)
+        if threading.current_thread().name == "smp-checkpoint":
+            go.wait(300)
         return write(*args, **options)
 
-    background.write_snapshot = late
+    background.write_part = late
     checkpoints.save(2, wait=False)
-    beside = Checkpoints(folder, *small(), name="model-ema")  # shares the lock, and leaves the other name alone
+    beside = Checkpointer(folder, *small(), name="model-ema")  # shares the lock, and leaves the other name alone
     beside.save(1)
     refused = another(folder, "save")
     assert f"in use by process {os.getpid()} on " in refused and "give Checkpoints another directory" in refused
@@ -152,7 +153,7 @@ def test_one_process_saves_and_others_may_load(tmp_path):
 
 
 def _not_deleted(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small(), keep=1)
+    checkpoints = Checkpointer(folder, *small(), keep=1)
     checkpoints.save(1)
     delete = shutil.rmtree
 
@@ -173,14 +174,14 @@ def test_a_deletion_that_fails_is_no_failed_save(tmp_path):
 
 
 def _two_models(folder: str) -> None:
-    generator, judge = (Checkpoints(folder, *small()) for _ in range(2))
+    generator, judge = (Checkpointer(folder, *small()) for _ in range(2))
     path = generator.save(1, "generator")
     with pytest.raises(UserError, match=r"step 1 of 'model' has just been saved in .* give each a name of its own"):
         judge.save(1, "judge")
     assert path.exists() and generator.load().extra == "generator"
     assert generator.save(1, "again").exists()  # by itself, it may
     assert judge.save(2, "goes on").exists()  # one after the other, too
-    named = Checkpoints(folder, *small(), name="judge")
+    named = Checkpointer(folder, *small(), name="judge")
     assert named.save(2).exists() and generator.load().extra == "goes on"
 
 
@@ -189,12 +190,12 @@ def test_two_models_do_not_replace_each_other(tmp_path):
 
 
 def _similar_names(folder: str) -> None:
-    Checkpoints(folder, *small(), name="net-ema").save(5)
+    Checkpointer(folder, *small(), name="net-ema").save(5)
     pathlib.Path(folder, "net-ema-9steps").mkdir()
-    assert Checkpoints(folder, *small(), name="net").load() is None
+    assert Checkpointer(folder, *small(), name="net").load() is None
     pathlib.Path(folder, "net-9steps").mkdir()
     with pytest.raises(UserError, match=r"net-9steps has no manifest.json"):
-        Checkpoints(folder, *small(), name="net").load()
+        Checkpointer(folder, *small(), name="net").load()
 
 
 def test_another_name_that_begins_alike_is_not_taken_for_it(tmp_path):

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import smp
 from smp.checkpoint import reader
-from smp.checkpoint.script import Checkpoints
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.tagged_json import decode, encode
 from smp.errors import UserError
 from tests.distributed import run_distributed
@@ -50,12 +50,12 @@ def _own_data(folder: str) -> None:
 
     model, optimizer = build()
     train(model, optimizer, range(3))
-    checkpoints = Checkpoints(folder, model, optimizer)
+    checkpoints = Checkpointer(folder, model, optimizer)
     checkpoints.save(3)
     train(model, optimizer, range(3, 6))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model, optimizer = build()
-    Checkpoints(folder, model, optimizer).load()
+    Checkpointer(folder, model, optimizer).load()
     train(model, optimizer, range(3, 6))
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name]), name
@@ -74,13 +74,13 @@ def _split(degree: int):
 def _saves_split(folder: str, degree: int) -> None:
     mesh, model, optimizer = _split(degree)
     torch.manual_seed(1 + mesh.data_rank)
-    Checkpoints(folder, model, optimizer).save(1)
+    Checkpointer(folder, model, optimizer).save(1)
     torch.save(torch.rand(3), f"{folder}/draw{dist.get_rank()}")
 
 
 def _draws(folder: str, degree: int, *, same: bool) -> None:
     mesh, model, optimizer = _split(degree)
-    assert Checkpoints(folder, model, optimizer).load() is not None
+    assert Checkpointer(folder, model, optimizer).load() is not None
     mine: list = [mesh.data_rank, torch.rand(3).tolist()]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -108,11 +108,11 @@ def _dtypes(folder: str) -> None:
         model.register_buffer("cache", torch.zeros(2, dtype=torch.complex128), persistent=False)
         return model, optimizer
 
-    checkpoints = Checkpoints(folder, *build(1 - 2j))
+    checkpoints = Checkpointer(folder, *build(1 - 2j))
     checkpoints.save(1, wait=False)
     checkpoints.finish()
     model, optimizer = build(0j)
-    assert Checkpoints(folder, model, optimizer).load() is not None
+    assert Checkpointer(folder, model, optimizer).load() is not None
     assert model.turns.dtype == torch.complex64 and model.turns.tolist() == [1 - 2j] * 3
 
     model, optimizer = small()
@@ -120,11 +120,11 @@ def _dtypes(folder: str) -> None:
     with pytest.raises(
         UserError, match=r"model\.odd is of torch\.float8_e4m3fn, which cannot be saved: use one of F64"
     ):
-        Checkpoints(folder, model, optimizer)
+        Checkpointer(folder, model, optimizer)
     with pytest.raises(UserError, match=r"takes a torch\.nn\.Module, got a list: put several into an nn\.ModuleList"):
-        Checkpoints(folder, [model], optimizer)
+        Checkpointer(folder, [model], optimizer)
     with pytest.raises(UserError, match=r"a list is no torch\.optim\.Optimizer"):
-        Checkpoints(folder, small()[0], [optimizer])
+        Checkpointer(folder, small()[0], [optimizer])
 
 
 def test_what_cannot_be_saved_is_refused_at_once_and_complex_buffers_can(tmp_path):
@@ -132,7 +132,7 @@ def test_what_cannot_be_saved_is_refused_at_once_and_complex_buffers_can(tmp_pat
 
 
 def _one_disk_fails(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small())
+    checkpoints = Checkpointer(folder, *small())
     checkpoints.save(1)
     if dist.get_rank() == 1:
 
@@ -191,14 +191,14 @@ def test_numbers_in_tensors_come_back_exactly(dtype):
 
 
 def _deep(folder: str) -> None:
-    checkpoints = Checkpoints(folder, *small())
+    checkpoints = Checkpointer(folder, *small())
     for depth in (100, 101, 2000):
         extra: list = []
         for _ in range(depth):
             extra = [extra]
         if depth == 100:
             checkpoints.save(1, extra)
-            assert Checkpoints(folder, *small()).load().extra == extra
+            assert Checkpointer(folder, *small()).load().extra == extra
         else:
             with pytest.raises(UserError, match=r"extra\[0\]\[0\].* is nested more than 100 deep"):
                 checkpoints.save(2, extra)
@@ -227,10 +227,10 @@ def _own_orders(folder: str) -> None:
     rank = dist.get_rank()
     model, optimizer = build(turned=rank == 1)
     train(model, optimizer, range(2))
-    Checkpoints(folder, model, optimizer).save(2)
+    Checkpointer(folder, model, optimizer).save(2)
     train(model, optimizer, range(2, 4))
     again, optimizer = build(turned=rank == 0)
-    assert Checkpoints(folder, again, optimizer).load() is not None
+    assert Checkpointer(folder, again, optimizer).load() is not None
     train(again, optimizer, range(2, 4))
     for name, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name

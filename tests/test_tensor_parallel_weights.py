@@ -20,9 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from smp import delayed_init
 from smp.checkpoint import hf_export
-from smp.checkpoint.checkpointer import load_checkpoint, model_entry, save_checkpoint
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.checkpoint.restore import restore
+from smp.checkpoint.state import model_entry
+from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
@@ -233,10 +236,10 @@ def _save_matrix(folder, name):
         for number in range(2):
             step(model, optimizer, layout, number)
         manifest = Manifest(
-            kind="sharded", step=2, world_size=dist.get_world_size(), degrees={"tp": layout.tp},
+            step=2, world_size=dist.get_world_size(), degrees={"tp": layout.tp},
             model=model_entry("m", model.config), run={"progress": {"step": 2, "samples": 32, "tokens": 99}},
         )  # fmt: skip
-        save_checkpoint(folder / key, model=model, optimizer=optimizer, manifest=manifest)
+        Checkpointer(Storage(folder / key), model, optimizer, name="m").write(manifest, wait=True, verify=True)
         saved = whole(model, optimizer)
         saved["next loss"] = torch.tensor(step(model, optimizer, layout, 2), dtype=torch.float64)
         if dist.get_rank() == 0:
@@ -254,7 +257,7 @@ def _load_matrix(folder, name, layouts):
                 for parameter in model.parameters():
                     parameter.fill_(7)  # so that what is not loaded shows
             path = folder / key / "m-2steps"
-            load_checkpoint(path, read_manifest(path), model=model, optimizer=optimizer, seed=0, mesh=mesh_of(layout))
+            restore(path, read_manifest(path), model, optimizer, seed="0")
             assert_values(whole(model, optimizer), expected, (key, layout))
             assert step(model, optimizer, layout, 2) == pytest.approx(loss, rel=1e-5), (key, layout)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smp.checkpoint.files import read_header
 from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.safetensors_io import read_header
 from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
 
 DROPOUT = {"llama": [*LLAMA, "--attn_pdrop", 0.2], "neox": [*NEOX, "--attn_pdrop", 0.2, "--resid_pdrop", 0.1]}

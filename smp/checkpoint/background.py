@@ -1,7 +1,7 @@
-"""Write a checkpoint while training goes on: a thread copies what the rank holds, then writes the copy.
+"""Write a rank's part of a checkpoint, at once or in a thread beside training.
 
-Parameters and optimizer state change in the optimizer's update alone. So the copy is made beside the next forward and
-backward pass, and only that update waits for it.
+Parameters and optimizer state change in the optimizer's update alone. So a thread copies them beside the next forward
+and backward pass, and only that update waits for the copy.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from smp.checkpoint.checkpointer import Snapshot, attempt, write_snapshot
-from smp.checkpoint.files import Piece
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.safetensors_io import Piece
+from smp.checkpoint.shards import Snapshot
+from smp.checkpoint.storage import attempt
+from smp.checkpoint.writer import write_part
 from smp.errors import RunError
+
+
+def to_host(pieces: list[Piece]) -> list[Piece]:
+    """Return the pieces on the CPU, as they are where they are there already."""
+    return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
 
 
 class HostCopies:
@@ -25,6 +34,9 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
 
     def __call__(self, pieces: list[Piece]) -> list[Piece]:
         """Copy, and return when the originals may change."""
@@ -42,14 +54,14 @@ class HostCopies:
         return copies
 
 
-class BackgroundWrite:
-    """A checkpoint that a thread of this rank is writing.
+class PendingWrite:
+    """A checkpoint that is being written: this rank's part of it.
 
     Args:
         temporary: the checkpoint's temporary directory.
         manifest: all but files and tensors.
         snapshot: of the tensors themselves, which must not change before :meth:`wait_for_copy` returns.
-        copies: where to copy them; of use for one write at a time.
+        copy: brings them to the CPU.
         check: read the files back.
 
     Attributes:
@@ -57,36 +69,51 @@ class BackgroundWrite:
     """
 
     def __init__(
-        self, temporary: Path, manifest: Manifest, snapshot: Snapshot, *, copies: HostCopies, rank: int, check: bool
+        self,
+        temporary: Path,
+        manifest: Manifest,
+        snapshot: Snapshot,
+        *,
+        copy: Callable[[list[Piece]], list[Piece]],
+        check: bool,
     ):
         self.temporary, self.manifest, self.seconds = temporary, manifest, 0.0
+        self._snapshot, self._copy, self._check, self._rank = snapshot, copy, check, dist.get_rank()
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
         self._copied = threading.Event()
-        device = next((p.tensor.device for p in snapshot.pieces if p.tensor.device.type == "cuda"), None)
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Write; what fails is kept in :attr:`failure`."""
+        begun = time.perf_counter()
+        try:
+            self._outcome = attempt(self._write, self.temporary.parent, self._snapshot.nbytes)
+        finally:
+            self._copied.set()
+        self.seconds = time.perf_counter() - begun
+
+    def start(self) -> None:
+        """:meth:`run` in a thread of its own."""
+        device = next((p.tensor.device for p in self._snapshot.pieces if p.tensor.device.type == "cuda"), None)
         ready = None if device is None else torch.cuda.current_stream(device).record_event()
 
-        def write() -> None:
+        def work() -> None:
             with contextlib.ExitStack() as stack:
                 if ready is not None:
                     stack.enter_context(torch.cuda.device(device))
                     stream = torch.cuda.Stream()
                     stack.enter_context(torch.cuda.stream(stream))
                     stream.wait_event(ready)
-                copied = dataclasses.replace(snapshot, pieces=copies(snapshot.pieces))
-            self._copied.set()
-            write_snapshot(temporary, copied, rank=rank, check=check)
-
-        def work() -> None:
-            begun = time.perf_counter()
-            try:
-                self._outcome = attempt(write, temporary.parent, snapshot.nbytes)
-            finally:
-                self._copied.set()
-            self.seconds = time.perf_counter() - begun
+                self.run()
 
         # A daemon: a process that must leave at once does not wait for its disk.
         self._thread = threading.Thread(target=work, name="smp-checkpoint", daemon=True)
         self._thread.start()
+
+    def _write(self) -> None:
+        copied = dataclasses.replace(self._snapshot, pieces=self._copy(self._snapshot.pieces))
+        self._copied.set()
+        write_part(self.temporary, copied.pieces, copied.shapes, rank=self._rank, check=self._check)
 
     def wait_for_copy(self) -> None:
         """Return when the tensors may change."""
@@ -95,7 +122,7 @@ class BackgroundWrite:
     @property
     def ended(self) -> bool:
         """Whether this rank's part has been written, or could not be."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     @property
     def failure(self) -> BaseException | None:
@@ -104,4 +131,5 @@ class BackgroundWrite:
 
     def wait(self) -> None:
         """Return when it has ended."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()

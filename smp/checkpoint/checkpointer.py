@@ -1,335 +1,333 @@
-"""Save and load the state of a run, together on all ranks."""
+"""Save and load the state of a run, together on all ranks: what the training job and a user's own script use."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
+import functools
 import hashlib
-import json
-import shutil
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.checkpoint.chunks import local_part, pieces_to_write, rng_tensors, run_tensors
-from smp.checkpoint.files import DTYPE_NAMES, Piece, reason
-from smp.checkpoint.layout import TEMPORARY, checkpoint_name, disk_free
-from smp.checkpoint.manifest import Manifest, problems_of_files
-from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start, write_part
-from smp.comm.report import readable
-from smp.errors import RunError, UserError
-from smp.mesh import Mesh
-from smp.sharding import reshard
-from smp.train_state import TrainState
-
-# What must be equal for the tensors to mean the same; dropout and the like may change between runs.
-ARCHITECTURE_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-    "use_parallel_residual",
-    "sliding_window",
-    "rope_parameters",
+from smp.checkpoint.background import HostCopies, PendingWrite, to_host
+from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
+from smp.checkpoint.lock import bring_back, own
+from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
+from smp.checkpoint.restore import check_architecture, is_script, restore, verify_together
+from smp.checkpoint.retention import prune
+from smp.checkpoint.safetensors_io import Piece, reason
+from smp.checkpoint.shards import snapshot_of
+from smp.checkpoint.state import (
+    alike,
+    buffers_of,
+    changed_by,
+    extra_states,
+    model_entry,
+    plain,
+    require_known,
+    settings_of,
+    state_tensors,
 )
+from smp.checkpoint.storage import Storage, agree, attempt
+from smp.checkpoint.tagged_json import decode, encode
+from smp.errors import DamagedCheckpointError, UserError
+from smp.faults.agreement import require_same, together
+from smp.log import get_logger
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+logger = get_logger(__name__)
 
 
-def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
-    """What a manifest says of the model: its name, its Hugging Face configuration and a digest of that."""
-    text = hf_config.to_json_string(use_diff=False)
-    return {"name": name, "config": json.loads(text), "hash": hashlib.sha256(text.encode()).hexdigest()}
+class Saved(NamedTuple):
+    """What :meth:`Checkpointer.load` found: its path, the step, and the script's own ``extra`` (None: a job's)."""
+
+    path: Path
+    step: int
+    extra: Any
 
 
-def check_architecture(path: Path, saved: dict[str, Any], hf_config: Any) -> None:
-    """Refuse a checkpoint of another model.
+class Checkpointer:
+    """Saves and loads the state of a script; every method is called by all ranks.
+
+    A checkpoint is published whole or not at all, every byte of it is verified before it is used, and it can be loaded
+    at any other number of ranks, sharding or tensor-parallel degree.
 
     Args:
-        saved: the configuration in its manifest.
+        directory: on a file system that all hosts share; made if it is not there. One process at a time saves into
+            it: the first save takes its lock until the process ends, and deletes what interrupted saves of this name
+            have left. Loading needs no lock. A :class:`Storage` is one that the caller has made and locked.
+        model: of :func:`smp.parallelize`, :class:`smp.FullyShardedDataParallel`, torch's ``fully_shard`` or DDP, or a
+            plain module that is the same on all ranks.
+        optimizer: any whose state is tensors of its parameters' shapes, and scalars; over the model's parameters.
+        name: checkpoints are called ``<name>-<step>steps``.
+        keep: how many of the newest stay; at least 1.
+        keep_best: how many of the lowest ``val_loss`` (of the manifest's ``run``) stay beside them.
+        verify: read every file back before it is published.
+        copies: host memory for writes in the background; shared by several that write one at a time.
+
+    Attributes:
+        writing: what is being written in the background.
+        step: last loaded or saved.
 
     Raises:
-        UserError: naming every difference.
+        UserError: torch's FSDP1 or DeepSpeed shards the model in a way of its own; a tensor, a name or a number is not
+            allowed.
     """
-    config = json.loads(hf_config.to_json_string(use_diff=False))
-    mine = {key: config[key] for key in ARCHITECTURE_KEYS if key in config}
-    differences = [f"{k} {saved.get(k)} there, {mine[k]} here" for k in mine if saved.get(k) != mine[k]]
-    if differences:
+
+    def __init__(
+        self,
+        directory: str | Path | Storage,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str = "model",
+        keep: int = 2,
+        keep_best: int = 0,
+        verify: bool = False,
+        copies: HostCopies | None = None,
+    ):
+        if not _NAME.fullmatch(name) and not isinstance(directory, Storage):
+            raise UserError(f"Checkpointer: name {name!r} is not allowed: use letters, digits, dots, - and _")
+        if keep < 1:
+            raise UserError(f"Checkpointer: keep {keep} would delete what was just saved: give at least 1")
+        if not dist.is_initialized():
+            raise UserError("Checkpointer needs a process group: call smp.init_process_group() before it")
+        self.storage = directory if isinstance(directory, Storage) else Storage(Path(directory))
+        self._name, self._keep, self._keep_best, self._verify = name, keep, keep_best, verify
+        require_known(optimizer)
+        self._model, self._optimizer = plain(model), optimizer
+        self._copies = HostCopies() if copies is None else copies
+        self.writing: PendingWrite | None = None
+        self.step: int | None = None
+        together(lambda: self._prepare(make=not isinstance(directory, Storage)))
+        # The update waits for the copy of what it is about to change.
+        optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
+
+    def _prepare(self, *, make: bool) -> None:
+        state_tensors(self._model, self._optimizer)  # refused now, and not at the first save
+        if make and self.storage.leads:
+            try:
+                self.storage.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"Checkpointer: {self.storage.directory} cannot be made ({error.strerror}): choose another "
+                    f"directory"
+                ) from None
+
+    def _wait_for_copy(self) -> None:
+        if self.writing is not None:
+            self.writing.wait_for_copy()
+
+    def save(self, step: int, extra: Any = None, *, wait: bool = True) -> Path:
+        """Save the state after ``step`` updates; collective.
+
+        Checkpoints of later steps than the one that this script goes on from are of another branch: they are renamed
+        (``.aside1``), with a line in the log, and no longer found.
+
+        Args:
+            step: updates done; in the checkpoint's name.
+            extra: what else the script needs to go on: a scheduler's ``state_dict()``, a position in the data. None,
+                bools, numbers, texts, and lists, tuples, dicts and counters of them; rank 0's is saved.
+            wait: False writes while training goes on; the checkpoint is published by the next ``save`` or by
+                :meth:`finish`.
+
+        Returns:
+            Where it is, or will be.
+
+        Raises:
+            UserError: something else is in ``extra``, the optimizer's state cannot be described, the ranks disagree
+                on the step, the directory or what there is to save, another process saves into the directory, or
+                another Checkpointer of this one has just saved the same step under the same name.
+            RunError: a rank could not write; nothing is published.
+        """
+        self.finish()
+        manifest = together(lambda: self._manifest(step, extra))
+        tensors = together(lambda: state_tensors(self._model, self._optimizer))
+        self._require_agreement(step, tensors)
+        directory = self.storage.directory
+        together(lambda: own(directory, self._name, self, step) if self.storage.leads else None)
+        return self.write(manifest, wait=wait, verify=self._verify)
+
+    def write(self, manifest: Manifest, *, wait: bool, verify: bool) -> Path:
+        """Save the present state as ``manifest`` describes it; collective, for who holds the directory's lock.
+
+        Args:
+            manifest: all but kind, files and tensors.
+            wait: as of :meth:`save`.
+            verify: read every file back before it is published.
+
+        Raises:
+            RunError: a rank could not write; nothing is published.
+        """
+        self.finish()
+        manifest = dataclasses.replace(manifest, kind=self.storage.kind)
+        temporary = self.storage.begin(checkpoint_name(self._name, manifest.step))
+        tensors = state_tensors(self._model, self._optimizer)
+        first = {f"model.{name}" for name, _ in buffers_of(self._model)}
+        snapshot = snapshot_of(tensors, everything=not self.storage.shared, of_rank0=first)
+        if not wait:
+            snapshot = dataclasses.replace(snapshot, pieces=self._copy_what_waits_for_nobody(snapshot.pieces))
+        copy = self._copies if self._copies or not wait else to_host
+        self.writing = PendingWrite(temporary, manifest, snapshot, copy=copy, check=verify)
+        if wait:
+            self.writing.run()
+            self.finish()
+        else:
+            self.writing.start()
+        return self.storage.directory / checkpoint_name(self._name, manifest.step)
+
+    def _copy_what_waits_for_nobody(self, pieces: list[Piece]) -> list[Piece]:
+        """Only this optimizer's step waits for a copy; a forward may change buffers, another optimizer the rest."""
+        later = changed_by(self._optimizer, self._model)
+        return [p if p.name in later else p._replace(tensor=p.tensor.detach().cpu().clone()) for p in pieces]
+
+    def _require_agreement(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Refuse ranks that are about to save different things; collective."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()
+        mine = {"the step": step, "the directory": str(self.storage.directory.absolute()), "the tensors": digest[:12]}
+        require_same(mine, "call it with the same on every rank", before="Checkpointer.save: ")
+
+    def finish(self) -> float:
+        """Publish the checkpoint that is being written, if there is one; collective. Call it before the script ends.
+
+        Returns:
+            Seconds that this rank's write took; 0 if there was none.
+
+        Raises:
+            RunError: a rank could not write it; nothing is published.
+        """
+        if self.writing is None:
+            return 0.0
+        write, self.writing = self.writing, None
+        write.wait()
+        name, directory = checkpoint_name(self._name, write.manifest.step), self.storage.directory
+        said = f"checkpoint {directory / name} could not be written"
+        try:
+            agree(write.failure, said)
+            agree(attempt(lambda: self._publish(write), directory, 0), said)
+        except Exception:
+            self.storage.remove(write.temporary)
+            raise
+        self.step = write.manifest.step
+        if self.storage.leads:
+            failure = attempt(
+                lambda: prune(directory, self._name, keep=self._keep, keep_best=self._keep_best), directory, 0
+            )
+            if failure is not None:  # the next save tries again
+                logger.warning("Old checkpoints in %s could not be deleted: %s", directory, reason(failure))
+        agree(None, "")  # deleting may take long, and the others are to wait for it here
+        return write.seconds
+
+    def _publish(self, write: PendingWrite) -> None:
+        if self.storage.leads:
+            # Found before this one, they would be loaded instead of it, and kept while it is deleted.
+            step = write.manifest.step
+            set_aside(self.storage.directory, self._name, after=step if self.step is None else min(self.step, step))
+        self.storage.publish(write.temporary, write.manifest)
+
+    def load(self, path: str | Path = LATEST) -> Saved | None:
+        """Fill model, optimizer and generators; collective.
+
+        With ``latest``, a damaged checkpoint is passed over, with a line in the log, for the newest one before it.
+        The generators are restored at the saved number of ranks and tensor-parallel degree; at another they are seeded
+        by the step and the rank, alike in a tensor-parallel group.
+
+        Args:
+            path: of a checkpoint of a script or of a training job, or ``latest``.
+
+        Returns:
+            What was found; None if the directory has no checkpoint of this name.
+
+        Raises:
+            DamagedCheckpointError: the path that was given is damaged.
+            UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
+        """
+        self.finish()
+        chosen, manifest = self._choose(str(path))
+        if chosen is None or manifest is None:
+            return None
+        config = getattr(self._model, "config", None)
+        if hasattr(config, "to_json_string"):
+            together(lambda: check_architecture(chosen, manifest.model["config"], config))
+        restore(chosen, manifest, self._model, self._optimizer, seed=f"{manifest.step}:{alike(self._model)[0]}")
+        self.step = manifest.step
+        extra = decode(manifest.run["extra"]) if is_script(manifest.run) else None
+        return Saved(chosen, manifest.step, extra)
+
+    def _choose(self, wanted: str) -> tuple[Path | None, Manifest | None]:
+        """Return the checkpoint that all ranks have found whole; collective."""
+        damaged: list[Path] = []
+        if dist.get_rank() == 0:
+            bring_back(self.storage.directory, self._name)
+        while True:
+            # Rank 0 chooses for all: another rank's view of the directory may be older.
+            chosen = _from_rank0(
+                lambda: choose_checkpoint(wanted, [self.storage.directory], self._name, damaged=damaged)
+            )
+            if chosen is None:
+                return None, None
+            manifest = together(functools.partial(_read, chosen))
+            problems = verify_together(chosen, manifest, content=True)
+            if not problems:
+                return chosen, manifest
+            if wanted != LATEST:
+                raise DamagedCheckpointError(chosen, problems)
+            if dist.get_rank() == 0:
+                logger.warning("Passed over: %s", DamagedCheckpointError(chosen, problems))
+            damaged.append(chosen)
+
+    def _manifest(self, step: int, extra: Any) -> Manifest:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UserError(f"Checkpointer.save: step {step!r} is not allowed: give the number of updates done")
+        try:
+            extra = encode(extra, "extra")
+        except ValueError as error:
+            raise UserError(
+                f"Checkpointer.save: extra cannot be saved ({error}): give None, numbers, texts, and lists, tuples and "
+                f"dicts of them; tensors belong to the model as buffers"
+            ) from None
+        return Manifest(
+            step=step, world_size=dist.get_world_size(), degrees={"tp": len(alike(self._model))},
+            model=model_entry(self._name, getattr(self._model, "config", None)),
+            run={"script": True, "extra": extra, "optimizer": settings_of(self._model, self._optimizer),
+                 "extra_states": extra_states(self._model)},
+            saved_at=now(), versions=versions(),
+        )  # fmt: skip
+
+
+def _read(path: Path) -> Manifest:
+    manifest = read_manifest(path)
+    if manifest.kind != "sharded":
         raise UserError(
-            f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
+            f"checkpoint {path} is a {manifest.kind} one, which holds what one rank had: resume the job from it, and "
+            f"save a sharded one"
         )
+    of_a_job = isinstance(manifest.run.get("progress"), dict)
+    if not (is_script(manifest.run) or of_a_job) or not isinstance(manifest.model.get("config"), dict):
+        raise DamagedCheckpointError(path, ["its manifest is neither a script's nor a training job's"])
+    return manifest
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """What a rank writes: its pieces, and the shapes of the tensors they belong to."""
-
-    pieces: list[Piece]
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pieces."""
-        return sum(piece.tensor.nbytes for piece in self.pieces)
-
-
-def take_snapshot(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, everything: bool, copy: Callable[[list[Piece]], list[Piece]]
-) -> Snapshot:
-    """What this rank is to write.
-
-    Args:
-        everything: all that the rank holds, for a checkpoint of its own.
-        copy: brings the pieces to the CPU; if training goes on meanwhile, into memory of their own.
-    """
-    reshard(model)
-    allocate_state(optimizer)  # there is none yet if every update so far was skipped
-    return snapshot_of(run_tensors(model, optimizer), everything=everything, copy=copy)
-
-
-def snapshot_of(
-    tensors: dict[str, torch.Tensor],
-    *,
-    everything: bool,
-    copy: Callable[[list[Piece]], list[Piece]],
-    of_rank0: Collection[str] = (),
-) -> Snapshot:
-    """What this rank is to write of ``tensors``, and its generators; see :func:`take_snapshot`, ``pieces_to_write``."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    pieces = pieces_to_write(tensors, rank=rank, world_size=world, everything=everything, of_rank0=of_rank0)
-    generators = rng_tensors(rank)
-    pieces = copy(pieces + [Piece(name, state, (0,)) for name, state in generators.items()])
-    # Rank 0 also tells of tensors without elements, which nobody writes.
-    listed_here = tensors.keys() if rank == 0 or everything else [p.name for p in pieces if p.name in tensors]
-    named = {name: tensors[name] for name in listed_here} | generators
-    return Snapshot(pieces, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()})
-
-
-def to_host(pieces: list[Piece]) -> list[Piece]:
-    """The pieces on the CPU, as they are where they are there already."""
-    return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
-
-
-def agree(failure: BaseException | None, what: str) -> None:
-    """Raise on every rank if any has failed; collective.
-
-    Args:
-        what: is to be said of it, as the beginning of the sentence.
+def _from_rank0(choose: Callable[[], Path | None]) -> Path | None:
+    """Return what rank 0 chooses, on all ranks; collective.
 
     Raises:
-        RunError: naming the first rank that failed, and why.
+        UserError: what ``choose`` raises, or the directory cannot be read.
     """
-    said = None if failure is None else reason(failure)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    for rank, text in enumerate(everyone):
-        if text is not None:
-            raise RunError(f"{what}: rank {rank}: {text}") from failure
 
+    def look() -> Path | None:
+        try:
+            return choose() if dist.get_rank() == 0 else None
+        except OSError as error:
+            raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that and start again") from None
 
-def no_room(error: BaseException, directory: Path, nbytes: int) -> BaseException:
-    """The error, with what is needed and what is free if the disk is full."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
-        return error
-    return RunError(
-        f"{reason(error)}; its part needs {readable(nbytes)} and {directory} has {readable(disk_free(directory))} free"
-    )
-
-
-def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseException | None:
-    """Run ``action`` and return what it raises, made ready to be said."""
-    try:
-        action()
-    except Exception as error:
-        return no_room(error, directory, nbytes)
-    return None
-
-
-def write_snapshot(temporary: Path, snapshot: Snapshot, *, rank: int, check: bool) -> None:
-    """Write this rank's part, and read it back if ``check``; needs no other rank."""
-    write_part(temporary, snapshot.pieces, snapshot.shapes, rank=rank, check=check)
-
-
-def begin(directory: Path, name: str, *, own: bool) -> Path:
-    """Make the temporary directory of a checkpoint; collective.
-
-    Args:
-        own: every rank makes one for itself.
-
-    Raises:
-        RunError: it cannot be made, or a rank does not see it; nothing is left behind.
-    """
-    temporary = directory / (name + TEMPORARY)
-    failure = attempt(lambda: start(temporary), directory, 0) if own or dist.get_rank() == 0 else None
-    said = f"checkpoint {directory / name} could not be begun"
-    agree(failure, said)
-
-    def see() -> None:
-        if not appears(temporary):
-            raise RunError(
-                f"it does not see {temporary}, which rank 0 made, within {VISIBLE_WITHIN:g} s: checkpoints must be on "
-                f"a file system that all hosts share"
-            )
-
-    try:
-        agree(attempt(see, directory, 0), said)
-    except RunError:
-        remove_temporary(temporary, own)
-        raise
-    return temporary
-
-
-def publish_snapshot(temporary: Path, manifest: Manifest) -> None:
-    """Publish what all ranks have written; each rank for a checkpoint of its own, else rank 0 alone."""
-    final = temporary.with_name(temporary.name.removesuffix(TEMPORARY))
-    rank = dist.get_rank()
-    if manifest.kind == "local":
-        finish(temporary, final, [rank], manifest)
-    elif rank == 0:
-        finish(temporary, final, list(range(manifest.world_size)), manifest)
-
-
-def save_checkpoint(
-    directory: Path,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    manifest: Manifest,
-    check: bool = True,
-    copy: Callable[[list[Piece]], list[Piece]] = to_host,
-) -> Path:
-    """Write a checkpoint, and return when it is published; collective.
-
-    Args:
-        directory: the checkpoint is a new directory inside; shared by all ranks unless the manifest's kind is local.
-        manifest: all but files and tensors.
-        check: read every file back before publishing.
-        copy: brings what is written to the CPU.
-
-    Raises:
-        RunError: a rank could not write; nothing is published, and nothing is left behind.
-    """
-    name, local = checkpoint_name(manifest.model["name"], manifest.step), manifest.kind == "local"
-    temporary = begin(directory, name, own=local)
-    said = f"checkpoint {directory / name} could not be written"
-    snapshot = take_snapshot(model, optimizer, everything=local, copy=copy)
-
-    def write() -> None:
-        write_snapshot(temporary, snapshot, rank=dist.get_rank(), check=check)
-
-    try:
-        agree(attempt(write, directory, snapshot.nbytes), said)
-        agree(attempt(lambda: publish_snapshot(temporary, manifest), directory, 0), said)
-    except RunError:
-        remove_temporary(temporary, local)
-        raise
-    return directory / name
-
-
-def remove_temporary(temporary: Path, own: bool) -> None:
-    """Leave nothing of a checkpoint that was not published."""
-    if own or dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
-    """Problems of a checkpoint's files, the reading shared among the ranks; collective, the same on all."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    names = list(manifest.files) if manifest.kind == "local" else list(manifest.files)[rank::world]
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, problems_of_files(path, manifest, content=content, names=names))
-    return sorted({problem for problems in everyone for problem in problems})
-
-
-def check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
-    """Refuse missing, extra and misshapen tensors, and other dtypes: nothing is converted silently.
-
-    Raises:
-        UserError: naming the first few.
-    """
-    theirs = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("rng.")}
-    problems = [f"{name} is missing" for name in wanted.keys() - theirs.keys()]
-    problems += [f"{name} is unknown here" for name in theirs.keys() - wanted.keys()]
-    for name in wanted.keys() & theirs.keys():
-        entry, tensor = theirs[name], wanted[name]
-        if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
-            problems.append(
-                f"{name} is {DTYPE_NAMES[entry.dtype]} {entry.shape}, wanted {tensor.dtype} {tuple(tensor.shape)}"
-            )
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
-
-
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create AdamW's state (zero moments, step 0) without taking a step, so that a checkpoint can be read into it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def load_checkpoint(
-    path: Path,
-    manifest: Manifest,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    seed: int,
-    mesh: Mesh,
-) -> TrainState:
-    """Fill model, optimizer and this rank's generators from a checkpoint of any layout; each rank reads what it holds.
-
-    The generators continue exactly when the world size and the tensor-parallel degree are the saved ones; otherwise
-    they are seeded by (seed, step, data rank): alike on ranks that hold the same data.
-
-    Raises:
-        DamagedCheckpointError: a file is not what the manifest says.
-        UserError: it does not fit the model.
-    """
-    progress = TrainState.from_state_dict(manifest.run["progress"])
-    allocate_state(optimizer)
-    tensors = run_tensors(model, optimizer)
-    check_tensors(path, manifest, tensors)
-    fill(path, manifest, tensors)
-    same_layout = manifest.degrees.get("tp", 1) == mesh.tp.size and manifest.world_size == dist.get_world_size()
-    restore_generators(path, manifest, same_layout=same_layout, otherwise=f"{seed}:{progress.step}:{mesh.data.rank}")
-    return progress
-
-
-@torch.no_grad()
-def fill(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Read what this rank holds of each tensor into it.
-
-    Raises:
-        DamagedCheckpointError: a file is not what the manifest says.
-    """
-    with CheckpointReader(path, manifest) as reader:
-        for name, tensor in tensors.items():
-            local, offsets = local_part(tensor)
-            if local.numel():
-                local.copy_(reader.read(name, offsets, local.shape))
-
-
-def restore_generators(path: Path, manifest: Manifest, *, same_layout: bool, otherwise: str) -> None:
-    """Give this rank's generators the saved state where the layout is the saved one, else seed them by a text."""
-    rank = dist.get_rank()
-    if same_layout and f"rng.cpu.{rank:05d}" in manifest.tensors:
-        with CheckpointReader(path, manifest) as reader:
-            torch.set_rng_state(reader.read(f"rng.cpu.{rank:05d}"))
-            if torch.cuda.is_available() and f"rng.cuda.{rank:05d}" in manifest.tensors:
-                torch.cuda.set_rng_state(reader.read(f"rng.cuda.{rank:05d}"))
-    else:
-        digest = hashlib.blake2b(otherwise.encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    chosen: list[Path | None] = [together(look)]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]

@@ -51,6 +51,11 @@ class CheckpointConfig(Section):
         "Checkpoint directory to resume from; 'latest': the newest of this run that is whole, or a fresh start if it "
         "has none.",
     )
+    reset_progress: bool = setting(
+        False,
+        "Take the parameters and AdamW's state of --resume_from_checkpoint, a job's or a script's, and begin data, "
+        "schedule and generators anew.",
+    )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
     model_dir: str | None = setting(None, "Where the final model goes. Default: <output_dir>/final.")
 
@@ -65,7 +70,7 @@ class CheckpointConfig(Section):
         return self.checkpoint_type.startswith("async_")
 
     def problems(self) -> list[str]:
-        """Adds lists of different lengths."""
+        """Add lists of different lengths, and what contradicts itself."""
         found = super().problems()
         lengths = (len(self.checkpoint_freq), len(self.num_kept_checkpoints))
         directories = max(1, len(self.checkpoint_dir))
@@ -83,6 +88,11 @@ class CheckpointConfig(Section):
             found.append(
                 f"--num_kept_checkpoints must be at least 2 with --checkpoint_type {self.checkpoint_type}: a crash in "
                 f"the middle of a save leaves ranks with different newest checkpoints"
+            )
+        if self.reset_progress and self.resume_from_checkpoint in (None, "latest"):
+            found.append(
+                "--reset_progress 1 needs a path in --resume_from_checkpoint, as latest is this run's own: give the "
+                "directory of a checkpoint of another run or of a script"
             )
         for directory in (*self.checkpoint_dir, self.model_dir):
             if directory is not None and "://" in directory:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from smp.checkpoint.safetensors_io import sync
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
@@ -159,7 +160,7 @@ def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None
         raise RunError(f"{path} cannot be written ({error})") from error
     # safetensors makes private files; config.json was made by open(), under the user's umask.
     path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
-    _flush(path)  # a file at a time: flushing all in the end would take long without a sign of progress
+    sync(path)  # a file at a time: flushing all in the end would take long without a sign of progress
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -206,25 +207,17 @@ def _gather_and_write(
         _on_main(lambda: (partial / "model.safetensors.index.json").write_text(text))
 
 
-def _flush(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
     """Flush the finished export and put it in the place of ``directory``."""
     names = sorted(path.name for path in partial.iterdir())
     (partial / MARKER).write_text(json.dumps({"files": names}, indent=2) + "\n")
     for path in [*partial.iterdir(), partial]:
-        _flush(path)
+        sync(path)
     old = _beside(directory, "old")
     if directory.exists():
         directory.rename(old)
     partial.rename(directory)
-    _flush(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

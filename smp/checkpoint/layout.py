@@ -7,6 +7,7 @@ first. So a directory of that name is whole, or has been damaged from outside.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,9 +16,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp.checkpoint.files import reason, sync_directory
-from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
-from smp.checkpoint.outline import read_outline
+from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, problems_of_files, read_manifest
+from smp.checkpoint.safetensors_io import reason, sync
 from smp.errors import UserError
 from smp.log import get_logger
 
@@ -44,42 +44,63 @@ def checkpoint_name(model_name: str, step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a checkpoint's name; None for any other name."""
+    """Return the step in a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match.group(2)) if match else None
 
 
 def find_checkpoints(directory: Path, model_name: str) -> list[Checkpoint]:
-    """Published checkpoints of ``model_name`` in ``directory``, oldest first."""
+    """Return the published checkpoints of ``model_name`` in ``directory``, oldest first."""
     found = [c for c in _named(directory, model_name) if (c.path / MANIFEST_FILE).exists()]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def _named(directory: Path, model_name: str, ending: str = "") -> list[Checkpoint]:
-    """What is called as a checkpoint of ``model_name``, and no other, with ``ending`` behind."""
+    """Return what is called as a checkpoint of ``model_name``, and no other, with ``ending`` behind."""
     pattern = re.compile(rf"{re.escape(model_name)}-(\d+)steps{ending}")
     matches = ((path, pattern.fullmatch(path.name)) for path in (directory.iterdir() if directory.is_dir() else ()))
     return [Checkpoint(path, int(match.group(1))) for path, match in matches if match]
 
 
-def quick_problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint as far as its manifest, its name, and names and sizes of files tell."""
+def read_outline(path: Path) -> Manifest:
+    """Return the manifest without its tensors; from memory while the file is as it was when read.
+
+    Whether the kept checkpoints are whole is asked at every save. Raises: as :func:`read_manifest`.
+    """
     try:
-        manifest = read_outline(path)
+        status = os.lstat(path / MANIFEST_FILE)
+    except OSError:
+        return read_manifest(path)  # which says what is wrong
+    return _read(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, *identity: int) -> Manifest:
+    return dataclasses.replace(read_manifest(path), tensors={})
+
+
+def quick_problems(path: Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong with a checkpoint as far as its name, and names and sizes of files tell."""
+    problems = problems_of_files(path, manifest, content=False)
+    if step_of(path) not in (None, manifest.step):
+        problems.append(f"its manifest is of step {manifest.step}")
+    return problems
+
+
+def quick_problem(path: Path) -> str | None:
+    """Return a sentence of :func:`quick_problems` and of the manifest's own; None if there are none."""
+    try:
+        problems = quick_problems(path, read_outline(path))
+        problems += ["it was renamed"] if step_of(path) is None else []
     except UserError as error:
         return str(error)
-    if manifest.step != step_of(path):
-        found = f"its manifest is of step {manifest.step}"
-        return f"checkpoint {path} is damaged or was renamed: {found}; resume from another one"
-    if problems := problems_of_files(path, manifest, content=False):
-        return f"checkpoint {path} is damaged: {'; '.join(problems[:3])}; resume from another one"
-    return None
+    return f"checkpoint {path} is damaged: {'; '.join(problems[:3])}; resume from another one" if problems else None
 
 
 def choose_checkpoint(
     wanted: str | None, directories: list[Path], model_name: str, *, damaged: Iterable[Path] = ()
 ) -> Path | None:
-    """The checkpoint to resume from, or None for a fresh start.
+    """Return the checkpoint to resume from, or None for a fresh start.
 
     Args:
         wanted: None, ``latest`` (the newest in any of ``directories`` that is not damaged), or a path.
@@ -115,7 +136,7 @@ def choose_checkpoint(
 def _newest_whole(
     present: list[Checkpoint], directories: list[Path], model_name: str, damaged: set[Path]
 ) -> Path | None:
-    """The newest checkpoint that is whole, with a line about each newer one that is not.
+    """Return the newest checkpoint that is whole, with a line about each newer one that is not.
 
     Raises:
         UserError: there are some, and none is whole: a fresh start would lose what may still be mended.
@@ -178,7 +199,7 @@ def refuse_foreign(directories: list[Path]) -> None:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a complete checkpoint its name, and point ``latest`` at it; both are atomic."""
-    sync_directory(temporary)
+    sync(temporary)
     # Only a checkpoint of the same step of the same run can be here: a resumed run that passes this step again.
     doomed = _doomed(final) if final.exists() else None
     if doomed is not None:
@@ -189,7 +210,7 @@ def publish(temporary: Path, final: Path) -> None:
         if doomed is not None:
             doomed.rename(final)
         raise
-    sync_directory(final.parent)
+    sync(final.parent)
     point(final.parent / LATEST, final.name)
     if doomed is not None:
         try:
@@ -205,13 +226,13 @@ def point(link: Path, name: str) -> None:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(name)
         fresh.replace(link)
-        sync_directory(link.parent)
+        sync(link.parent)
     except OSError as error:  # no symbolic links here, or a directory of that name
         logger.warning("%s could not be pointed at %s: %s", link, name, reason(error))
 
 
 def _doomed(path: Path) -> Path:
-    """The name under which a checkpoint is deleted, free."""
+    """Return the name under which a checkpoint is deleted, free."""
     doomed = path.with_name(path.name + _REPLACED)
     _delete(doomed)
     return doomed
@@ -228,7 +249,7 @@ def discard(path: Path) -> None:
     """Delete a checkpoint. Renamed first: a deletion that is cut short must not leave something that looks complete."""
     doomed = _doomed(path)
     path.rename(doomed)
-    sync_directory(path.parent)
+    sync(path.parent)
     _delete(doomed)
 
 
@@ -251,17 +272,10 @@ def interrupted_replacements(directory: Path, model_name: str) -> list[tuple[Pat
     found = []
     for checkpoint in _named(directory, model_name, re.escape(_REPLACED)):
         final = checkpoint.path.with_name(checkpoint.path.name.removesuffix(_REPLACED))
-        if not final.exists() and _is_whole(checkpoint.path):
-            found.append((checkpoint.path, final))
+        with contextlib.suppress(UserError):
+            if not final.exists() and not quick_problems(checkpoint.path, read_outline(checkpoint.path)):
+                found.append((checkpoint.path, final))
     return found
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a directory of whatever name holds a checkpoint, as far as its manifest and names and sizes tell."""
-    try:
-        return not problems_of_files(path, read_manifest(path), content=False)
-    except UserError:
-        return False
 
 
 def clean(directory: Path, model_name: str) -> None:

@@ -16,12 +16,12 @@ logger = get_logger("train")
 
 
 def local_directory(directory: Path, rank: int, world_size: int) -> Path:
-    """Where a rank keeps its own checkpoints."""
+    """Return where a rank keeps its own checkpoints."""
     return directory / f"rank{rank:05d}-of-{world_size:05d}"
 
 
 def own_checkpoint(path: Path, rank: int, world_size: int) -> Path:
-    """This rank's part of a checkpoint that was named by the directory of all, or by the part of any rank."""
+    """Return this rank's part of a checkpoint that was named by the directory of all, or by the part of any rank."""
     base = path.parent.parent if path.parent.name.startswith("rank") else path.parent
     return local_directory(base, rank, world_size) / path.name
 
@@ -54,7 +54,7 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
 
 
 def _whole_steps(directories: list[Path], model_name: str) -> dict[int, list[Path]]:
-    """Steps of which this rank has whole checkpoints, as far as names and sizes tell, and where."""
+    """Return the steps of which this rank has whole checkpoints, as far as names and sizes tell, and where."""
     found: dict[int, list[Path]] = {}
     for directory in directories:
         for checkpoint in find_checkpoints(directory, model_name):
@@ -64,7 +64,7 @@ def _whole_steps(directories: list[Path], model_name: str) -> dict[int, list[Pat
 
 
 def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[list[int]]) -> bool:
-    """Whether a fresh start loses nothing: no rank has anything, or the run was ended in its first save; collective.
+    """Tell if a fresh start loses nothing: no rank has anything, or the run was ended in its first save; collective.
 
     A rank that has lost its disk has no directory either, and one whose checkpoint is damaged has had it whole.
 
@@ -82,7 +82,7 @@ def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[li
 
 
 def common_start(directories: list[Path], model_name: str) -> Path | None:
-    """This rank's checkpoint of the newest step of which all have a whole one; None for a fresh start; collective.
+    """Choose this rank's checkpoint of the newest step that all have whole; None for a fresh start; collective.
 
     Raises:
         UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.files import (
+from smp.checkpoint.safetensors_io import (
     DTYPE_NAMES,
     DTYPES,
-    Written,
     digest_of,
     new_digest,
     read_all,
@@ -72,7 +71,7 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -87,7 +86,7 @@ class Manifest:
         run: progress, settings and identity of the data.
     """
 
-    kind: str
+    kind: str = "sharded"
     step: int
     world_size: int
     degrees: dict[str, int]
@@ -106,7 +105,7 @@ class Manifest:
 
 
 def now() -> str:
-    """The time as manifests write it."""
+    """Return the time as manifests write it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -116,7 +115,7 @@ def versions() -> dict[str, str]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file."""
+    """Return the manifest as the bytes of its file."""
     import json
 
     names = {name: index for index, name in enumerate(manifest.files)}
@@ -143,7 +142,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def size_problem(path: Path, content: bytes | bytearray) -> str | None:
-    """Why a manifest of these bytes for the files in ``path`` is more than is read; None if it is not."""
+    """Say why a manifest of these bytes for the files in ``path`` is more than is read; None if it is not."""
     if len(content) > MAX_MANIFEST:
         return f"has more than {MAX_MANIFEST} bytes"
     most = MAX_VALUES + VALUES_PER_FILE * len(os.listdir(path))
@@ -269,7 +268,7 @@ def _decode(content: dict[str, Any]) -> Manifest:
 
 
 def _bounds_problem(entry: TensorEntry) -> str | None:
-    """Why a chunk is no part of the tensor; None if all are."""
+    """Say why a chunk is no part of the tensor; None if all are."""
     shape = entry.shape
     if len(shape) > MAX_AXES:
         return f"has {len(shape)} axes"
@@ -284,7 +283,7 @@ def _bounds_problem(entry: TensorEntry) -> str | None:
 
 
 def _is_a_row(entry: TensorEntry) -> bool:
-    """Whether the chunks are slices of one axis that follow each other: as most are, and quickly seen."""
+    """Tell whether the chunks are slices of one axis that follow each other: as most are, and quickly seen."""
     shape, end = entry.shape, 0
     chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets)
     axis = next((d for d, extent in enumerate(shape) if chunks and chunks[0].sizes[d : d + 1] != (extent,)), None)
@@ -302,7 +301,7 @@ def _is_a_row(entry: TensorEntry) -> bool:
 
 
 def coverage_problem(entry: TensorEntry) -> str | None:
-    """Why the chunks are not exactly the tensor, each element once; None if they are."""
+    """Say why the chunks are not exactly the tensor, each element once; None if they are."""
     if _is_a_row(entry) and len(entry.shape) <= MAX_AXES:
         return None
     if problem := _bounds_problem(entry):
@@ -338,15 +337,10 @@ def _volume(sizes: Sequence[int]) -> int:
     return volume
 
 
-def written_files(files: Iterable[Written]) -> dict[str, FileEntry]:
-    """Manifest entries of files."""
-    return {file.name: FileEntry(file.size, file.digest) for file in files}
-
-
 def problems_of_files(
     path: Path, manifest: Manifest, *, content: bool, names: Iterable[str] | None = None
 ) -> list[str]:
-    """What differs between a checkpoint's directory and its manifest, naming files; empty if nothing does.
+    """Return what differs between a checkpoint's directory and its manifest, naming files; empty if nothing does.
 
     Args:
         content: also read the files: digests, and that their headers describe the tensors of the manifest.

@@ -23,7 +23,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def flushes_ranges() -> bool:
-    """Whether the system can be told to write a part of a file."""
+    """Tell whether the system can be told to write a part of a file."""
     return _sync_file_range() is not None
 
 

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from smp.checkpoint.files import PIECE, Written, digest_of, new_digest, read_all, shown
 from smp.checkpoint.page_cache import drop_cached, flush, flushes_ranges
+from smp.checkpoint.safetensors_io import PIECE, Written, digest_of, new_digest, read_all, shown
 from smp.errors import RunError
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from smp.checkpoint.files import Stored, bytes_of, read_all, read_header, reason
 from smp.checkpoint.manifest import Chunk, Manifest
+from smp.checkpoint.safetensors_io import Stored, bytes_of, read_all, read_header, reason
 from smp.errors import DamagedCheckpointError
 
 # Files that are open at a time: a process may often have 1024, and a large run's checkpoint has more.
@@ -22,21 +22,24 @@ class CheckpointReader:
     Args:
         path: its directory.
         manifest: its manifest.
+
+    Attributes:
+        entries: what is said of each tensor, by name.
     """
 
     def __init__(self, path: Path, manifest: Manifest):
-        self._path, self._manifest = path, manifest
+        self._path, self.entries = path, manifest.tensors
         self._open: dict[str, int] = {}
         self._headers: dict[str, dict[str, Stored]] = {}
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or the box of it that begins at ``offsets``; on the CPU.
+        """Return a tensor, or the box of it that begins at ``offsets``; on the CPU.
 
         Raises:
             KeyError: no such tensor.
             DamagedCheckpointError: a file is not what the manifest says, or lacks a part of the box.
         """
-        entry = self._manifest.tensors[name]
+        entry = self.entries[name]
         offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
         sizes = tuple(sizes) if sizes is not None else entry.shape
         out, filled = torch.empty(sizes, dtype=entry.dtype), 0
@@ -56,6 +59,13 @@ class CheckpointReader:
         if filled != out.numel():
             raise DamagedCheckpointError(self._path, [f"{name} is not whole"])
         return out
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Part of a tensor along its first axis; a tensor without axes whole."""
+        shape = self.entries[name].shape
+        if not shape:
+            return self.read(name)
+        return self.read(name, (start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
 
     def _read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
         """Fill ``target`` from a chunk, from the element ``begin`` of it on; reads whole rows of the first axis."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smp.checkpoint.layout import BEST, discard, find_checkpoints, point, quick_problem
-from smp.checkpoint.outline import read_outline
+from smp.checkpoint.layout import BEST, discard, find_checkpoints, point, quick_problem, read_outline
 from smp.log import get_logger
 
 logger = get_logger(__name__)
@@ -36,7 +35,7 @@ def prune(directory: Path, model_name: str, *, keep: int, keep_best: int = 0) ->
 
 
 def _best(whole: list, count: int) -> list:
-    """The ``count`` checkpoints of the lowest validation loss, best first; the newer of two that are equal."""
+    """Return the ``count`` checkpoints of the lowest validation loss, best first; the newer of two that are equal."""
     if not count:
         return []
     losses = {c.path: read_outline(c.path).run.get("val_loss") for c in whole}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.files import DTYPE_NAMES, DTYPES
+from smp.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES
 
 # Python's reader takes JSON that is about 1000 deep, and a dict with other keys than texts takes four of them.
 MAX_DEPTH = 100
@@ -58,7 +58,7 @@ def encode(value: Any, where: str = "value", *, depth: int = 0) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of :func:`encode`.
+    """Return the inverse of :func:`encode`.
 
     Raises:
         ValueError: a tag is none of its.

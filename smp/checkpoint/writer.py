@@ -16,16 +16,6 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.files import (
-    DTYPE_NAMES,
-    DTYPES,
-    Piece,
-    Written,
-    strict_json,
-    sync_directory,
-    write_bytes,
-    write_tensors,
-)
 from smp.checkpoint.layout import publish
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -39,6 +29,16 @@ from smp.checkpoint.manifest import (
     size_problem,
 )
 from smp.checkpoint.read_back import ReadBack
+from smp.checkpoint.safetensors_io import (
+    DTYPE_NAMES,
+    DTYPES,
+    Piece,
+    Written,
+    strict_json,
+    sync,
+    write_bytes,
+    write_tensors,
+)
 from smp.errors import RunError
 
 # Of tensors per file: a damaged file is named and read by itself, and many hash in parallel.
@@ -48,7 +48,7 @@ VISIBLE_WITHIN = 60.0
 
 
 def part_name(rank: int) -> str:
-    """The list of what a rank has written."""
+    """Return the list of what a rank has written."""
     return f"rank{rank:05d}.json"
 
 
@@ -103,7 +103,7 @@ def _write_and_read_back(path: Path, pieces: list[Piece]) -> Written:
 
 
 def appears(path: Path) -> bool:
-    """Whether what another host has made is seen here, at once or after a while."""
+    """Tell whether what another host has made is seen here, at once or after a while."""
     end = time.monotonic() + VISIBLE_WITHIN
     while not path.exists():
         if time.monotonic() > end:
@@ -118,7 +118,7 @@ def _read_part(path: Path) -> dict[str, Any]:
 
 
 def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manifest:
-    """The manifest with the files and tensors that the ranks have listed.
+    """Return the manifest with the files and tensors that the ranks have listed.
 
     Raises:
         RunError: the tensors are not whole: a defect, found before it is published.
@@ -143,12 +143,8 @@ def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manife
     return dataclasses.replace(manifest, files=dict(sorted(files.items())), tensors=dict(sorted(tensors.items())))
 
 
-def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -> Manifest:
-    """Turn what the ranks have written into the published checkpoint ``final``; one process does it.
-
-    Returns:
-        The whole manifest.
-    """
+def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -> None:
+    """Turn what the ranks have written into the published checkpoint ``final``; one process does it."""
     whole = merge_parts(temporary, ranks, manifest)
     for rank in ranks:
         (temporary / part_name(rank)).unlink()
@@ -162,11 +158,10 @@ def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -
         )
     write_bytes(temporary / MANIFEST_FILE, content)
     publish(temporary, final)
-    return whole
 
 
 def start(temporary: Path) -> None:
     """Make an empty temporary directory, in place of one that an interrupted save has left."""
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
-    sync_directory(temporary.parent)
+    sync(temporary.parent)

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.checkpointer import ARCHITECTURE_KEYS
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.restore import ARCHITECTURE_KEYS
 from smp.cli.find import existing_directory, is_checkpoint, is_model, one_checkpoint
-from smp.cli.output import Progress, bytes_text, dtype_name, shown, table
-from smp.cli.sources import CheckpointTensors, ModelTensors, Spec, Tensors
+from smp.cli.output import Progress, dtype_name, shown, table
+from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
+from smp.comm.report import readable
 from smp.errors import UserError
 from smp.json_input import read_object
 
@@ -34,11 +36,14 @@ _MISSING = "(none)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("a", help="a checkpoint or a Hugging Face model directory")
     parser.add_argument("b", help="another")
     parser.add_argument("--values", action="store_true", help="compare the tensors' content; reads all of both")
     parser.add_argument("--show", type=int, default=10, metavar="N", help="most tensors listed of each sort (10)")
+
+
+Tensors = CheckpointReader | ModelTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +102,11 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
             f"{text} is a {manifest.kind} checkpoint, which holds what one rank had: --values needs sharded ones; "
             f"leave --values out, or resume from it and save a sharded one"
         )
-    return Side(_facts(manifest), stack.enter_context(CheckpointTensors(path, manifest)), False)
+    return Side(_facts(manifest), stack.enter_context(CheckpointReader(path, manifest)), False)
 
 
 def _counts(name: str) -> bool:
-    """Whether a difference in it makes the two different."""
+    """Tell whether a difference in it makes the two different."""
     place = name.startswith("setting.") and name.endswith(("_dir", "resume_from_checkpoint"))
     return name != "saved_at" and not place
 
@@ -118,12 +123,12 @@ def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
     return rows, any(map(_counts, different))
 
 
-def _blocks(spec: Spec) -> list[tuple[int, int]]:
+def _blocks(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Rows of the first axis, about ``BLOCK`` elements at a time."""
-    if not spec.shape:
+    if not shape:
         return [(0, 1)]
-    step = max(1, BLOCK // max(1, math.prod(spec.shape[1:])))
-    return [(start, min(start + step, spec.shape[0])) for start in range(0, spec.shape[0], step)]
+    step = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
 def gap_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
@@ -145,12 +150,12 @@ def gap_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
 
 def compare_tensor(a: Tensors, b: Tensors, name: str) -> Gap:
     """Compare two tensors of equal shape, in bounded memory."""
-    spec = a.entries[name]
+    shape = a.entries[name].shape
     count, largest = 0, 0.0
-    for start, stop in _blocks(spec):
+    for start, stop in _blocks(shape):
         found, distance = gap_of(a.rows(name, start, stop), b.rows(name, start, stop))
         count, largest = count + found, max(largest, distance)
-    return Gap(name, count, math.prod(spec.shape), largest)
+    return Gap(name, count, math.prod(shape), largest)
 
 
 def _names(side: Side, other: Side) -> list[str]:
@@ -177,7 +182,7 @@ def _compare_names(a: Side, b: Side, limit: int) -> tuple[list[str], bool]:
         if name not in there:
             continue
         one, other = a.tensors.entries[name], b.tensors.entries[name]
-        if one != other:
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
             odd.append(f"{name}: {dtype_name(one.dtype)} {one.shape}, {dtype_name(other.dtype)} {other.shape}")
         if one.shape == other.shape:
             comparable.append(name)
@@ -198,9 +203,9 @@ def _compare_values(a: Side, b: Side, names: list[str], limit: int) -> bool:
             if gap.count:
                 gaps.append(gap)
     print(
-        f"values: {len(names) - len(gaps)} of {len(names)} tensors ({bytes_text(sum(sizes.values()))}) equal bit by bit"
+        f"values: {len(names) - len(gaps)} of {len(names)} tensors ({readable(sum(sizes.values()))}) equal bit by bit"
         if gaps
-        else f"values: all {len(names)} tensors ({bytes_text(sum(sizes.values()))}) equal"
+        else f"values: all {len(names)} tensors ({readable(sum(sizes.values()))}) equal"
     )
     gaps.sort(key=lambda gap: (-gap.largest, gap.name))
     rows = [(shown(gap.name), f"{gap.largest:.3g}", f"{gap.count} of {gap.total}") for gap in gaps[:limit]]

@@ -17,8 +17,9 @@ from smp.checkpoint.hf_export import export_tensors, refuse_foreign_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
 from smp.cli.find import existing_directory, one_checkpoint
-from smp.cli.output import bytes_text, shown
+from smp.cli.output import shown
 from smp.cli.verify import verified
+from smp.comm.report import readable
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.model_config import tokenizer_dir_of
@@ -30,7 +31,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("checkpoint", help="a sharded checkpoint, or a link to one such as checkpoints/latest")
     parser.add_argument("output", help="directory to write; it must not exist, be empty, or hold an earlier export")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the files; default: as trained, fp32")
@@ -61,7 +62,7 @@ def parse_size(text: str) -> int:
 
 
 def config_of(path: Path, manifest: Manifest) -> Any:
-    """The model's Hugging Face config.
+    """Return the model's Hugging Face config.
 
     Raises:
         UserError: the manifest has none that can be used.
@@ -100,7 +101,7 @@ def parameters_of(path: Path, manifest: Manifest, hf_config: Any) -> dict[str, t
 
 
 def tokenizer_of(manifest: Manifest) -> Path | None:
-    """The directory that the run had its tokenizer from, as the trainer chooses it, if it is there."""
+    """Return the directory that the run had its tokenizer from, as the trainer chooses it, if it is there."""
     config = manifest.run.get("config")
     config = config if isinstance(config, dict) else {}
     names = ("tokenizer_name_or_dir", "hf_pretrained_model_name_or_dir", "model", "finetune_checkpoint_load_dir")
@@ -142,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     files = sorted(output.glob("*.safetensors"))
     print(
         f"Exported step {manifest.step} of {shown(path.name)} to {options.output}: {len(files)} file(s), "
-        f"{bytes_text(sum(file.stat().st_size for file in files))}, {time.perf_counter() - started:.1f} s"
+        f"{readable(sum(file.stat().st_size for file in files))}, {time.perf_counter() - started:.1f} s"
     )
     if known is not None:
         print(f"Tokenizer: that of the run, {shown(str(known))}")

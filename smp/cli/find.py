@@ -13,7 +13,7 @@ _DEPTHS = ("*", "*/*", "*/*/*")
 
 
 def existing_directory(text: str) -> Path:
-    """The directory itself, where ``text`` may be a link to it such as ``latest``.
+    """Return the directory itself, where ``text`` may be a link to it such as ``latest``.
 
     Raises:
         UserError: there is none.
@@ -26,17 +26,17 @@ def existing_directory(text: str) -> Path:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether it is meant to be a checkpoint, whole or not: by its manifest, or else its name."""
+    """Tell whether it is meant to be a checkpoint, whole or not: by its manifest, or else its name."""
     return (directory / MANIFEST_FILE).exists() or step_of(directory) is not None
 
 
 def is_model(directory: Path) -> bool:
-    """Whether it is a Hugging Face model directory."""
+    """Tell whether it is a Hugging Face model directory."""
     return (directory / "config.json").is_file()
 
 
 def checkpoints_at(directory: Path) -> list[Path]:
-    """The checkpoint that ``directory`` is, or those in it (a run directory, or its ``checkpoints``), by step.
+    """Return the checkpoint that ``directory`` is, or those in it (a run directory, or its ``checkpoints``), by step.
 
     Raises:
         UserError: there is none.
@@ -57,12 +57,12 @@ def checkpoints_at(directory: Path) -> list[Path]:
 
 
 def interrupted_at(directory: Path) -> list[Path]:
-    """What interrupted saves have left in a directory of checkpoints."""
+    """Return what interrupted saves have left in a directory of checkpoints."""
     return sorted(path for depth in _DEPTHS[:2] for path in directory.glob(f"{depth}steps{TEMPORARY}"))
 
 
 def one_checkpoint(text: str) -> Path:
-    """The checkpoint that ``text`` names.
+    """Return the checkpoint that ``text`` names.
 
     Raises:
         UserError: there is none, or several.

@@ -10,11 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.layout import step_of
-from smp.checkpoint.manifest import Manifest, TensorEntry, problems_of_files, read_manifest
+from smp.checkpoint.layout import quick_problems, step_of
+from smp.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from smp.cli.find import checkpoints_at, existing_directory, is_checkpoint, is_model
-from smp.cli.output import bytes_text, dtype_name, shown, table
+from smp.cli.output import dtype_name, shown, table
 from smp.cli.sources import ModelTensors
+from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
 from smp.json_input import read_object
 
@@ -22,7 +23,7 @@ MODEL = "model."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("directory", help="a checkpoint, a directory that holds some, or a Hugging Face model")
     parser.add_argument("--tensors", action="store_true", help="also list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -36,7 +37,7 @@ def entry_of(value: Any, *keys: str) -> Any:
 
 
 def _parameters(tensors: dict[str, tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
-    """Number and dtypes of the parameters among named (dtype, shape)."""
+    """Return number and dtypes of the parameters among named (dtype, shape)."""
     mine = [entry for name, entry in tensors.items() if name.startswith(MODEL)]
     return {
         "parameters": sum(math.prod(shape) for _, shape in mine),
@@ -49,21 +50,13 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "chunks": chunks}
 
 
-def state_of(path: Path, manifest: Manifest) -> str:
-    """``complete``, or what is wrong as far as names and sizes of files tell."""
-    problems = problems_of_files(path, manifest, content=False)
-    if step_of(path) not in (None, manifest.step):
-        problems.append(f"its manifest is of step {manifest.step}")
-    return "; ".join(problems[:3]) or "complete"
-
-
 def checkpoint_summary(path: Path, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON."""
+    """Return what a checkpoint holds, as JSON."""
     found = {
         "path": str(path),
         "step": manifest.step,
         "kind": manifest.kind,
-        "state": state_of(path, manifest),
+        "state": "; ".join(quick_problems(path, manifest)[:3]) or "complete",
         "saved_at": manifest.saved_at,
         "versions": manifest.versions,
         "schema": manifest.schema,
@@ -85,14 +78,14 @@ def checkpoint_summary(path: Path, manifest: Manifest, *, tensors: bool) -> dict
 
 
 def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
-    """What a Hugging Face directory holds, as JSON."""
+    """Return what a Hugging Face directory holds, as JSON."""
     config_file = path / "config.json"
     try:
         config = read_object(config_file)
     except (OSError, ValueError) as error:
         raise UserError(f"{config_file} is no readable Hugging Face config ({error}): give another directory") from None
     with ModelTensors(path) as model:
-        entries = {name: (spec.dtype, spec.shape) for name, spec in model.entries.items()}
+        entries = {name: (stored.dtype, stored.shape) for name, stored in model.entries.items()}
         files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
         found = {
             "path": str(path),
@@ -127,7 +120,7 @@ def _thousands(value: Any) -> str:
 
 
 def checkpoint_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary of a checkpoint as rows of a table."""
+    """Return a summary of a checkpoint as rows of a table."""
     model, progress = found["model"], found["run"].get("progress")
     degrees = {axis: degree for axis, degree in found["degrees"].items() if type(degree) is int}
     rows = [
@@ -145,8 +138,8 @@ def checkpoint_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _print_files(files: dict[str, dict[str, Any]], total: int) -> None:
-    print(f"  {len(files)} files, {bytes_text(total)}:")
-    print(table([(shown(name), bytes_text(entry["size"])) for name, entry in files.items()], indent="    "))
+    print(f"  {len(files)} files, {readable(total)}:")
+    print(table([(shown(name), readable(entry["size"])) for name, entry in files.items()], indent="    "))
 
 
 def _place(entry: dict[str, Any]) -> str:
@@ -170,7 +163,7 @@ def _print_one(found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
 
 
 def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -> None:
-    """A line for each of several checkpoints."""
+    """Return a line for each of several checkpoints."""
     rows = [["checkpoint", "step", "kind", "size", "val_loss", "saved", "state"]]
     summaries = []
     for path in paths:
@@ -188,7 +181,7 @@ def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -
         row = (
             manifest.step,
             manifest.kind,
-            bytes_text(manifest.nbytes),
+            readable(manifest.nbytes),
             f"{loss:.4f}" if isinstance(loss, float) else "",
             manifest.saved_at,
             found["state"],

@@ -6,26 +6,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from smp.comm.report import readable
 from smp.log import redact
 
 
 def shown(value: Any, limit: int = 120) -> str:
-    """A value out of a file on one line: no control characters, which would steer the terminal, and no secrets."""
+    """Show a value out of a file on one line, without secrets or control characters, which would steer the terminal."""
     text = redact(str(value)[: 4 * limit])
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def bytes_text(count: int) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1."""
-    if count < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
 
 
 def dtype_name(dtype: Any) -> str:
@@ -57,7 +46,7 @@ class Progress:
         self._done += count
         if self._active:
             percent = 100 * self._done // self._total
-            print(f"\r{self._title}: {percent} % of {bytes_text(self._total)}", end="", file=sys.stderr, flush=True)
+            print(f"\r{self._title}: {percent} % of {readable(self._total)}", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self

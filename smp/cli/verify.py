@@ -12,17 +12,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from smp.checkpoint.layout import step_of
+from smp.checkpoint.layout import quick_problems
 from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
 from smp.cli.find import checkpoints_at, existing_directory, interrupted_at
-from smp.cli.output import Progress, bytes_text, shown
+from smp.cli.output import Progress, shown
+from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
 
 _MOST_THREADS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("directory", help="a checkpoint, or a directory that holds some, such as a run's")
     parser.add_argument("--quick", action="store_true", help="manifest, names and sizes only; reads no tensor file")
 
@@ -34,20 +35,18 @@ def _threads() -> int:
 
 
 def _groups(manifest: Manifest, number: int) -> list[list[str]]:
-    """The files in at most ``number`` groups of about the same size."""
+    """Return the files in at most ``number`` groups of about the same size."""
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
     return [by_size[start::number] for start in range(min(number, len(by_size)))]
 
 
 def problems_of(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
-    """What is wrong with a checkpoint, naming files; empty if nothing is.
+    """Return what is wrong with a checkpoint, naming files; empty if nothing is.
 
     Args:
         content: read every file, too; several at a time.
     """
-    problems = problems_of_files(path, manifest, content=False)
-    if step_of(path) not in (None, manifest.step):
-        problems.append(f"its manifest is of step {manifest.step}")
+    problems = quick_problems(path, manifest)
     if problems or not content:
         return problems
     threads = _threads()
@@ -64,7 +63,7 @@ def problems_of(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
 
 
 def verified(path: Path, *, content: bool) -> Manifest:
-    """The manifest of a checkpoint that has been found whole.
+    """Return the manifest of a checkpoint that has been found whole.
 
     Raises:
         UserError: it has no manifest, or one of a newer schema.
@@ -90,7 +89,7 @@ def _report(path: Path, name: str, *, content: bool) -> bool:
             print(f"  {shown(problem, 400)}")
         return False
     seconds = time.perf_counter() - started
-    size = f"{len(manifest.files)} files, {bytes_text(manifest.nbytes)}"
+    size = f"{len(manifest.files)} files, {readable(manifest.nbytes)}"
     print(f"{shown(name)}: " + (f"whole ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"))
     return True
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from smp.checkpoint.files import reason
+from smp.checkpoint.disk_forecast import COPIES
 from smp.checkpoint.layout import disk_free, nearest_existing
-from smp.checkpoint.space import COPIES
+from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.doctor.check import CheckContext
 

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from smp.checkpoint.checkpointer import load_checkpoint
+from smp.checkpoint.restore import restore
 from smp.checkpoint.saver import Saver
 from smp.environment import Launch, malloc, read_launch
 from smp.errors import PeerError, UserError
@@ -78,8 +78,8 @@ def run(plan: RunPlan, guard: Guard) -> int:
         seed_everything(config.run.seed, mesh.data.rank)
         state = dataclasses.replace(start.progress)
         if start.checkpoint is not None and start.saved is not None:
-            source, seed = (start.checkpoint, start.saved), config.run.seed
-            state = together(lambda: load_checkpoint(*source, model=model, optimizer=optimizer, seed=seed, mesh=mesh))
+            seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{state.step}:{mesh.data.rank}"
+            restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
         schedule = LRSchedule(config.lr, optimizer, max_steps=start.max_steps)
         saver = Saver(
             config.checkpoint,
@@ -95,7 +95,6 @@ def run(plan: RunPlan, guard: Guard) -> int:
         # All is well: only now is anything written, or anything of an earlier run touched.
         metrics = together(lambda: begin_files(plan, start))
         curves.connect(metrics.writers)
-        saver.set_aside()
         trainer = Trainer(plan, start, model, optimizer, schedule, state, metrics, memory, mesh, saver, guard)
         announce(plan, start)
         metrics.text("Arguments", arguments_table(config))

@@ -18,8 +18,8 @@ from torch import nn
 
 from smp import __version__ as smp_version
 from smp import comm
-from smp.checkpoint.checkpointer import model_entry
 from smp.checkpoint.manifest import Manifest, now, versions
+from smp.checkpoint.state import model_entry
 from smp.errors import UserError
 from smp.log import configure_logging, get_logger
 from smp.memory_advice import advice_text, changes_that_help
@@ -107,7 +107,6 @@ def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[st
 def describe(plan: RunPlan, start: Start, state: TrainState, val_loss: float | None) -> Manifest:
     """The manifest of a checkpoint of now, but for files and tensors; ``val_loss`` is of this very step."""
     return Manifest(
-        kind="local" if plan.config.checkpoint.is_local else "sharded",
         step=state.step,
         world_size=plan.launch.world_size,
         degrees=plan.mesh.degrees,

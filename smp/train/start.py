@@ -8,7 +8,6 @@ import hashlib
 import json
 from pathlib import Path
 
-from smp.checkpoint.checkpointer import check_architecture, verify_together
 from smp.checkpoint.layout import (
     LATEST,
     TEMPORARY,
@@ -19,6 +18,7 @@ from smp.checkpoint.layout import (
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.checkpoint.restore import check_architecture, is_script, verify_together
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
@@ -58,11 +58,12 @@ def resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
     """
     run, saved = plan.config.run, None
     if checkpoint is not None:
-        saved = _read_saved(checkpoint, local=plan.config.checkpoint.is_local)
+        settings = plan.config.checkpoint
+        saved = _read_saved(checkpoint, local=settings.is_local, reset=settings.reset_progress)
         check_architecture(checkpoint, saved.model["config"], plan.model.hf_config)
     size = run.global_batch_size  # a resumed run keeps its own unless told otherwise
     if size is None:
-        size = saved.run["global_batch_size"] if saved else batch_of_flags(plan.config, plan.mesh)
+        size = (saved and saved.run.get("global_batch_size")) or batch_of_flags(plan.config, plan.mesh)
     check_global_batch(size, plan.mesh)
     limits = [run.max_steps] if run.max_steps else []
     if run.epochs:
@@ -127,6 +128,11 @@ def choose_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
         wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
     chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged)
     if chosen is not None and chosen.parent.resolve() in [directory.resolve() for directory in directories]:
+        if settings.reset_progress:
+            raise UserError(
+                f"--reset_progress 1 begins a run anew, and {chosen} is of the run in {plan.run_dir}: choose another "
+                f"--output_dir"
+            )
         if wanted != LATEST:
             refuse_older_branch(chosen, directories)
         return chosen
@@ -161,29 +167,54 @@ def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
         )
 
 
-def _has_objects(manifest: Manifest) -> bool:
-    return isinstance(manifest.model.get("config"), dict) and isinstance(manifest.run.get("config", {}), dict)
-
-
-def _read_saved(path: Path, *, local: bool) -> Manifest:
-    """The manifest of the checkpoint to resume from.
-
-    Raises:
-        UserError: it is damaged, was not written by a training job, or is of the other kind.
-    """
-    manifest = read_manifest(path)
+def _is_job(manifest: Manifest) -> bool:
     progress = manifest.run.get("progress")
     numbers = [*progress.values()] if isinstance(progress, dict) else [None]
     known = {field.name for field in dataclasses.fields(TrainState)}
     whole = isinstance(progress, dict) and progress.keys() <= known and all(type(n) is int and n >= 0 for n in numbers)
-    if not whole or type(manifest.run.get("global_batch_size")) is not int or not _has_objects(manifest):
+    has_batch = type(manifest.run.get("global_batch_size")) is int
+    return whole and has_batch and isinstance(manifest.run.get("config", {}), dict)
+
+
+def _check_script(path: Path, manifest: Manifest, *, reset: bool) -> None:
+    """Refuse a script's checkpoint of which the job can take nothing, or is not told to.
+
+    Raises:
+        UserError: saying what can be done.
+    """
+    optimizer = manifest.run["optimizer"].get("class")
+    if optimizer != "AdamW":
+        raise UserError(
+            f"checkpoint {path} was made with the optimizer {optimizer} and the job has AdamW: write a model of it "
+            f"with `smp export`, and start from that"
+        )
+    if not reset:
+        raise UserError(
+            f"checkpoint {path} is a script's, and does not say where in the data the job would go on: "
+            f"--reset_progress 1 takes its parameters and AdamW's state, and begins data, schedule and generators anew"
+        )
+
+
+def _read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
+    """The manifest of the checkpoint to resume from.
+
+    Args:
+        reset: begin anew: the manifest is returned as that of a run that has done nothing yet.
+
+    Raises:
+        UserError: it is damaged, needs ``reset``, or is of the other kind.
+    """
+    manifest = read_manifest(path)
+    if not (is_script(manifest.run) or _is_job(manifest)) or not isinstance(manifest.model.get("config"), dict):
         raise DamagedCheckpointError(path, ["its manifest does not say how far the run was"])
+    if is_script(manifest.run):
+        _check_script(path, manifest, reset=reset)
     if (manifest.kind == "local") != local:
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one: resume with --checkpoint_type {manifest.kind} or "
             f"async_{manifest.kind}"
         )
-    return manifest
+    return dataclasses.replace(manifest, run={"progress": TrainState().state_dict()}) if reset else manifest
 
 
 def require_agreement(plan: RunPlan, start: Start) -> None:

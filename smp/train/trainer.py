@@ -87,7 +87,7 @@ def train(trainer: Trainer) -> int:
                 loss_group=trainer.mesh.loss.group,
                 defer_sync=config.parallel.defer_gradient_sync,
                 record=mark,
-                enter=trainer.saver.before_updates(guard.enter),
+                enter=guard.enter,
             )
         if config.activation.clean_cache:
             release_cache(plan.device)

@@ -6,7 +6,7 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from smp.checkpoint.background import BackgroundWrite
+from smp.checkpoint.background import PendingWrite
 from smp.faults import peers, propagate, watchdog
 from smp.train import __main__ as train_main
 from smp.train import trainer
@@ -78,17 +78,17 @@ def watched_by(clock: SharedClock, *, silent: int | None = None) -> None:
 
 def writes_end_first() -> None:
     """Begin each step when what is being written in the background has ended; for ``prepare`` of a job."""
-    begin, begun = BackgroundWrite.__init__, []
+    begin, begun = PendingWrite.start, []
 
-    def noted(self, *args, **settings):
-        begin(self, *args, **settings)
+    def noted(self):
+        begin(self)
         begun.append(self)
 
     def ended() -> None:
         for write in begun:
             write.wait()
 
-    BackgroundWrite.__init__ = noted
+    PendingWrite.start = noted
     wrapped("forward", ended)
 
 

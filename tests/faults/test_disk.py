@@ -153,9 +153,9 @@ def test_a_write_that_fails_in_the_background_is_made_up_for_at_the_next_step(tm
 
 
 def no_room(rank: int) -> None:
-    import smp.checkpoint.space
+    import smp.checkpoint.disk_forecast
 
-    smp.checkpoint.space.disk_free = lambda path: 100_000
+    smp.checkpoint.disk_forecast.disk_free = lambda path: 100_000
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])

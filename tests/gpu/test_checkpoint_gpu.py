@@ -7,9 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.checkpoint.background import BackgroundWrite, HostCopies
-from smp.checkpoint.checkpointer import begin, load_checkpoint, publish_snapshot, save_checkpoint, take_snapshot
+from smp.checkpoint.background import HostCopies
+from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
+from smp.checkpoint.restore import restore
+from smp.checkpoint.shards import snapshot_of
+from smp.checkpoint.state import state_tensors
+from smp.checkpoint.storage import Storage
 from smp.config import ParallelConfig
 from smp.mesh import resolve_mesh
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -43,7 +47,7 @@ def step(model, optimizer):
 
 def describe() -> Manifest:
     return Manifest(
-        kind="sharded", step=1, world_size=1, degrees={"tp": 1}, model={"name": "m", "config": {}},
+        step=1, world_size=1, degrees={"tp": 1}, model={"name": "m", "config": {}},
         run={"progress": {"step": 1, "samples": 8, "tokens": 8}},
     )  # fmt: skip
 
@@ -59,14 +63,14 @@ def check(path, expected, mesh):
     assert "rng.cuda.00000" in manifest.tensors
     model = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.1), nn.Linear(512, 512)).cuda()
     optimizer = build_optimizer(model, OptimConfig(), lr=1e-2)
-    load_checkpoint(path, manifest, model=model, optimizer=optimizer, seed=0, mesh=mesh)
+    restore(path, manifest, model, optimizer, seed="0")
     assert all(torch.equal(a, b) for a, b in zip(state(model, optimizer), expected, strict=True))
     return model, optimizer
 
 
 def test_saved_and_loaded_with_its_generator(mesh, tmp_path):
     model, optimizer = trained()
-    path = save_checkpoint(tmp_path, model=model, optimizer=optimizer, manifest=describe())
+    path = Checkpointer(Storage(tmp_path), model, optimizer, name="m").write(describe(), wait=True, verify=True)
     again = check(path, state(model, optimizer), mesh)
     step(*again)
     restored = state(*again)
@@ -78,16 +82,13 @@ def test_saved_and_loaded_with_its_generator(mesh, tmp_path):
 def test_an_asynchronous_copy_is_of_its_moment(mesh, tmp_path):
     model, optimizer = trained()
     copies, expected = HostCopies(), state(model, optimizer)
-    temporary = begin(tmp_path, "m-1steps", own=False)
-    snapshot = take_snapshot(model, optimizer, everything=False, copy=list)
-    write = BackgroundWrite(temporary, describe(), snapshot, copies=copies, rank=0, check=True)
-    write.wait_for_copy()
-    for _ in range(5):
+    checkpointer = Checkpointer(Storage(tmp_path), model, optimizer, name="m", copies=copies)
+    checkpointer.write(describe(), wait=False, verify=True)
+    for _ in range(5):  # the first update waits for the copy
         step(model, optimizer)
-    write.wait()
-    assert write.failure is None
-    publish_snapshot(temporary, describe())
+    checkpointer.finish()
     check(tmp_path / "m-1steps", expected, mesh)
+    snapshot = snapshot_of(state_tensors(model, optimizer), everything=False)
     one, two = copies(snapshot.pieces), copies(snapshot.pieces)
     assert [p.tensor.data_ptr() for p in one] == [p.tensor.data_ptr() for p in two]
     on_gpu = [piece for piece in one if not piece.name.startswith("rng.")]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Collection
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from smp.checkpoint.files import Piece
-
-
-def run_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer state by name; loading writes into these very tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optim.{key}.{name}"] = value
-    return tensors
+from smp.checkpoint.safetensors_io import Piece
 
 
 def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
-    """This rank's generator states, under keys of its own."""
+    """Return this rank's generator states, under keys of its own."""
     states = {f"rng.cpu.{rank:05d}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng.cuda.{rank:05d}"] = torch.cuda.get_rng_state()
@@ -32,7 +23,7 @@ def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank holds of a tensor, and the index of its first element in the whole."""
+    """Return what this rank holds of a tensor, and the index of its first element in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     local = tensor.to_local()
@@ -43,7 +34,7 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int, turn: int) -> bool:
-    """Whether this rank is the one, of all that hold the same part, whose turn it is to write it."""
+    """Tell whether this rank is the one, of all that hold the same part, whose turn it is to write it."""
     if not isinstance(tensor, DTensor):
         return turn % world_size == rank
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -57,26 +48,38 @@ def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int, t
     return True
 
 
-def pieces_to_write(
-    tensors: dict[str, torch.Tensor],
-    *,
-    rank: int,
-    world_size: int,
-    everything: bool,
-    of_rank0: Collection[str] = (),
-) -> list[Piece]:
-    """What this rank writes, on the tensors' devices.
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a rank writes: its pieces, and the shapes of the tensors they belong to."""
+
+    pieces: list[Piece]
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pieces."""
+        return sum(piece.tensor.nbytes for piece in self.pieces)
+
+
+def snapshot_of(tensors: dict[str, torch.Tensor], *, everything: bool, of_rank0: Collection[str] = ()) -> Snapshot:
+    """Return what this rank writes of ``tensors``, and its generators; on the tensors' devices, without a copy.
 
     Args:
         everything: all that the rank holds, instead of its share of what several ranks hold.
         of_rank0: tensors that may differ among the ranks that hold them, so that the first one's are taken, all of
             one moment; the others are spread by name.
     """
+    rank, world = dist.get_rank(), dist.get_world_size()
     pieces = []
     for name, tensor in tensors.items():
         turn = 0 if name in of_rank0 else zlib.crc32(name.encode())
-        if everything or _is_writer(name, tensor, rank=rank, world_size=world_size, turn=turn):
+        if everything or _is_writer(name, tensor, rank=rank, world_size=world, turn=turn):
             local, offsets = local_part(tensor)
             if local.numel():
                 pieces.append(Piece(name, local.detach(), offsets))
-    return pieces
+    generators = rng_tensors(rank)
+    # Rank 0 also tells of tensors without elements, which nobody writes.
+    listed_here = tensors.keys() if rank == 0 or everything else [piece.name for piece in pieces]
+    named = {name: tensors[name] for name in listed_here} | generators
+    pieces += [Piece(name, state, (0,)) for name, state in generators.items()]
+    return Snapshot(pieces, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()})

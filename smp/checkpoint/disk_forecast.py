@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 import time
@@ -12,26 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.checkpoint.files import reason
 from smp.checkpoint.layout import disk_free, nearest_existing
+from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.errors import UserError
 
 # AdamW's two moments are stored beside each parameter, in its dtype.
 COPIES = 3
 _PROBE_BYTES = 32 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """Of one checkpoint in one directory: bytes, seconds if one disk takes them all, and bytes free."""
-
-    nbytes: int
-    seconds: float
-    free: int
-
-    def __str__(self) -> str:
-        return f"{readable(self.nbytes)}, to be written in about {self.seconds:.1f} s; {readable(self.free)} are free"
 
 
 def state_bytes(model: nn.Module, *, own: bool) -> int:
@@ -43,8 +30,8 @@ def state_bytes(model: nn.Module, *, own: bool) -> int:
     return total * COPIES
 
 
-def forecast(directory: Path, nbytes: int) -> Forecast:
-    """Write a little, to see that it is possible and how long a checkpoint will take.
+def forecast(directory: Path, nbytes: int) -> str:
+    """Write a little, to see that it is possible; say how long a checkpoint will take if one disk takes it all.
 
     Args:
         nbytes: of a checkpoint in ``directory``.
@@ -70,4 +57,5 @@ def forecast(directory: Path, nbytes: int) -> Forecast:
         raise UserError(
             f"--checkpoint_dir {directory} cannot be written ({reason(error)}): choose another directory"
         ) from None
-    return Forecast(nbytes, seconds * nbytes / len(data), free)
+    seconds *= nbytes / len(data)
+    return f"{readable(nbytes)}, to be written in about {seconds:.1f} s; {readable(free)} are free"

@@ -9,8 +9,8 @@ import os
 import weakref
 from pathlib import Path
 
-from smp.checkpoint.files import reason
 from smp.checkpoint.layout import clean, interrupted_replacements
+from smp.checkpoint.safetensors_io import reason
 from smp.errors import UserError
 from smp.faults.lock import lock_directories
 
@@ -63,8 +63,8 @@ def _refuse_to_replace(
     gc.collect()  # one that nobody uses any more, such as an earlier run's of a notebook, may be part of a cycle
     if last() is not None:
         raise UserError(
-            f"step {step} of {model_name!r} has just been saved in {directory} by another Checkpoints of this process: "
-            f"give each a name of its own, such as name='generator'"
+            f"step {step} of {model_name!r} has just been saved in {directory} by another Checkpointer of this "
+            f"process: give each a name of its own, such as name='generator'"
         )
 
 

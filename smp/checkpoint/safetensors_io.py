@@ -67,12 +67,12 @@ def new_digest() -> Any:
 
 
 def shown(digest: Any) -> str:
-    """The digest as manifests write it."""
+    """Return the digest as manifests write it."""
     return f"xxh3_128:{digest.hexdigest()}"
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -202,7 +202,7 @@ def digest_of(path: Path, *, cached: bool = True) -> str:
 
 
 def read_header(descriptor: int) -> dict[str, Stored]:
-    """What a safetensors file holds.
+    """Return what a safetensors file holds.
 
     Raises:
         ValueError: the header is no such thing, or does not describe exactly the bytes of the file.
@@ -249,8 +249,8 @@ def _stored(name: str, entry: Any, base: int) -> Stored:
     return Stored(dtype, tuple(shape), base + begin, count)
 
 
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk."""
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -259,7 +259,7 @@ def sync_directory(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An error in a few words, for a sentence."""
+    """Return an error in a few words, for a sentence."""
     if isinstance(error, (UserError, RunError)):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

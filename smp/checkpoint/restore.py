@@ -1,0 +1,248 @@
+"""Load a checkpoint, of a job or of a script, into a model and its optimizer at any layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, zeros
+
+from smp.checkpoint.manifest import Manifest, problems_of_files
+from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.safetensors_io import DTYPE_NAMES
+from smp.checkpoint.shards import local_part
+from smp.checkpoint.state import alike, clean_name, parameter_names, plain, state_tensors
+from smp.checkpoint.tagged_json import decode
+from smp.errors import UserError
+from smp.faults.agreement import together
+
+# What must be equal for the tensors to mean the same; dropout and the like may change between runs.
+ARCHITECTURE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+    "use_parallel_residual",
+    "sliding_window",
+    "rope_parameters",
+)
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+def check_architecture(path: Path, saved: dict[str, Any], hf_config: Any) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        saved: the configuration in its manifest.
+
+    Raises:
+        UserError: naming every difference.
+    """
+    config = json.loads(hf_config.to_json_string(use_diff=False))
+    mine = {key: config[key] for key in ARCHITECTURE_KEYS if key in config}
+    differences = [f"{k} {saved.get(k)} there, {mine[k]} here" for k in mine if saved.get(k) != mine[k]]
+    if differences:
+        raise UserError(
+            f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
+        )
+
+
+def is_script(run: dict[str, Any]) -> bool:
+    """Tell whether this is what :meth:`smp.Checkpointer.save` writes, rather than a training job."""
+    optimizer = run.get("optimizer")
+    if run.get("script") is not True or "extra" not in run or not isinstance(optimizer, dict):
+        return False
+    groups, scalars = optimizer.get("groups"), optimizer.get("scalars")
+    if not isinstance(groups, list) or not isinstance(scalars, dict):
+        return False
+    kinds = (("names", list), ("values", dict))
+    whole = [isinstance(g, dict) and all(isinstance(g.get(key), kind) for key, kind in kinds) for g in groups]
+    return all(whole) and all(isinstance(values, dict) for values in scalars.values())
+
+
+def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
+    """Problems of a checkpoint's files, the reading shared among the ranks; collective, the same on all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    names = list(manifest.files) if manifest.kind == "local" else list(manifest.files)[rank::world]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, problems_of_files(path, manifest, content=content, names=names))
+    return sorted({problem for problems in everyone for problem in problems})
+
+
+def restore(
+    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: str | None
+) -> None:
+    """Fill model, optimizer and this rank's generators; each rank reads what it holds; collective.
+
+    A job's manifest says nothing of the optimizer, which is AdamW with the settings of its flags: those of
+    ``optimizer`` stay as they are.
+
+    Args:
+        path: of a checkpoint whose files have been verified.
+        seed: the generators' states are restored at the saved number of ranks and tensor-parallel degree; at another
+            they are seeded by this text. None leaves the generators as they are.
+
+    Raises:
+        DamagedCheckpointError: a file is not what the manifest says.
+        UserError: it does not fit the model or the optimizer; nothing has been changed.
+    """
+    model = plain(model)
+    run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
+    settings = run["optimizer"]
+    together(lambda: check_optimizer(model, optimizer, settings))
+    state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
+    tensors = together(lambda: state_tensors(model, optimizer, state))
+    together(lambda: check_tensors(path, manifest, tensors))
+    together(lambda: fill(path, manifest, tensors))
+    restore_optimizer(model, optimizer, state, settings)
+    restore_extra_states(model, run.get("extra_states", {}))
+    if seed is not None:
+        same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(alike(model)))
+        together(lambda: restore_generators(path, manifest, same_layout=same_layout, otherwise=seed))
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None) -> None:
+    """Refuse a checkpoint of another optimizer.
+
+    Args:
+        saved: the manifest's entry; None: a job's.
+
+    Raises:
+        UserError: it is of another class, or its groups hold other parameters.
+    """
+    theirs_class = "AdamW" if saved is None else saved.get("class")
+    if theirs_class != type(optimizer).__name__:
+        raise UserError(
+            f"the checkpoint was made with the optimizer {theirs_class}, got {type(optimizer).__name__}: use the same"
+        )
+    if saved is None:
+        return
+    names = parameter_names(model, optimizer)
+    mine = [sorted(names[p] for p in group["params"]) for group in optimizer.param_groups]
+    theirs = [sorted(group["names"]) for group in saved["groups"]]
+    if mine != theirs:
+        raise UserError(
+            f"the checkpoint's optimizer has {len(theirs)} groups of {[len(g) for g in theirs]} parameters, this one "
+            f"{len(mine)} of {[len(g) for g in mine]}, or of others: make the groups as before"
+        )
+
+
+def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, *, adamw: bool) -> State:
+    """Return the optimizer's state as the checkpoint has it, without values, so that it can be read into.
+
+    Args:
+        adamw: as AdamW has it, whatever else the checkpoint has.
+    """
+    # A fused or capturable optimizer counts its steps on the device.
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counted = {parameter for group in groups for parameter in group["params"]}
+    by_name = {name: parameter for parameter, name in parameter_names(model, optimizer).items()}
+    state: State = {}
+    for name, entry in manifest.tensors.items():
+        kind, _, rest = name.partition(".")
+        key, _, parameter_name = rest.partition(".")
+        if kind != "optim" or parameter_name not in by_name:  # which check_tensors refuses
+            continue
+        parameter = by_name[parameter_name]
+        state.setdefault(parameter, {})[key] = _empty(
+            parameter, entry.shape, entry.dtype, on_device=parameter in counted
+        )
+    return {p: adamw_state(p, on_device=p in counted) for p in state} if adamw else state
+
+
+def adamw_state(parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
+    """AdamW's state before its first step."""
+    value = parameter.detach()
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    return {"step": step, "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
+
+
+def _empty(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, on_device: bool) -> torch.Tensor:
+    """Return a tensor of the state of a parameter, laid out as torch's optimizers do."""
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    if shape and isinstance(parameter, DTensor) and len(shape) == parameter.dim():
+        return zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
+
+
+def check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
+    """Refuse missing, extra and misshapen tensors, and other dtypes: nothing is converted silently.
+
+    Raises:
+        UserError: naming the first few.
+    """
+    theirs = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("rng.")}
+    problems = [f"{name} is missing" for name in wanted.keys() - theirs.keys()]
+    problems += [f"{name} is unknown here" for name in theirs.keys() - wanted.keys()]
+    for name in wanted.keys() & theirs.keys():
+        entry, tensor = theirs[name], wanted[name]
+        if entry.shape != tuple(tensor.shape) or entry.dtype != tensor.dtype:
+            problems.append(
+                f"{name} is {DTYPE_NAMES[entry.dtype]} {entry.shape}, wanted {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
+
+
+@torch.no_grad()
+def fill(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    """Read what this rank holds of each tensor into it.
+
+    Raises:
+        DamagedCheckpointError: a file is not what the manifest says.
+    """
+    with CheckpointReader(path, manifest) as reader:
+        for name, tensor in tensors.items():
+            local, offsets = local_part(tensor)
+            if local.numel():
+                local.copy_(reader.read(name, offsets, local.shape))
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: State, saved: dict[str, Any] | None
+) -> None:
+    """Give the optimizer its state and, where the manifest has them, the settings of each group."""
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    if saved is None:
+        return
+    by_name = {name: parameter for parameter, name in parameter_names(model, optimizer).items()}
+    for name, values in saved["scalars"].items():
+        optimizer.state[by_name[name]].update(decode(values))
+    for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in decode(entry["values"]).items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def restore_extra_states(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Give modules what :func:`smp.checkpoint.state.extra_states` found."""
+    for name, module in model.named_modules():
+        if clean_name(name) in saved:
+            module.set_extra_state(decode(saved[clean_name(name)]))
+
+
+def restore_generators(path: Path, manifest: Manifest, *, same_layout: bool, otherwise: str) -> None:
+    """Give this rank's generators the saved state where the layout is the saved one, else seed them by a text."""
+    rank = dist.get_rank()
+    if same_layout and f"rng.cpu.{rank:05d}" in manifest.tensors:
+        with CheckpointReader(path, manifest) as reader:
+            torch.set_rng_state(reader.read(f"rng.cpu.{rank:05d}"))
+            if torch.cuda.is_available() and f"rng.cuda.{rank:05d}" in manifest.tensors:
+                torch.cuda.set_rng_state(reader.read(f"rng.cuda.{rank:05d}"))
+    else:
+        digest = hashlib.blake2b(otherwise.encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
