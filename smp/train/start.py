@@ -59,7 +59,7 @@ def resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
     run, saved = plan.config.run, None
     if checkpoint is not None:
         settings = plan.config.checkpoint
-        saved = _read_saved(checkpoint, local=settings.is_local, reset=settings.reset_progress)
+        saved = read_saved(checkpoint, local=settings.is_local, reset=settings.reset_progress)
         check_architecture(checkpoint, saved.model["config"], plan.model.hf_config)
     size = run.global_batch_size  # a resumed run keeps its own unless told otherwise
     if size is None:
@@ -195,7 +195,7 @@ def _check_script(path: Path, manifest: Manifest, *, reset: bool) -> None:
         )
 
 
-def _read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
+def read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
     """The manifest of the checkpoint to resume from.
 
     Args:
