@@ -50,9 +50,9 @@ from smp.checkpoint.layout import checkpoint_name
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.config import ActivationConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
-from smp.memory_tracker import rss_bytes
+from smp.memory.tracker import rss_bytes
 from smp.mesh import Mesh, resolve_mesh
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import build_optimizer
 from smp.train.trainer import train_step
 

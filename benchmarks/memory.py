@@ -27,15 +27,15 @@ from step_variants import NOT_RECOMPUTED, SIZES, Case, Variant, resolved_model, 
 from torch import Tensor, nn
 from train_step import WARMUP_STEPS, Result, measure
 
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, apply_activation_offload, require_directory
-from smp.chunked_loss import linear_cross_entropy
 from smp.config import ActivationConfig, LossConfig
 from smp.errors import UserError
-from smp.memory_plan import Workload, estimate_memory, model_shape
-from smp.memory_tracker import rss_bytes
+from smp.memory.plan import Workload, estimate_memory, model_shape
+from smp.memory.tracker import rss_bytes
 from smp.mesh import lay_out
 from smp.models.registry import build_model, count_parameters
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.loss import linear_cross_entropy
+from smp.parallel.offload import DiskStore, apply_activation_offload, require_directory
 
 MIB = 2**20
 CHUNKED, WHOLE = LossConfig(), LossConfig(loss_chunk_tokens=0)
@@ -245,7 +245,7 @@ def main(argv: list[str]) -> None:
         "## A training step", "",
         f"{size:.1f}M parameters: width {hidden}, {blocks} blocks, intermediate width {intermediate}, vocabulary "
         f"{vocabulary}; one sample of {length} tokens for each process, fp32, fully sharded, over smddp. Predicted "
-        f"from shapes by `smp.memory_plan`, before.", "", *steps, "",
+        f"from shapes by `smp.memory.plan`, before.", "", *steps, "",
         "## What a forward leaves on the device", "",
         "Blocks of width 256 on 65536 tokens: 64 MiB of input each. Resident memory, offloaded to disk.", "", *layers,
         "",

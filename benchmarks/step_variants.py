@@ -26,7 +26,7 @@ from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
-from smp.prepare import model_blocks, prepare_model
+from smp.parallel.parallelize import model_blocks, prepare_model
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import ActivationConfig, ParallelConfig
 from smp.delayed_init import build_on_meta
-from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, memory_table
+from smp.memory.plan import GIB, ModelShape, Workload, estimate_memory, memory_table
 from smp.mesh import Mesh, tensor_parallel_choices
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
-from smp.prepare import parallelize
+from smp.parallel.parallelize import parallelize
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import make_plan

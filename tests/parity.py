@@ -16,8 +16,8 @@ from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.mesh import Mesh, resolve_mesh
 from smp.models.registry import family_of
-from smp.prepare import parallelize
-from smp.sharding import MIN_UNIT_PARAMETERS
+from smp.parallel.parallelize import parallelize
+from smp.parallel.sharding import MIN_UNIT_PARAMETERS
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 

@@ -45,7 +45,7 @@ from smp.checkpoint.retention import prune
 from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.models.registry import family_of
-from smp.prepare import parallelize
+from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 from smp.train_state import TrainState

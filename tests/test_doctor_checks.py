@@ -14,7 +14,7 @@ import tomllib
 import pytest
 import torch
 
-from smp import instruction_set
+from smp import cpu_bf16
 from smp.doctor import compare, devices, disk, environment, exchange, versions
 from smp.doctor.compare import Report, diagnose
 from smp.doctor.pairs import Pairs, partners, slow_pairs
@@ -153,10 +153,10 @@ def test_a_gpu_in_use(free, status, monkeypatch):
 def test_a_processor_that_traps_bf16(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     outcomes = {None: 4, "AVX512_CORE_BF16": 4, "AVX512_CORE": 0}
-    monkeypatch.setattr(instruction_set, "try_bf16_product", outcomes.get)
-    monkeypatch.setattr(instruction_set, "set_onednn_ceiling", lambda ceiling: None)
+    monkeypatch.setattr(cpu_bf16, "try_bf16_product", outcomes.get)
+    monkeypatch.setattr(cpu_bf16, "set_onednn_ceiling", lambda ceiling: None)
     found(devices.check_bf16, "warning", r"set ONEDNN_MAX_CPU_ISA=AVX512_CORE \(train_lib.py does so by itself\)")
-    monkeypatch.setattr(instruction_set, "try_bf16_product", lambda ceiling: 4)
+    monkeypatch.setattr(cpu_bf16, "try_bf16_product", lambda ceiling: 4)
     found(devices.check_bf16, "warning", "with every instruction set: use --bf16 0")
     found(devices.check_bf16, "problem", "with every instruction set: use --bf16 0", bf16=True)
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import smp.memory_tracker
+import smp.memory.tracker
 import tests.test_flags_faults
 import tests.test_flags_model  # noqa: F401
 import train_lib
@@ -30,7 +30,7 @@ from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
 from smp.train import trainer
 from smp.train.arguments import FLAGS, parse_args
@@ -43,7 +43,7 @@ from tests.job import LLAMA, read_metrics, run_job
 def quick_runs(monkeypatch):
     """Leave out what only costs time here: curves, and the walk over all tensors."""
     monkeypatch.setattr(trainer, "draw_curves", lambda plan: None)
-    monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)
+    monkeypatch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)
 
 
 @pytest.fixture(scope="module")

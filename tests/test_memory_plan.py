@@ -14,7 +14,7 @@ import torch
 from smp.config import ActivationConfig, ParallelConfig
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
-from smp.memory_plan import (
+from smp.memory.plan import (
     GIB,
     Workload,
     available_memory,

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from smp.config import ActivationConfig, LossConfig
 from smp.data.data_pipeline import StepBatch
-from smp.memory_advice import advice_text, changes_that_help
-from smp.memory_plan import Workload, estimate_memory
-from smp.memory_profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
-from smp.memory_tracker import cpu_tensor_bytes, rss_bytes
+from smp.memory.advice import advice_text, changes_that_help
+from smp.memory.plan import Workload, estimate_memory
+from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
+from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
 from smp.models.registry import family_of
-from smp.prepare import parallelize
-from smp.tensor_parallel import region
+from smp.parallel.parallelize import parallelize
+from smp.parallel.tensor import region
 from smp.train import __main__ as train_main
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -193,8 +193,8 @@ def test_what_gloo_copies_is_seen():
 
 
 def one_step(*, checkpointing: bool, chunk: int):
-    from smp.activation_checkpoint import apply_activation_checkpointing
-    from smp.chunked_loss import chunk_loss, model_loss_sum
+    from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+    from smp.parallel.loss import chunk_loss, model_loss_sum
 
     model = build("llama_gqa")
     if checkpointing:

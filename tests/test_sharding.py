@@ -15,8 +15,8 @@ import smp.comm
 from smp.comm.gloo import DirectAllGather, DirectReduceScatter
 from smp.config import ActivationConfig, ParallelConfig
 from smp.models.registry import family_of
-from smp.prepare import parallelize
-from smp.sharding import fsdp_modules, set_gradient_sync, size_based_units
+from smp.parallel.parallelize import parallelize
+from smp.parallel.sharding import fsdp_modules, set_gradient_sync, size_based_units
 from smp.train.trainer import forward
 from tests.distributed import run_distributed
 from tests.parity import Layout, build_reference, rank_batch

@@ -20,7 +20,7 @@ import train_lib
 from smp.config import ActivationConfig, ParallelConfig
 from smp.dry_run import sharded_model
 from smp.errors import UserError
-from smp.memory_plan import Workload, estimate_memory, model_shape
+from smp.memory.plan import Workload, estimate_memory, model_shape
 from smp.mesh import Mesh, lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model

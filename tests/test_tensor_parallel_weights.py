@@ -28,7 +28,7 @@ from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 from tests import parity
@@ -188,7 +188,7 @@ def test_each_rank_reads_its_slices_of_pretrained_weights(tmp_path):
 def _check_memory(folder, layout):
     gap = 4 * 2**20  # what an allocator rounds up, a file's header, code that runs for the first time
     allocated: list[int] = []
-    transform = sys.modules["smp.prepare"]
+    transform = sys.modules["smp.parallel.parallelize"]
     real = transform.materialize_
 
     def materialize(model, device):

@@ -12,7 +12,7 @@ import torch
 from smp.config import ParallelConfig
 from smp.dry_run import degree_table
 from smp.errors import UserError
-from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, model_shape, processes_that_fit
+from smp.memory.plan import GIB, ModelShape, Workload, estimate_memory, model_shape, processes_that_fit
 from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.registry import build_model

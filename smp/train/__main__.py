@@ -14,15 +14,15 @@ import torch
 
 from smp.checkpoint.checkpointer import load_checkpoint
 from smp.checkpoint.saver import Saver
+from smp.cpu_bf16 import ensure_bf16_works
 from smp.environment import Launch, malloc, read_launch
 from smp.errors import PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
-from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
-from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
-from smp.prepare import prepare_model
+from smp.memory.tracker import HeldScalars, MemoryTracker, build_memory_tracker
+from smp.parallel.parallelize import prepare_model
 from smp.runtime import choose_backend, end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end

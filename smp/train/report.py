@@ -22,9 +22,9 @@ from smp.checkpoint.checkpointer import model_entry
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.errors import UserError
 from smp.log import configure_logging, get_logger
-from smp.memory_advice import advice_text, changes_that_help
-from smp.memory_plan import estimate_memory, memory_table
-from smp.memory_profile import MemoryProfile, profile_memory, rank_table
+from smp.memory.advice import advice_text, changes_that_help
+from smp.memory.plan import estimate_memory, memory_table
+from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.mesh import Mesh
 from smp.models.registry import count_parameters
 from smp.models.tensor_plan import tensor_parallel_problems

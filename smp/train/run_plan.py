@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from smp.activation_offload import require_directory
 from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
@@ -19,7 +18,7 @@ from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipelin
 from smp.dry_run import report
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, UserError
-from smp.memory_plan import (
+from smp.memory.plan import (
     ModelShape,
     Workload,
     available_memory,
@@ -33,7 +32,8 @@ from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.preset import list_presets
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
-from smp.prepare import compute_dtype
+from smp.parallel.offload import require_directory
+from smp.parallel.parallelize import compute_dtype
 from smp.runtime import Launch, choose_backend, choose_device
 from smp.train.arguments import TrainConfig
 

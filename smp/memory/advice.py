@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from smp.memory_plan import ModelShape, Workload, estimate_memory
+from smp.memory.plan import ModelShape, Workload, estimate_memory
 from smp.mesh import Mesh
 
 _MIB = 1024**2
@@ -32,7 +32,7 @@ def changes_that_help(
     """The ``most`` changes with the largest predicted saving of a rank, largest first.
 
     Args:
-        shape, mesh, work: of the job, as for :func:`smp.memory_plan.estimate_memory`.
+        shape, mesh, work: of the job, as for :func:`smp.memory.plan.estimate_memory`.
         device_type: "cpu" or "cuda"; offloading to host memory helps the latter alone.
         accumulation: micro-batches of a step; None: they follow from ``--global_batch_size``.
         legal: whether the model can be split so.

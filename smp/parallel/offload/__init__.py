@@ -1,7 +1,7 @@
 """Activation offloading: what backward needs leaves the device in forward and comes back ahead of use."""
 
-from smp.activation_offload.offload import apply_activation_offload
-from smp.activation_offload.stores import DiskStore, HostStore, Store, build_store, require_directory
+from smp.parallel.offload.offload import apply_activation_offload
+from smp.parallel.offload.stores import DiskStore, HostStore, Store, build_store, require_directory
 
 __all__ = [
     "DiskStore",

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.tensor_parallel.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
-from smp.tensor_parallel.region import Region
+from smp.parallel.tensor.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
+from smp.parallel.tensor.region import Region
 
 
 def local(parameter: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,186 @@
+"""Hybrid sharding over torch's ``fully_shard`` (FSDP2), unit by unit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from smp.comm import cuda, fsdp, gloo
+from smp.config import ParallelConfig
+from smp.mesh import Mesh
+
+# FSDP1's size_based_auto_wrap_policy used this default.
+MIN_UNIT_PARAMETERS = 100_000_000
+
+
+class Unit(NamedTuple):
+    """Modules whose parameters are gathered together."""
+
+    modules: list[nn.Module]
+    reshard: bool  # whether the gathered parameters are freed between forward and backward
+    in_backward: bool = True  # whether backward reads the parameters at all
+
+
+def transformer_units(
+    *, embedding: nn.Module, blocks: list[nn.Module], final: list[nn.Module], tied: bool, reshard: bool
+) -> list[Unit]:
+    """Units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
+
+    The last unit is used again at once by backward, so it is never freed in between. The embedding is freed at any
+    strategy, and not gathered again: the gradient of a look-up needs no weights. A head that shares the embedding's
+    weight makes one unit with it: two units would gather it twice and own it twice.
+    """
+    middle = [Unit([block], reshard) for block in blocks]
+    if tied:
+        return [*middle, Unit([embedding, *final], reshard=False)]
+    return [Unit([embedding], reshard=True, in_backward=False), *middle, Unit(final, reshard=False)]
+
+
+def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:
+    """FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters of its own is a unit.
+
+    Containers that are only iterated over, never called, cannot be units. ``parts`` must not hold one of two modules
+    that share a weight: a unit with only one of them would untie them.
+    """
+    units: list[Unit] = []
+
+    def visit(module: nn.Module) -> int:
+        free = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
+        if free < minimum or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return free
+        units.append(Unit([module], reshard))
+        return 0
+
+    for part in parts:
+        visit(part)
+    return units
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that ``fully_shard`` was applied to, outermost first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def shard_model(
+    model: nn.Module,
+    units: list[Unit],
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    param_dtype: torch.dtype | None,
+    cpu_offload: bool = False,
+) -> nn.Module:
+    """Shard ``model`` in place, each unit over the mesh's data axes.
+
+    Gradients are summed over ranks, not averaged: the loss is divided by the global number of valid tokens, which
+    makes the update the same at any layout.
+
+    Args:
+        model: parameters real or on the meta device.
+        units: from :func:`transformer_units` or :func:`size_based_units`; what they leave is the root's.
+        mesh: the job's mesh.
+        parallel: prefetch and buffer settings.
+        param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
+        cpu_offload: keep shards, their gradients and so the optimizer's state in host memory.
+    """
+    reduced = param_dtype is not None and param_dtype != torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype if reduced else None,
+        reduce_dtype=torch.float32 if reduced else None,
+        cast_forward_inputs=False,
+    )
+    # Pinned memory is a GPU's.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    shard = functools.partial(
+        fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
+    )
+    for unit in units:
+        shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=unit.reshard)
+        cast(FSDPModule, unit.modules[0]).set_unshard_in_backward(unit.in_backward)
+    shard(model, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        group = mesh.device_mesh.get_group("dp_shard")
+        install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
+    _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
+    return model
+
+
+def placement(parameter: nn.Parameter) -> Shard | None:
+    """Along which axis to shard: the first, unless tensor parallelism has split that one unevenly.
+
+    A DTensor that is split twice along one axis says where its parts lie only if the first split is even.
+    """
+    if isinstance(parameter, DTensor):
+        for placement in parameter.placements:
+            if (
+                isinstance(placement, Shard)
+                and placement.dim == 0
+                and parameter.shape[0] % parameter.device_mesh.size()
+            ):
+                return Shard(1)
+    return None
+
+
+def install_collectives(
+    module: FSDPModule, group: dist.ProcessGroup, device_type: str, *, shared_buffers: bool = True
+) -> None:
+    """Replace torch's collectives where the backend of ``group`` has something better for ``fully_shard``.
+
+    Args:
+        module: ``fully_shard`` was applied to it.
+        group: what its parameters are sharded over.
+        device_type: ``cpu`` or ``cuda``.
+        shared_buffers: with backend smddp, exchange through memory that the host's ranks share.
+    """
+    backend = dist.get_backend(group)
+    if backend == "gloo" and device_type == "cpu":  # gloo sends no GPU memory by itself
+        gloo.install(module)
+    elif backend == "smddp" and shared_buffers:
+        fsdp.install(module, group) if device_type == "cpu" else cuda.install(module, group)
+
+
+def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:
+    if parallel.forward_prefetch:
+        for unit, following in itertools.pairwise(units):
+            unit.set_modules_to_forward_prefetch([following])
+    if parallel.backward_fetch_policy == "backward_post":
+        for unit in units:
+            # An explicit list replaces the default (the unit before this one); a unit that is gathered already is
+            # left alone, so naming itself means no prefetch.
+            unit.set_modules_to_backward_prefetch([unit])
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter, so that ``named_parameters`` shows the sharded ones that the optimizer knows.
+
+    Backward does this by itself; a forward that no backward follows leaves the last unit gathered.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
+    """Say what backward of the next micro-batch reduces.
+
+    Before the last micro-batch of a step only the sharding group reduces; the all-reduce over replicas waits. With
+    ``defer`` nothing is reduced before the last one, at the price of holding whole gradients.
+
+    ``set_is_last_backward(False)`` is left alone on purpose: it keeps the forward order of the micro-batch before,
+    and the first unit's backward then prefetches a unit that nothing needs (one all-gather per micro-batch).
+    """
+    root = cast(FSDPModule, model)
+    if defer:
+        root.set_requires_gradient_sync(last)
+    else:
+        root.set_requires_all_reduce(last)
