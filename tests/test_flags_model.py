@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from smp.train import report
 from smp.train.lr_schedule import lr_at
 from smp.train.optimizer import build_optimizer
 from smp.train.report import memory_of_step
+from smp.train_state import TrainState
 from tests.flags import (
     LLAMA3,
     MISTRAL,
@@ -291,7 +293,12 @@ def test_memory_profiling(tmp_path, monkeypatch):
         with (
             one_process([]) as built,
             memory_of_step(
-                plan, built.model, build_optimizer(built.model, built.config.optim, lr=1.0), step=1, record=print
+                plan,
+                SimpleNamespace(progress=TrainState()),
+                built.model,
+                build_optimizer(built.model, built.config.optim, lr=1.0),
+                step=1,
+                record=print,
             ),
         ):
             pass

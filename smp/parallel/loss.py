@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.parallel.linear import has_product
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
@@ -186,6 +187,11 @@ def chunk_loss(
     def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
         if not asked:
             return project(hidden)
+        if has_product(projection):
+            raise UserError(
+                f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
+                f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
+            )
         return linear_cross_entropy(
             hidden, _local(projection.weight), asked[-1], bias=_local(projection.bias),  # type: ignore[arg-type]
             chunk_tokens=chunk_tokens, z_loss=z_loss if model.training else 0.0, split=split,

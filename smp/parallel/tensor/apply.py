@@ -96,9 +96,9 @@ def _child(module: nn.Module, path: str, where: str) -> nn.Module:
 
 def _linear(module: nn.Module, path: str, where: str) -> nn.Linear:
     found = _child(module, path, where)
-    if not isinstance(found, nn.Linear):
+    if not isinstance(found, nn.Linear) or type(found).forward is not nn.Linear.forward:
         raise UserError(f"the tensor-parallel plan splits {path} of {where}, which is a {type(found).__name__}: only "
-                        f"nn.Linear can be split")  # fmt: skip
+                        f"nn.Linear can be split, and its product is replaced by smp.parallel.linear")  # fmt: skip
     return found
 
 
