@@ -48,7 +48,7 @@ from smp.checkpoint.checkpointer import (
 from smp.checkpoint.chunks import run_tensors
 from smp.checkpoint.layout import checkpoint_name
 from smp.checkpoint.manifest import Manifest, read_manifest
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.memory.tracker import rss_bytes
 from smp.mesh import Mesh, resolve_mesh
@@ -69,7 +69,7 @@ class Subject:
         self.mesh: Mesh = mesh.join("cpu")
         self.resolved = resolved_model(name)
         self.model: nn.Module = prepare_model(
-            self.resolved, mesh=self.mesh, parallel=parallel, activation=ActivationConfig(),
+            self.resolved, mesh=self.mesh, settings=Settings((parallel, ActivationConfig())),
             dtype=torch.float32, device=torch.device("cpu"), seed=0, load_weights=False,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.model, OPTIM, lr=1e-4)

@@ -23,9 +23,9 @@ from smp.models.registry import family_of
 from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.parallelize import parallelize as _parallelize
-from smp.parallel.parallelize import tensor_region
-from smp.parallel.tensor.apply import is_split, split_model, take_from_rank0
 from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
+from smp.parallel.tensor.technique import tensor_region
 from smp.runtime import read_launch
 from smp.state import State
 

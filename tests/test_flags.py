@@ -26,6 +26,7 @@ import train_lib
 from smp.checkpoint import checkpointer, saver
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.read_back import ReadBack
+from smp.config import Settings
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
@@ -88,8 +89,8 @@ def test_pretrained_weights(files):
         with process_group(config.comm, Launch(), torch.device("cpu")):
             mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1).join("cpu")
             model = prepare_model(
-                resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
-                device=torch.device("cpu"), seed=1, load_weights=True,
+                resolved, mesh=mesh, settings=Settings((config.parallel, config.activation)),
+                dtype=torch.float32, device=torch.device("cpu"), seed=1, load_weights=True,
             )  # fmt: skip
             return model.model.embed_tokens.weight.full_tensor().sum().item()
 

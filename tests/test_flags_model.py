@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import smp.parallel.loss
 import smp.parallel.parallelize
+import smp.parallel.sharding
 from smp.errors import ConfigError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
@@ -175,7 +176,7 @@ def test_offload_activations(monkeypatch, tmp_path):
 def test_cache_flush_warnings(monkeypatch):
     watched = []
     monkeypatch.setattr(
-        smp.parallel.parallelize, "warn_of_cache_flushes", lambda model, device_type: watched.append(device_type)
+        smp.parallel.sharding, "warn_of_cache_flushes", lambda model, device_type: watched.append(device_type)
     )
     blocks([])
     assert watched == ["cpu"]  # where the function does nothing: test_memory_warnings.py

@@ -15,8 +15,8 @@ from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
 from smp.parallel.linear import replace_product
 from smp.parallel.loss import chunk_loss
-from smp.parallel.parallelize import tensor_region
-from smp.parallel.tensor.apply import split_model
+from smp.parallel.tensor.split import split_model
+from smp.parallel.tensor.technique import tensor_region
 from tests.distributed import run_distributed
 from tests.parity import Layout, relative
 from tests.tensor_parallel import ROWS, batch_of, build, config_of, split, whole

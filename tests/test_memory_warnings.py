@@ -84,9 +84,7 @@ def _configured():
     """What :func:`smp.parallelize` watches in a user's script."""
     with pytest.MonkeyPatch.context() as patch:
         watched = []
-        patch.setattr(
-            "smp.parallel.parallelize.warn_of_cache_flushes", lambda model, device_type: watched.append(model)
-        )
+        patch.setattr("smp.parallel.sharding.warn_of_cache_flushes", lambda model, device_type: watched.append(model))
         for config, expected in (({}, 1), ({"fsdp_cache_flush_warnings": False}, 0)):
             watched.clear()
             smp.init({"hybrid_shard_degree": 1, **config})

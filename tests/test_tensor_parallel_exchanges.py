@@ -14,7 +14,7 @@ import smp.comm
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
-from smp.parallel.parallelize import model_blocks
+from smp.parallel.technique import model_blocks
 from smp.parallel.tensor import region
 from tests.distributed import run_distributed
 from tests.parity import Layout

@@ -11,7 +11,7 @@ import transformers  # noqa: F401  imported before the ranks are forked
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
-from smp.parallel.parallelize import model_blocks
+from smp.parallel.technique import model_blocks
 from tests.distributed import run_distributed
 from tests.parity import Layout, relative
 from tests.tensor_parallel import batch_of, build, config_of, split_only, whole

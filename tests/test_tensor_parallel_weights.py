@@ -23,7 +23,7 @@ from smp.checkpoint import hf_export
 from smp.checkpoint.checkpointer import load_checkpoint, model_entry, save_checkpoint
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest, read_manifest
-from smp.config import ActivationConfig
+from smp.config import ActivationConfig, Settings
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
@@ -91,8 +91,8 @@ def prepared(name: str, layout: Layout, *, weights: pathlib.Path | None = None, 
     config = tiny_config(name)
     resolved = ResolvedModel(name, family_of(config), config, 16, weights, None, "sdpa", delayed)
     return prepare_model(
-        resolved, mesh=mesh_of(layout), parallel=layout.parallel(), dtype=torch.float32, device=CPU, seed=3,
-        activation=ActivationConfig(activation_checkpointing=False), load_weights=weights is not None,
+        resolved, mesh=mesh_of(layout), dtype=torch.float32, device=CPU, seed=3, load_weights=weights is not None,
+        settings=Settings((layout.parallel(), ActivationConfig(activation_checkpointing=False))),
     )  # fmt: skip
 
 

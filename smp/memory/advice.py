@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from smp.memory.plan import ModelShape, Workload, estimate_memory
+from smp.config import ActivationConfig, LossConfig
+from smp.memory.plan import peak_bytes
+from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 
 _MIB = 1024**2
@@ -24,7 +26,6 @@ def changes_that_help(
     mesh: Mesh,
     work: Workload,
     *,
-    device_type: str,
     accumulation: int | None = 1,
     legal: Callable[[Mesh], bool] = lambda mesh: True,
     most: int = 3,
@@ -33,16 +34,16 @@ def changes_that_help(
 
     Args:
         shape, mesh, work: of the job, as for :func:`smp.memory.plan.estimate_memory`.
-        device_type: "cpu" or "cuda"; offloading to host memory helps the latter alone.
         accumulation: micro-batches of a step; None: they follow from ``--global_batch_size``.
         legal: whether the model can be split so.
     """
-    now = sum(estimate_memory(shape, mesh, work).values())
-    found = []
-    for flags, other, change in _candidates(mesh, work, device_type=device_type, accumulation=accumulation):
-        if other == mesh or legal(other):
-            saving = now - sum(estimate_memory(shape, other, dataclasses.replace(work, **change)).values())
-            found.append(Change(flags, saving))
+    now = peak_bytes(shape, mesh, work)
+    candidates = _candidates(mesh, work, accumulation)
+    found = [
+        Change(flags, now - peak_bytes(shape, other, changed))
+        for flags, other, changed in candidates
+        if other == mesh or legal(other)
+    ]
     # A hundredth of the whole is nothing to restart a job for.
     found = [change for change in found if change.saving > now / 100]
     return sorted(found, key=lambda change: -change.saving)[:most]
@@ -56,34 +57,40 @@ def advice_text(changes: list[Change]) -> str:
     return "\n".join([*lines, *(f"{change.saving / _MIB:12.1f} MiB  {change.flags}" for change in changes)])
 
 
-def _candidates(
-    mesh: Mesh, work: Workload, *, device_type: str, accumulation: int | None
-) -> Iterator[tuple[str, Mesh, dict[str, Any]]]:
-    """Flags, the layout they make, and what they change of the workload."""
+def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:
+    """Flags, the layout that they make, and the workload."""
+    on_cpu = work.device_type == "cpu"
+    for flags in _settings_that_save(work):
+        note = " --offload_dir DIRECTORY_ON_FAST_DISK" if on_cpu and "offload_activations" in flags else ""
+        words = " ".join(f"--{name} {int(v) if isinstance(v, bool) else v}" for name, v in flags.items())
+        yield words + note, mesh, work.changed(**flags)
     size, length = work.micro_batch_size, work.sequence_length
-    if not work.activation_checkpointing:
-        yield "--activation_checkpointing 1", mesh, {"activation_checkpointing": True}
-    elif work.selective:
-        yield "--activation_checkpointing_mode full", mesh, {"selective": False}
-    if work.activation_checkpointing and work.recomputed_every > 1:
-        yield "--activation_checkpointing_every 1", mesh, {"recomputed_every": 1}
     if size > 1:
         half = -(-size // 2)
-        flags = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
-        yield f"--train_batch_size {half}{flags}", mesh, {"micro_batch_size": half}
-    if not work.loss_chunk:
-        yield "--loss_chunk_tokens 1024", mesh, {"loss_chunk": 1024}
-    if not work.offload_horizon:
-        where = " --offload_dir DIRECTORY_ON_FAST_DISK" if device_type == "cpu" else ""
-        flags = f"--offload_activations 1 --activation_loading_horizon 1{where}"
-        yield flags, mesh, {"offload_horizon": 1}
-    if device_type != "cpu" and not work.cpu_offload:
-        yield "--cpu_offload 1", mesh, {"cpu_offload": True}
+        words = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
+        yield f"--train_batch_size {half}{words}", mesh, dataclasses.replace(work, micro_batch_size=half)
     if mesh.replicas.size > 1 or not mesh.reshard_after_forward:
-        yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), {}
+        yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
     if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):
-        yield f"--tensor_parallel_degree {twice.tp.size}", twice, {}
-    if device_type != "cpu":  # processes of one host share its memory
-        yield "twice as many processes and --sharding_strategy full_shard", mesh.fully_sharded(times=2), {}
-    shorter = {"sequence_length": length // 2}
+        yield f"--tensor_parallel_degree {twice.tp.size}", twice, work
+    if not on_cpu:  # processes of one host share its memory
+        yield "twice as many processes and --sharding_strategy full_shard", mesh.fully_sharded(times=2), work
+    shorter = dataclasses.replace(work, sequence_length=length // 2)
     yield f"--max_context_width {length // 2} (trains on shorter sequences)", mesh, shorter
+
+
+def _settings_that_save(work: Workload) -> Iterator[dict[str, Any]]:
+    """Settings of the techniques, by name, that are not as frugal as they could be."""
+    activation = work.settings[ActivationConfig]
+    if not activation.activation_checkpointing:
+        yield {"activation_checkpointing": True}
+    elif activation.activation_checkpointing_mode == "selective":
+        yield {"activation_checkpointing_mode": "full"}
+    if activation.activation_checkpointing and activation.activation_checkpointing_every > 1:
+        yield {"activation_checkpointing_every": 1}
+    if not work.settings[LossConfig].loss_chunk_tokens:
+        yield {"loss_chunk_tokens": 1024}
+    if not activation.offload_activations:
+        yield {"offload_activations": True, "activation_loading_horizon": 1}
+    if work.device_type != "cpu" and not activation.cpu_offload:
+        yield {"cpu_offload": True}

@@ -20,9 +20,16 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
+from smp.config import LossConfig
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
 from smp.parallel.linear import has_product
+from smp.parallel.technique import Setup, no_problems
+
+Config = LossConfig
+problems = no_problems
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
@@ -230,3 +237,20 @@ def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels:
     if hasattr(model, _MARK):
         return model(**inputs, labels=labels, num_items_in_batch=1, use_cache=False).loss
     return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels)
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Let the model make its loss in chunks."""
+    config = setup.settings[Config]
+    if config.loss_chunk_tokens:
+        chunk_loss(model, head=setup.family.head, chunk_tokens=config.loss_chunk_tokens, z_loss=config.z_loss)
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count logits, their log-softmax and their gradient, in fp32; in chunks they turn into their gradient in place."""
+    fp32, chunk = 4, work.settings[Config].loss_chunk_tokens
+    of_logit = 3 * fp32
+    if chunk:
+        of_logit = fp32 + (work.compute_bytes if work.compute_bytes < fp32 else 0)
+    columns = -(-shape.vocabulary // mesh.tp.size)
+    return {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}

@@ -65,13 +65,11 @@ def run(plan: RunPlan, guard: Guard) -> int:
         model = prepare_model(
             plan.model,
             mesh=mesh,
-            parallel=config.parallel,
-            activation=config.activation,
+            settings=plan.setup.settings,
             dtype=plan.dtype,
             device=plan.device,
             seed=config.run.seed,
             load_weights=start.checkpoint is None,
-            loss=config.loss,
             record=functools.partial(memory.record, step=start.progress.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
