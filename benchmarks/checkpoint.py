@@ -40,11 +40,11 @@ from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.restore import adamw_state, restore, verify_together
 from smp.checkpoint.state import model_entry, state_tensors
 from smp.checkpoint.storage import Storage
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
-from smp.memory_tracker import rss_bytes
+from smp.memory.tracker import rss_bytes
 from smp.mesh import Mesh, resolve_mesh
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import build_optimizer
 from smp.train.trainer import train_step
 
@@ -61,7 +61,7 @@ class Subject:
         self.mesh: Mesh = mesh.join("cpu")
         self.resolved = resolved_model(name)
         self.model: nn.Module = prepare_model(
-            self.resolved, mesh=self.mesh, parallel=parallel, activation=ActivationConfig(),
+            self.resolved, mesh=self.mesh, settings=Settings((parallel, ActivationConfig())),
             dtype=torch.float32, device=torch.device("cpu"), seed=0, load_weights=False,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.model, OPTIM, lr=1e-4)

@@ -27,15 +27,16 @@ from step_variants import NOT_RECOMPUTED, SIZES, Case, Variant, resolved_model, 
 from torch import Tensor, nn
 from train_step import WARMUP_STEPS, Result, measure
 
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, apply_activation_offload, require_directory
-from smp.chunked_loss import linear_cross_entropy
-from smp.config import ActivationConfig, LossConfig
+from smp.config import ActivationConfig, LossConfig, Settings
 from smp.errors import UserError
-from smp.memory_plan import Workload, estimate_memory, model_shape
-from smp.memory_tracker import rss_bytes
+from smp.memory.plan import peak_bytes
+from smp.memory.shape import Workload, model_shape
+from smp.memory.tracker import rss_bytes
 from smp.mesh import lay_out
-from smp.models.registry import build_model, count_parameters
+from smp.models.registry import count_parameters
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.loss import linear_cross_entropy
+from smp.parallel.offload import DiskStore, apply_activation_offload, require_directory
 
 MIB = 2**20
 CHUNKED, WHOLE = LossConfig(), LossConfig(loss_chunk_tokens=0)
@@ -59,23 +60,8 @@ def modes(directory: str) -> dict[str, tuple[ActivationConfig, LossConfig]]:
 def predicted(model: str, activation: ActivationConfig, loss: LossConfig) -> int:
     """Peak bytes of a rank, from shapes."""
     resolved = resolved_model(model)
-    with torch.device("meta"):
-        built = build_model(resolved.hf_config, attn_implementation="sdpa")
-    family = resolved.family
-    shape = model_shape(
-        built, resolved.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
-    )
-    work = Workload(
-        sequence_length=resolved.sequence_length,
-        micro_batch_size=1,
-        compute_bytes=4,
-        activation_checkpointing=activation.activation_checkpointing,
-        loss_chunk=loss.loss_chunk_tokens,
-        recomputed_every=activation.activation_checkpointing_every,
-        selective=activation.activation_checkpointing_mode == "selective",
-        offload_horizon=activation.activation_loading_horizon if activation.offload_activations else 0,
-    )
-    return sum(estimate_memory(shape, lay_out(1, 2), work).values())
+    work = Workload(resolved.sequence_length, 1, compute_bytes=4, settings=Settings((activation, loss)))
+    return peak_bytes(model_shape(resolved), lay_out(1, 2), work)
 
 
 def steps_table(arguments: argparse.Namespace) -> list[str]:
@@ -245,7 +231,7 @@ def main(argv: list[str]) -> None:
         "## A training step", "",
         f"{size:.1f}M parameters: width {hidden}, {blocks} blocks, intermediate width {intermediate}, vocabulary "
         f"{vocabulary}; one sample of {length} tokens for each process, fp32, fully sharded, over smddp. Predicted "
-        f"from shapes by `smp.memory_plan`, before.", "", *steps, "",
+        f"from shapes by `smp.memory.plan`, before.", "", *steps, "",
         "## What a forward leaves on the device", "",
         "Blocks of width 256 on 65536 tokens: 64 MiB of input each. Resident memory, offloaded to disk.", "", *layers,
         "",

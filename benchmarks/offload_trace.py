@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, apply_activation_offload, require_directory
-from smp.activation_offload.stores import READ, WAIT, WRITE
 from smp.errors import UserError
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.offload import DiskStore, apply_activation_offload, require_directory
+from smp.parallel.offload.stores import READ, WAIT, WRITE
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import smp.comm
-from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.delayed_init import initialize_
 from smp.environment import malloc
@@ -26,7 +26,8 @@ from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
-from smp.prepare import model_blocks, prepare_model
+from smp.parallel.parallelize import prepare_model
+from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 
@@ -115,9 +116,7 @@ def smp_step(
     model = prepare_model(
         resolved_model(case.model),
         mesh=mesh.join("cpu"),
-        parallel=parallel,
-        activation=activation,
-        loss=loss,
+        settings=Settings((parallel, activation, loss)),
         dtype=torch.bfloat16 if case.bf16 else torch.float32,
         device=CPU,
         seed=SEED,

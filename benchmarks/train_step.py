@@ -31,8 +31,8 @@ from pages import origin, publish
 from step_variants import SIZES, VARIANTS, Case, Variant, resolved_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from smp.cpu_bf16 import ensure_bf16_works
 from smp.errors import UserError
-from smp.instruction_set import ensure_bf16_works
 from smp.models.registry import count_parameters
 
 WARMUP_STEPS = 2

@@ -1,25 +1,25 @@
 """Open, SMP-v2-style model-parallel training for PyTorch: the public names."""
 
 from smp import comm
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import apply_activation_offload
 from smp.api import current as _current
 from smp.api import init, is_initialized, offload_wrapper, parallelize, state, transform
 from smp.checkpoint.checkpointer import Checkpointer
-from smp.chunked_loss import chunk_loss, linear_cross_entropy
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
 from smp.errors import ConfigError, UserError
 from smp.fsdp import DelayedParamIniter, FullStateDictConfig, FullyShardedDataParallel, fully_shard
 from smp.fsdp import follow as _follow
-from smp.grad_norm import clip_grad_norm_
 from smp.loss import causal_lm_loss_sum, count_valid_tokens
-from smp.memory_profile import profile_memory
+from smp.memory.profile import profile_memory
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.registry import register_family
 from smp.models.tensor_plan import Part, TensorPlan
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.grad_norm import clip_grad_norm_
+from smp.parallel.loss import chunk_loss, linear_cross_entropy
+from smp.parallel.offload import apply_activation_offload
+from smp.parallel.sharding import set_gradient_sync
 from smp.runtime import init_process_group
-from smp.sharding import set_gradient_sync
 
 _follow(_current)
 FSDP = FullyShardedDataParallel

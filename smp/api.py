@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.activation_checkpoint import checkpointed_blocks
-from smp.activation_offload import apply_activation_offload, build_store
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import family_of
-from smp.prepare import parallelize as _parallelize
-from smp.prepare import tensor_region
+from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.parallel.offload import apply_activation_offload, build_store
+from smp.parallel.parallelize import parallelize as _parallelize
+from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
+from smp.parallel.tensor.technique import tensor_region
 from smp.runtime import read_launch
 from smp.state import State
-from smp.tensor_parallel.apply import is_split, split_model, take_from_rank0
-from smp.tensor_parallel.region import Region
 
 
 @dataclasses.dataclass(frozen=True)

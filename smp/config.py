@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from smp.errors import ConfigError
 
@@ -95,6 +95,33 @@ class Section:
             if metadata["only"] and value not in metadata["only"]:
                 found.append(f"--{field.name} {_shown(value)} is not available: {metadata['otherwise']}")
         return found
+
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sections by their type, so that each part takes its own; one that is not given has its defaults."""
+
+    sections: tuple[Section, ...] = ()
+
+    def __getitem__(self, kind: type[S]) -> S:
+        return next((section for section in self.sections if type(section) is kind), None) or kind()
+
+    def changed(self, **values: Any) -> Settings:
+        """The same with other values, by name.
+
+        Raises:
+            ValueError: no section has a setting of that name.
+        """
+        sections = []
+        for section in self.sections:
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
+            sections.append(dataclasses.replace(section, **own))
+        if values:
+            raise ValueError(f"no section has a setting {next(iter(values))}")
+        return Settings(tuple(sections))
 
 
 def _shown(value: Any) -> str:

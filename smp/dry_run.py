@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import Settings
 from smp.delayed_init import build_on_meta
-from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, memory_table
+from smp.memory.plan import GIB, estimate_memory, memory_table, peak_bytes
+from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh, tensor_parallel_choices
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
-from smp.prepare import parallelize
+from smp.parallel.parallelize import apply_techniques
+from smp.parallel.technique import Setup
 
 
 @contextlib.contextmanager
-def sharded_model(
-    resolved: ResolvedModel, mesh: Mesh, *, parallel: ParallelConfig, activation: ActivationConfig, rank: int = 0
-) -> Iterator[nn.Module]:
+def sharded_model(resolved: ResolvedModel, mesh: Mesh, settings: Settings, *, rank: int = 0) -> Iterator[nn.Module]:
     """The model on the meta device, split and sharded as ``rank`` of ``mesh`` would; no group may be running."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,24 +32,16 @@ def sharded_model(
     try:
         build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
         model = build_on_meta(build)
-        parallelize(
-            model,
-            resolved.family,
-            mesh=mesh.join("cpu"),
-            parallel=parallel,
-            activation=activation,
-            dtype=None,
-        )
-        yield model
+        yield apply_techniques(model, Setup(resolved.family, mesh.join("cpu"), settings))
     finally:
         dist.destroy_process_group()
 
 
 def sharded_parameters(
-    resolved: ResolvedModel, mesh: Mesh, *, parallel: ParallelConfig, activation: ActivationConfig
+    resolved: ResolvedModel, mesh: Mesh, settings: Settings
 ) -> dict[str, tuple[torch.Size, torch.Size]]:
     """Shard the model as rank 0 of ``mesh`` would; every parameter's whole and local shape by name."""
-    with sharded_model(resolved, mesh, parallel=parallel, activation=activation) as model:
+    with sharded_model(resolved, mesh, settings) as model:
         return {
             name: (parameter.shape, parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
             for name, parameter in model.named_parameters()
@@ -70,7 +62,7 @@ def degree_table(shape: ModelShape, work: Workload, chosen: Mesh) -> str:
     """Predicted peak of every legal sharding degree; the chosen one is marked."""
     lines = [f"{'hybrid_shard_degree':>20} {'replicas':>9} {'GiB per rank':>13}"]
     for mesh in chosen.alternatives():
-        total = sum(estimate_memory(shape, mesh, work).values()) / GIB
+        total = peak_bytes(shape, mesh, work) / GIB
         mark = "  <- this job" if mesh.shard.size == chosen.shard.size else ""
         lines.append(f"{mesh.shard.size:>20} {mesh.replicas.size:>9} {total:>13.2f}{mark}")
     return "\n".join(lines)
@@ -80,14 +72,12 @@ def report(
     resolved: ResolvedModel,
     mesh: Mesh,
     *,
-    parallel: ParallelConfig,
-    activation: ActivationConfig,
     shape: ModelShape,
     work: Workload,
     available: int | None,
 ) -> str:
     """What a dry run prints: the built mesh, the memory table of one rank and the legal degrees."""
-    shapes = sharded_parameters(resolved, mesh, parallel=parallel, activation=activation)
+    shapes = sharded_parameters(resolved, mesh, work.settings)
     held = sum(local.numel() for _, local in shapes.values())
     return "\n".join(
         [

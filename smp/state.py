@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from smp.errors import UserError
 from smp.mesh import Mesh
-from smp.tensor_parallel.region import Region
+from smp.parallel.tensor.region import Region
 
 
 class Ranker:
@@ -44,7 +44,7 @@ class RandomTracker:
         self._region = region
 
     def fork(self, device: torch.device | None = None) -> contextlib.AbstractContextManager[None]:
-        """Numbers of this rank's own inside; see :meth:`smp.tensor_parallel.region.Region.fork_random`."""
+        """Numbers of this rank's own inside; see :meth:`smp.parallel.tensor.region.Region.fork_random`."""
         if self._region is None:
             return contextlib.nullcontext()
         return self._region.fork_random(torch.device(device or self._region.device))

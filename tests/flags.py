@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from smp.config import Settings
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import make_plan
@@ -63,8 +64,8 @@ def one_process(words: Words) -> Iterator[Any]:
         mesh = mesh.join("cpu")
         resolved = resolve_model(config.model)
         model = prepare_model(
-            resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
-            device=device, seed=config.run.seed, load_weights=True, loss=config.loss,
+            resolved, mesh=mesh, settings=Settings((config.parallel, config.activation, config.loss)),
+            dtype=torch.float32, device=device, seed=config.run.seed, load_weights=True,
         )  # fmt: skip
         yield SimpleNamespace(model=model, config=config)
 

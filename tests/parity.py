@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,8 @@ from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.mesh import Mesh, resolve_mesh
 from smp.models.registry import family_of
-from smp.prepare import parallelize
-from smp.sharding import MIN_UNIT_PARAMETERS
+from smp.parallel import sharding
+from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 
@@ -124,7 +125,7 @@ class Layout:
     checkpointing: bool = False
     defer: bool = False
     wrap: str = "transformer_auto_wrap_policy"
-    min_unit: int = MIN_UNIT_PARAMETERS
+    min_unit: int = sharding.MIN_UNIT_PARAMETERS
     shared: bool = True
     tp: int = 1
     sequence: bool = True
@@ -156,16 +157,16 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
     model = copy.deepcopy(reference).train()
     mesh = layout.mesh()
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing, compile=layout.compile)
-    parallelize(
-        model,
-        family_of(model.config),
-        mesh=mesh,
-        parallel=layout.parallel(),
-        activation=activation,
-        dtype=layout.dtype,
-        loss=LossConfig(loss_chunk_tokens=layout.chunk),
-        min_unit_parameters=layout.min_unit,
-    )
+    with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
+        parallelize(
+            model,
+            family_of(model.config),
+            mesh=mesh,
+            parallel=layout.parallel(),
+            activation=activation,
+            dtype=layout.dtype,
+            loss=LossConfig(loss_chunk_tokens=layout.chunk),
+        )
     optimizer = build_optimizer(model, OptimConfig(), lr=LR)
     gradients: dict[str, torch.Tensor] = {}
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from smp.config import ActivationConfig
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
-from smp.prepare import parallelize, tensor_region
-from smp.tensor_parallel.apply import split_model
+from smp.parallel.parallelize import parallelize
+from smp.parallel.tensor.split import split_model
+from smp.parallel.tensor.technique import tensor_region
 from tests.parity import Layout, relative, tiny_config
 
 ROWS = 4

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
-from smp.activation_checkpoint import apply_activation_checkpointing, checkpointed_blocks
 from smp.errors import UserError
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed_blocks
 from tests.distributed import run_distributed
 from tests.parity import global_batch
 from tests.test_activation_offload import blocks_of, dropout_model, gradients

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, HostStore, apply_activation_offload
 from smp.config import ActivationConfig
 from smp.errors import ConfigError, UserError
-from smp.memory_profile import profile_memory
+from smp.memory.profile import profile_memory
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.offload import DiskStore, HostStore, apply_activation_offload
 from tests.clock import HANG_SECONDS
 from tests.parity import build_reference, global_batch
 

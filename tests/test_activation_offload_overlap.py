@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, apply_activation_offload, stores
-from smp.activation_offload.stores import READ, WRITE
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.offload import DiskStore, apply_activation_offload, stores
+from smp.parallel.offload.stores import READ, WRITE
 from tests.clock import HANG_SECONDS, wait_until
 from tests.flags import in_child
 

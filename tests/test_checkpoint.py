@@ -49,7 +49,7 @@ from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.models.registry import family_of
-from smp.prepare import parallelize
+from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 from tests.distributed import run_distributed

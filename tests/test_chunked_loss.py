@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import smp
-from smp.chunked_loss import chunk_loss, linear_cross_entropy
 from smp.errors import UserError
+from smp.parallel.loss import chunk_loss, linear_cross_entropy
 from tests.distributed import run_distributed
 from tests.parity import VOCABULARY, build_reference, global_batch, tiny_config
 

@@ -14,7 +14,7 @@ from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import UserError
 from smp.models.registry import build_model, family_of, init_rule
-from smp.prepare import parallelize
+from smp.parallel.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.parity import Layout, tiny_config
 

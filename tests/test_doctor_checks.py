@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp import instruction_set
+from smp import cpu_bf16
 from smp.doctor import devices, disk, job, network, report, system
 from smp.doctor.check import Check, CheckContext, Request
 from smp.doctor.report import Report, diagnose
@@ -160,10 +160,10 @@ def test_a_gpu_in_use(free, status, monkeypatch):
 def test_a_processor_that_traps_bf16(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     outcomes = {None: 4, "AVX512_CORE_BF16": 4, "AVX512_CORE": 0}
-    monkeypatch.setattr(instruction_set, "try_bf16_product", outcomes.get)
-    monkeypatch.setattr(instruction_set, "set_onednn_ceiling", lambda ceiling: None)
+    monkeypatch.setattr(cpu_bf16, "try_bf16_product", outcomes.get)
+    monkeypatch.setattr(cpu_bf16, "set_onednn_ceiling", lambda ceiling: None)
     found(devices.check_bf16, "warning", r"set ONEDNN_MAX_CPU_ISA=AVX512_CORE \(the training job does so by itself\)")
-    monkeypatch.setattr(instruction_set, "try_bf16_product", lambda ceiling: 4)
+    monkeypatch.setattr(cpu_bf16, "try_bf16_product", lambda ceiling: 4)
     found(devices.check_bf16, "warning", "with every instruction set: use --bf16 0")
     found(devices.check_bf16, "problem", "with every instruction set: use --bf16 0", bf16=True)
 

@@ -19,18 +19,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import smp.memory_tracker
+import smp.memory.tracker
 import tests.test_flags_faults
 import tests.test_flags_model  # noqa: F401
 import train_lib
 from smp.checkpoint import background, saver
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.read_back import ReadBack
+from smp.config import Settings
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
 from smp.train import trainer
 from smp.train.arguments import FLAGS, parse_args
@@ -43,7 +44,7 @@ from tests.job import LLAMA, read_metrics, run_job
 def quick_runs(monkeypatch):
     """Leave out what only costs time here: curves, and the walk over all tensors."""
     monkeypatch.setattr(trainer, "draw_curves", lambda plan: None)
-    monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)
+    monkeypatch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +89,8 @@ def test_pretrained_weights(files):
         with process_group(config.comm, Launch(), torch.device("cpu")):
             mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1).join("cpu")
             model = prepare_model(
-                resolved, mesh=mesh, parallel=config.parallel, activation=config.activation, dtype=torch.float32,
-                device=torch.device("cpu"), seed=1, load_weights=True,
+                resolved, mesh=mesh, settings=Settings((config.parallel, config.activation)),
+                dtype=torch.float32, device=torch.device("cpu"), seed=1, load_weights=True,
             )  # fmt: skip
             return model.model.embed_tokens.weight.full_tensor().sum().item()
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import smp.chunked_loss
-import smp.prepare
-from smp.activation_offload import DiskStore
-from smp.chunked_loss import model_loss_sum
+import smp.parallel.loss
+import smp.parallel.parallelize
+import smp.parallel.sharding
 from smp.errors import ConfigError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
+from smp.parallel.loss import model_loss_sum
+from smp.parallel.offload import DiskStore
 from smp.train import report
 from smp.train.lr_schedule import lr_at
 from smp.train.optimizer import build_optimizer
 from smp.train.report import memory_of_step
+from smp.train_state import TrainState
 from tests.flags import (
     LLAMA3,
     MISTRAL,
@@ -94,8 +97,8 @@ def test_attn_implementation():
 @check("delayed_param")
 def test_delayed_param(monkeypatch):
     calls = []
-    original = smp.prepare.build_on_meta
-    monkeypatch.setattr(smp.prepare, "build_on_meta", lambda build: calls.append(1) or original(build))
+    original = smp.parallel.parallelize.build_on_meta
+    monkeypatch.setattr(smp.parallel.parallelize, "build_on_meta", lambda build: calls.append(1) or original(build))
     blocks([])
     assert len(calls) == 1
     blocks(["--delayed_param", 0])
@@ -172,7 +175,9 @@ def test_offload_activations(monkeypatch, tmp_path):
 @check("fsdp_cache_flush_warnings")
 def test_cache_flush_warnings(monkeypatch):
     watched = []
-    monkeypatch.setattr(smp.prepare, "warn_of_cache_flushes", lambda model, device_type: watched.append(device_type))
+    monkeypatch.setattr(
+        smp.parallel.sharding, "warn_of_cache_flushes", lambda model, device_type: watched.append(device_type)
+    )
     blocks([])
     assert watched == ["cpu"]  # where the function does nothing: test_memory_warnings.py
     blocks(["--fsdp_cache_flush_warnings", 0])
@@ -194,9 +199,9 @@ def test_cpu_offload():
 @check("loss_chunk_tokens", "z_loss")
 def test_loss_in_chunks(monkeypatch):
     rows = []
-    of_chunk = smp.chunked_loss.loss_sum_
+    of_chunk = smp.parallel.loss.loss_sum_
     monkeypatch.setattr(
-        smp.chunked_loss, "loss_sum_", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
+        smp.parallel.loss, "loss_sum_", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
     )
 
     def loss(words):
@@ -289,7 +294,12 @@ def test_memory_profiling(tmp_path, monkeypatch):
         with (
             one_process([]) as built,
             memory_of_step(
-                plan, built.model, build_optimizer(built.model, built.config.optim, lr=1.0), step=1, record=print
+                plan,
+                SimpleNamespace(progress=TrainState()),
+                built.model,
+                build_optimizer(built.model, built.config.optim, lr=1.0),
+                step=1,
+                record=print,
             ),
         ):
             pass

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from smp.grad_norm import clip_grad_norm_
+from smp.parallel.grad_norm import clip_grad_norm_
 from tests.distributed import run_distributed
 
 

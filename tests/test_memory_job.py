@@ -15,8 +15,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import smp.memory_tracker
-from smp.activation_offload import DiskStore
+import smp.memory.tracker
+from smp.parallel.offload import DiskStore
 from tests.clock import wait_until
 from tests.faults.jobs import last_step
 from tests.job import NEOX, _process, losses, read_metrics, run_job
@@ -127,7 +127,7 @@ def assert_ends_with_sentences(outcome) -> None:
 
 
 def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
-    monkeypatch.setattr(smp.memory_tracker, "cpu_tensor_bytes", lambda: 0)  # a walk over all objects each time
+    monkeypatch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)  # a walk over all objects each time
     words = ["--use_synthetic_data", 1, "--max_steps", 7, "--enable_memory_profiling", 1, "--save_final_model", 0]
     curves = tmp_path / "curves"
     outcome = run_job(*NEOX, *words, "--tensorboard_dir", curves, "--output_dir", tmp_path / "run").succeeded()

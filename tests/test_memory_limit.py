@@ -2,7 +2,7 @@
 
 import pytest
 
-from smp.memory_plan import memory_limit
+from smp.memory.limits import memory_limit
 
 GIB = 1 << 30
 

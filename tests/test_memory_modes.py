@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import smp
-from smp.activation_offload import DiskStore, HostStore, offload
-from smp.activation_offload.stores import _OnDisk, _OnHost
 from smp.config import ActivationConfig, LossConfig
 from smp.models.registry import family_of
-from smp.prepare import model_blocks, parallelize
+from smp.parallel.offload import DiskStore, HostStore, offload
+from smp.parallel.offload.stores import _OnDisk, _OnHost
+from smp.parallel.parallelize import parallelize
+from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 from tests.distributed import run_distributed

@@ -11,36 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
-from smp.memory_plan import (
-    GIB,
-    Workload,
-    available_memory,
-    check_fits,
-    estimate_memory,
-    model_shape,
-    processes_that_fit,
-)
+from smp.memory.limits import available_memory
+from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
+from smp.memory.shape import Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
-from smp.models.registry import build_model
 
-WORK = Workload(
-    sequence_length=4096, micro_batch_size=2, compute_bytes=2, activation_checkpointing=True, attention_matrix=False
-)
+WHOLE_LOGITS = Settings((ParallelConfig(), ActivationConfig(), LossConfig(loss_chunk_tokens=0)))
+WORK = Workload(sequence_length=4096, micro_batch_size=2, compute_bytes=2, settings=WHOLE_LOGITS)
 
 
 def shape_of(name):
     resolved = resolve_model(ModelConfig(model=name))
-    with torch.device("meta"):
-        model = build_model(resolved.hf_config, attn_implementation="sdpa")
-    family = resolved.family
-    shape = model_shape(
-        model, resolved.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
-    )
-    return resolved, shape
+    return resolved, model_shape(resolved)
 
 
 def test_states_follow_from_the_parameter_count():
@@ -58,12 +44,11 @@ def test_more_work_needs_more():
     two = lay_out(1, 2)
 
     def total(degrees=two, **change):
-        values = {**WORK.__dict__, **change}
-        return sum(estimate_memory(shape, degrees, Workload(**values)).values())
+        return sum(estimate_memory(shape, degrees, dataclasses.replace(WORK, **change)).values())
 
     base = total()
     assert total(micro_batch_size=4) > base and total(sequence_length=8192) > base and total(compute_bytes=4) > base
-    assert total(activation_checkpointing=False) > base and total(attention_matrix=True) > base
+    assert total(settings=WHOLE_LOGITS.changed(activation_checkpointing=False)) > base < total(attention_matrix=True)
     assert total(lay_out(2, 1)) > base > total(lay_out(1, 4))
     assert total(lay_out(1, 2, reshard_after_forward=False)) > base
 
@@ -96,15 +81,16 @@ def test_sequence_parallelism_and_kept_inputs_show():
     _, shape = shape_of("llama70b")
     hidden_state = 2 * 4096 * 8192 * 2
 
-    def activations(tp=8, **change):
-        return estimate_memory(shape, lay_out(1, 4, tp), dataclasses.replace(WORK, **change))["activations"]
+    def activations(tp=8, attention_matrix=False, **change):
+        work = dataclasses.replace(WORK.changed(**change), attention_matrix=attention_matrix)
+        return estimate_memory(shape, lay_out(1, 4, tp), work)["activations"]
 
-    assert activations(tp=1) == activations(tp=1, sequence_parallel=False) == activations(tp=1, save_gathered=True)
+    assert activations(tp=1) == activations(tp=1, sequence_parallel=False) == activations(tp=1, tp_save_gathered=True)
     whole = activations(sequence_parallel=False)
     # Whole block inputs, and a block's four hidden states between split layers.
     assert whole == pytest.approx((80 + 4 + (6 + 4 * 28672 / 8192) / 8) * hidden_state, rel=1e-6)
-    assert activations(save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
-    kept = activations(save_gathered=True, activation_checkpointing=False)
+    assert activations(tp_save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
+    kept = activations(tp_save_gathered=True, activation_checkpointing=False)
     assert kept == activations(activation_checkpointing=False) + 81 * 2 * hidden_state
     matrix = activations(attention_matrix=True) - activations()
     assert matrix == 3 * 2 * 64 * 4096**2 * 2 // 8
@@ -158,12 +144,12 @@ def test_available_memory_without_linux(monkeypatch):
 @pytest.mark.parametrize(("name", "world"), [("llama70b", 64), ("llama70b", 256), ("gpt_neox_20b", 64)])
 def test_large_meshes_are_built_without_machines(name, world):
     resolved, shape = shape_of(name)
-    parallel, activation = ParallelConfig(sharding_strategy="full_shard"), ActivationConfig()
+    work = WORK.changed(sharding_strategy="full_shard")
     degrees = lay_out(1, world)
-    shapes = sharded_parameters(resolved, degrees, parallel=parallel, activation=activation)
+    shapes = sharded_parameters(resolved, degrees, work.settings)
     assert sum(whole.numel() for whole, _ in shapes.values()) == shape.parameters
     for key, (whole, local) in shapes.items():
         assert local[0] == -(-whole[0] // world) and local[1:] == whole[1:], key
-    text = report(resolved, degrees, parallel=parallel, activation=activation, shape=shape, work=WORK, available=None)
+    text = report(resolved, degrees, shape=shape, work=work, available=None)
     assert f"dp_shard {world} x tp 1 = {world} processes" in text
     assert text.count("<- this job") == 1 and f"{shape.parameters:,}" in text

@@ -13,21 +13,23 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from smp.config import ActivationConfig, LossConfig
+from smp.config import ActivationConfig, LossConfig, Settings
 from smp.data.data_pipeline import StepBatch
-from smp.memory_advice import advice_text, changes_that_help
-from smp.memory_plan import Workload, estimate_memory
-from smp.memory_profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
-from smp.memory_tracker import cpu_tensor_bytes, rss_bytes
+from smp.memory.advice import advice_text, changes_that_help
+from smp.memory.plan import estimate_memory
+from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
+from smp.memory.shape import Workload
+from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
 from smp.models.registry import family_of
-from smp.prepare import parallelize
-from smp.tensor_parallel import region
-from smp.train import __main__ as train_main
+from smp.parallel.parallelize import parallelize
+from smp.parallel.tensor import region
+from smp.train import run_plan
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.report import memory_of_step
 from smp.train.trainer import train_step
+from smp.train_state import TrainState
 from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.flags import in_child
@@ -193,8 +195,8 @@ def test_what_gloo_copies_is_seen():
 
 
 def one_step(*, checkpointing: bool, chunk: int):
-    from smp.activation_checkpoint import apply_activation_checkpointing
-    from smp.chunked_loss import chunk_loss, model_loss_sum
+    from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+    from smp.parallel.loss import chunk_loss, model_loss_sum
 
     model = build("llama_gqa")
     if checkpointing:
@@ -280,13 +282,13 @@ def test_nothing_is_tracked_unless_asked_for():
     def plan(**settings):
         return SimpleNamespace(
             config=SimpleNamespace(logging=LoggingConfig(**settings)),
-            launch=SimpleNamespace(is_main=False), state=SimpleNamespace(step=0), device=CPU,
+            launch=SimpleNamespace(is_main=False), device=CPU,
         )  # fmt: skip
 
-    model, record = torch.nn.Linear(2, 2), print
+    model, record, start = torch.nn.Linear(2, 2), print, SimpleNamespace(progress=TrainState())
     optimizer = torch.optim.SGD(model.parameters())
     for settings, step in (({}, 0), ({"enable_memory_profiling": True}, 0)):  # off; and not the main rank
-        with memory_of_step(plan(**settings), model, optimizer, step=step, record=record) as mark:
+        with memory_of_step(plan(**settings), start, model, optimizer, step=step, record=record) as mark:
             assert mark is record
             assert _get_current_dispatch_mode_stack() == [] and torch.UntypedStorage.resize_ is resize
     with profile_memory(model):
@@ -309,23 +311,25 @@ def test_out_of_memory_is_known(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-WORK = Workload(sequence_length=4096, micro_batch_size=2, compute_bytes=2, activation_checkpointing=False)
+SETTINGS = Settings((ActivationConfig(activation_checkpointing=False), LossConfig(loss_chunk_tokens=0)))
+WORK = Workload(sequence_length=4096, micro_batch_size=2, compute_bytes=2, settings=SETTINGS)
 
 
 def test_advice_is_what_the_prediction_says():
     _, shape = shape_of("llama70b")
     degrees = lay_out(2, 8)
-    changes = changes_that_help(shape, degrees, WORK, device_type="cuda", accumulation=3)
+    changes = changes_that_help(shape, degrees, WORK, accumulation=3)
     assert len(changes) == 3 and changes == sorted(changes, key=lambda change: -change.saving)
     now = sum(estimate_memory(shape, degrees, WORK).values())
-    every = changes_that_help(shape, degrees, WORK, device_type="cuda", accumulation=3, most=99)
+    every = changes_that_help(shape, degrees, WORK, accumulation=3, most=99)
     savings = dict(every)
-    checkpointed = dataclasses.replace(WORK, activation_checkpointing=True)
+    checkpointed = WORK.changed(activation_checkpointing=True)
     assert savings["--activation_checkpointing 1"] == now - sum(estimate_memory(shape, degrees, checkpointed).values())
     assert "--train_batch_size 1 --gradient_accumulation_steps 6" in savings
     assert savings["--tensor_parallel_degree 2"] > 0 and savings["--cpu_offload 1"] > 0
     assert "MiB  " + changes[0].flags in advice_text(changes)
-    split = changes_that_help(shape, degrees, WORK, device_type="cpu", legal=lambda d: d.tp == 1, most=99)
+    on_cpu = dataclasses.replace(WORK, device_type="cpu")
+    split = changes_that_help(shape, degrees, on_cpu, legal=lambda mesh: mesh.tp.size == 1, most=99)
     assert not [c for c in split if "tensor_parallel" in c.flags or "cpu_offload" in c.flags]
     assert [c for c in split if "--offload_dir" in c.flags]
 
@@ -339,7 +343,7 @@ def little_memory(monkeypatch):
         room = int(held.split()[1]) * 1024 + 200 * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (room, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
-    monkeypatch.setattr(train_main, "refuse_too_large", limit)
+    monkeypatch.setattr(run_plan, "refuse_too_large", limit)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sets a limit from what Linux says is held")

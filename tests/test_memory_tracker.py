@@ -4,8 +4,8 @@ import re
 import pytest
 import torch
 
-from smp import memory_tracker
-from smp.memory_tracker import (
+from smp.memory import tracker as memory_tracker
+from smp.memory.tracker import (
     GIB,
     NullMemoryTracker,
     build_memory_tracker,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import smp
-from smp import memory_warnings
-from smp.memory_warnings import warn_of_cache_flushes
+from smp.memory import warnings as memory_warnings
+from smp.memory.warnings import warn_of_cache_flushes
 from tests.distributed import run_distributed
 from tests.parity import build_reference
 
@@ -84,7 +84,7 @@ def _configured():
     """What :func:`smp.parallelize` watches in a user's script."""
     with pytest.MonkeyPatch.context() as patch:
         watched = []
-        patch.setattr("smp.prepare.warn_of_cache_flushes", lambda model, device_type: watched.append(model))
+        patch.setattr("smp.parallel.sharding.warn_of_cache_flushes", lambda model, device_type: watched.append(model))
         for config, expected in (({}, 1), ({"fsdp_cache_flush_warnings": False}, 0)):
             watched.clear()
             smp.init({"hybrid_shard_degree": 1, **config})

@@ -89,7 +89,7 @@ def test_channels_and_threads(monkeypatch):
 
 
 def test_release_cache_gives_memory_back():
-    from smp.memory_tracker import rss_bytes
+    from smp.memory.tracker import rss_bytes
 
     blocks = [torch.ones(25_000) for _ in range(2000)]  # below the size that malloc maps by itself
     held = rss_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import smp.comm
 from smp.comm.gloo import DirectAllGather, DirectReduceScatter
 from smp.config import ActivationConfig, ParallelConfig
 from smp.models.registry import family_of
-from smp.prepare import parallelize
-from smp.sharding import fsdp_modules, set_gradient_sync, size_based_units
+from smp.parallel import sharding
+from smp.parallel.parallelize import parallelize
+from smp.parallel.sharding import fsdp_modules, set_gradient_sync, size_based_units
 from smp.train.trainer import forward
 from tests.distributed import run_distributed
 from tests.parity import Layout, build_reference, rank_batch
@@ -56,15 +58,15 @@ def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
     model = copy.deepcopy(build_reference(name, torch.float32)).train()
     config = ParallelConfig(sharding_strategy=layout.strategy, hybrid_shard_degree=layout.degree, **parallel)
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
-    return parallelize(
-        model,
-        family_of(model.config),
-        mesh=layout.mesh(),
-        parallel=config,
-        activation=activation,
-        dtype=None,
-        min_unit_parameters=layout.min_unit,
-    )
+    with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
+        return parallelize(
+            model,
+            family_of(model.config),
+            mesh=layout.mesh(),
+            parallel=config,
+            activation=activation,
+            dtype=None,
+        )
 
 
 def collectives(model: nn.Module, *, microbatches: int, defer: bool) -> dict[str, int]:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import transformers  # noqa: F401  imported before the ranks are forked
 
 import smp.comm
-from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
-from smp.prepare import model_blocks
-from smp.tensor_parallel import region
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.technique import model_blocks
+from smp.parallel.tensor import region
 from tests.distributed import run_distributed
 from tests.parity import Layout
 from tests.tensor_parallel import ROWS, build, config_of, split_only

@@ -12,20 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import train_lib
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ParallelConfig, Settings
 from smp.dry_run import sharded_model
 from smp.errors import UserError
-from smp.memory_plan import Workload, estimate_memory, model_shape
+from smp.memory.plan import estimate_memory
+from smp.memory.shape import Workload, model_shape
 from smp.mesh import Mesh, lay_out
 from smp.models.model_config import ModelConfig, resolve_model
-from smp.models.registry import build_model
 
-WORK = Workload(sequence_length=4096, micro_batch_size=1, compute_bytes=2, activation_checkpointing=True)
+WORK = Workload(sequence_length=4096, micro_batch_size=1, compute_bytes=2)
 
 
 def preset(name: str, layers: int | None = None):
@@ -86,8 +85,8 @@ def check(resolved, mesh: Mesh, rank: int) -> int:
     """Compare every parameter; returns how many elements the rank holds."""
     config, held = resolved.hf_config, 0
     shapes = (neox_shapes if config.model_type == "gpt_neox" else llama_shapes)(config)
-    parallel, activation = ParallelConfig(tensor_parallel_degree=mesh.tp.size), ActivationConfig()
-    with sharded_model(resolved, mesh, parallel=parallel, activation=activation, rank=rank) as model:
+    settings = Settings((ParallelConfig(tensor_parallel_degree=mesh.tp.size),))
+    with sharded_model(resolved, mesh, settings, rank=rank) as model:
         parameters = dict(model.named_parameters())
         per_block = len(shapes) - 2 - sum(name.startswith("norm") for name in shapes)
         norms = sum(name.startswith("norm") for name in shapes)
@@ -123,13 +122,7 @@ def elsewhere(function: Callable[..., int], *args: object) -> int:
 )
 def test_every_parameter_s_place(name, layers, mesh, ranks):
     resolved = preset(name, layers)
-    with torch.device("meta"):
-        model = build_model(resolved.hf_config, attn_implementation="sdpa")
-    family = resolved.family
-    shape = model_shape(
-        model, resolved.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
-    )
-    predicted = estimate_memory(shape, mesh, WORK)["parameters"] / 4
+    predicted = estimate_memory(model_shape(resolved), mesh, WORK)["parameters"] / 4
     for rank in ranks:
         # What the memory plan says differs by the norms, which every rank holds.
         assert elsewhere(check, resolved, mesh, rank) == pytest.approx(predicted, rel=1e-3), rank
@@ -163,10 +156,9 @@ def split_unevenly(rank: int) -> int:
     resolved = preset("llama_tiny", 1)
     resolved.hf_config.vocab_size = 65
     sentence = "degree 2 does not divide the vocabulary's 65 rows, and --hybrid_shard_degree 3 does not divide .* of 1$"
-    settings = {"parallel": ParallelConfig(), "activation": ActivationConfig(), "rank": rank}
-    with pytest.raises(UserError, match=sentence), sharded_model(resolved, lay_out(1, 3, 2), **settings):
+    with pytest.raises(UserError, match=sentence), sharded_model(resolved, lay_out(1, 3, 2), Settings(), rank=rank):
         pass
-    with sharded_model(resolved, lay_out(1, 2, 2), **settings) as model:
+    with sharded_model(resolved, lay_out(1, 2, 2), Settings(), rank=rank) as model:
         weight = model.get_input_embeddings().weight
     assert weight.placements == (Shard(1), Shard(0))
     return weight.to_local().shape[0]

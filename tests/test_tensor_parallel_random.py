@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers  # noqa: F401  imported before the ranks are forked
 
-from smp.activation_checkpoint import apply_activation_checkpointing
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
-from smp.prepare import model_blocks
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.technique import model_blocks
 from tests.distributed import run_distributed
 from tests.parity import Layout, relative
 from tests.tensor_parallel import batch_of, build, config_of, split_only, whole

@@ -26,12 +26,12 @@ from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.restore import restore
 from smp.checkpoint.state import model_entry
 from smp.checkpoint.storage import Storage
-from smp.config import ActivationConfig
+from smp.config import ActivationConfig, Settings
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
-from smp.prepare import prepare_model
+from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 from tests import parity
@@ -94,8 +94,8 @@ def prepared(name: str, layout: Layout, *, weights: pathlib.Path | None = None, 
     config = tiny_config(name)
     resolved = ResolvedModel(name, family_of(config), config, 16, weights, None, "sdpa", delayed)
     return prepare_model(
-        resolved, mesh=mesh_of(layout), parallel=layout.parallel(), dtype=torch.float32, device=CPU, seed=3,
-        activation=ActivationConfig(activation_checkpointing=False), load_weights=weights is not None,
+        resolved, mesh=mesh_of(layout), dtype=torch.float32, device=CPU, seed=3, load_weights=weights is not None,
+        settings=Settings((layout.parallel(), ActivationConfig(activation_checkpointing=False))),
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_each_rank_reads_its_slices_of_pretrained_weights(tmp_path):
 def _check_memory(folder, layout):
     gap = 4 * 2**20  # what an allocator rounds up, a file's header, code that runs for the first time
     allocated: list[int] = []
-    transform = sys.modules["smp.prepare"]
+    transform = sys.modules["smp.parallel.parallelize"]
     real = transform.materialize_
 
     def materialize(model, device):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError
-from smp.sharding import reshard
+from smp.parallel.sharding import reshard
 
 
 def plain(model: nn.Module) -> nn.Module:

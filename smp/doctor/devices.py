@@ -10,12 +10,12 @@ import sys
 import torch
 
 from smp.comm.report import readable
+from smp.cpu_bf16 import ensure_bf16_works
 from smp.doctor.check import CheckContext
 from smp.doctor.system import set_by_user
 from smp.errors import UserError
-from smp.instruction_set import ensure_bf16_works
-from smp.memory_plan import control_group, memory_limit
-from smp.prepare import compute_dtype
+from smp.memory.limits import control_group, memory_limit
+from smp.parallel.parallelize import compute_dtype
 from smp.runtime import choose_device
 
 _GIB = 1 << 30

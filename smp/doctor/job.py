@@ -6,7 +6,8 @@ import dataclasses
 
 from smp.doctor.check import CheckContext
 from smp.errors import ConfigError
-from smp.memory_plan import GIB, available_memory, estimate_memory
+from smp.memory.limits import available_memory
+from smp.memory.plan import GIB, estimate_memory
 from smp.train.run_plan import batch_of_flags, make_plan, refuse_too_large, sizes
 
 PLAN_SHARE = 5.0  # of --timeout: data may have to be converted

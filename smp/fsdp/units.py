@@ -32,7 +32,7 @@ from smp.fsdp.meshes import device_type, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
 from smp.fsdp.param_group import keep_promises
 from smp.fsdp.policies import is_container
-from smp.sharding import install_collectives, placement
+from smp.parallel.sharding import install_collectives, placement
 
 _ATTRIBUTE = "_smp_unit"
 

@@ -7,16 +7,15 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from smp.config import ParallelConfig
 from smp.dry_run import degree_table
 from smp.errors import UserError
-from smp.memory_plan import GIB, ModelShape, Workload, estimate_memory, model_shape, processes_that_fit
+from smp.memory.plan import GIB, peak_bytes, processes_that_fit
+from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
-from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
+from smp.parallel.parallelize import settings_of
 
 # What CUDA, NCCL and fragmentation take of a GPU.
 _USABLE = 0.92
@@ -45,7 +44,7 @@ class _Layout:
     extra: tuple[str, ...]
 
     def bytes(self, shape: ModelShape) -> int:
-        return sum(estimate_memory(shape, self.mesh, self.work).values())
+        return peak_bytes(shape, self.mesh, self.work)
 
 
 def choose_sizes(
@@ -67,12 +66,7 @@ def choose_sizes(
     """
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     resolved = resolve_model(ModelConfig(**{name: value for name, value in settings.items() if name in fields}))
-    family = resolved.family
-    with torch.device("meta"):
-        model = build_model(resolved.hf_config, attn_implementation=resolved.attn_implementation)
-    shape = model_shape(
-        model, resolved.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
-    )
+    shape = model_shape(resolved)
     budget, smallest = int(gpu_memory_gib * _USABLE * GIB), None
     for layout in _layouts(resolved, settings, given, nodes=nodes, gpus=gpus):
         needed = layout.bytes(shape)
@@ -114,9 +108,13 @@ def _layouts(
         for tp in tps
         if tp in tensor_parallel_choices(world)
     }
+    bf16 = settings["bf16"] is None or settings["bf16"]
+    asked = workload(resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type="cuda")
     for extra, most_tokens in itertools.product(extras, (_MOST_TOKENS, float("inf"))):
         for tp, batch in itertools.product(meshes, batches):
-            work = _workload(resolved, settings, batch, offload=bool(extra))
+            work = dataclasses.replace(
+                asked.changed(offload_activations=True) if extra else asked, micro_batch_size=batch
+            )
             for mesh in meshes[tp]:
                 tokens = batch * settings["gradient_accumulation_steps"] * mesh.data.size * resolved.sequence_length
                 # The job refuses more data-parallel processes than samples.
@@ -141,25 +139,6 @@ def _meshes(
         plan, config = resolved.family.tensor_plan, resolved.hf_config
         if not tensor_parallel_problems(plan, config, degree=tp, shard=mesh.shard.size):
             yield mesh
-
-
-def _workload(resolved: ResolvedModel, settings: Mapping[str, Any], batch: int, *, offload: bool) -> Workload:
-    bf16 = settings["bf16"] is None or settings["bf16"]
-    offloads = offload or settings["offload_activations"]
-    return Workload(
-        sequence_length=resolved.sequence_length,
-        micro_batch_size=batch,
-        compute_bytes=2 if bf16 else 4,
-        activation_checkpointing=settings["activation_checkpointing"],
-        sequence_parallel=settings["sequence_parallel"],
-        save_gathered=settings["tp_save_gathered"],
-        loss_chunk=settings["loss_chunk_tokens"],
-        recomputed_every=settings["activation_checkpointing_every"],
-        selective=settings["activation_checkpointing_mode"] == "selective",
-        offload_horizon=settings["activation_loading_horizon"] if offloads else 0,
-        cpu_offload=settings["cpu_offload"],
-        attention_matrix=resolved.attn_implementation == "eager",
-    )
 
 
 def _choice(

@@ -14,15 +14,15 @@ import torch
 
 from smp.checkpoint.restore import restore
 from smp.checkpoint.saver import Saver
+from smp.cpu_bf16 import ensure_bf16_works
 from smp.environment import Launch, malloc, read_launch
 from smp.errors import PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
-from smp.instruction_set import ensure_bf16_works
 from smp.log import configure_logging, get_logger
-from smp.memory_tracker import HeldScalars, MemoryTracker, build_memory_tracker
-from smp.prepare import prepare_model
+from smp.memory.tracker import HeldScalars, MemoryTracker, build_memory_tracker
+from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end
@@ -65,13 +65,11 @@ def run(plan: RunPlan, guard: Guard) -> int:
         model = prepare_model(
             plan.model,
             mesh=mesh,
-            parallel=config.parallel,
-            activation=config.activation,
+            settings=plan.setup.settings,
             dtype=plan.dtype,
             device=plan.device,
             seed=config.run.seed,
             load_weights=start.checkpoint is None,
-            loss=config.loss,
             record=functools.partial(memory.record, step=start.progress.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)

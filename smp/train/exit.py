@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from smp.errors import ConfigError, PeerError, RankError, RunError, UserError
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
-from smp.memory_profile import is_out_of_memory
+from smp.memory.profile import is_out_of_memory
 from smp.train.report import say_out_of_memory
 from smp.train.run_plan import RunPlan
 

@@ -231,7 +231,7 @@ class MetricsLogger:
             tokens: tokens consumed since the start of training, all ranks; padding does not count.
             samples: samples consumed since the start of training, all ranks.
             step_time_s: mean seconds per step since the last call, without validation and checkpoints.
-            memory: what ``smp.memory_tracker.memory_stats`` returns.
+            memory: what ``smp.memory.tracker.memory_stats`` returns.
         """
         steps = step - self._step
         seconds = steps * step_time_s

@@ -22,12 +22,12 @@ from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
 from smp.errors import UserError
 from smp.log import configure_logging, get_logger
-from smp.memory_advice import advice_text, changes_that_help
-from smp.memory_plan import estimate_memory, memory_table
-from smp.memory_profile import MemoryProfile, profile_memory, rank_table
+from smp.memory.advice import advice_text, changes_that_help
+from smp.memory.plan import estimate_memory, memory_table
+from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.mesh import Mesh
 from smp.models.registry import count_parameters
-from smp.models.tensor_plan import tensor_parallel_problems
+from smp.parallel.parallelize import find_problems
 from smp.plots import plot_metrics
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.flops import model_flops_per_token, peak_flops
@@ -265,16 +265,15 @@ def say_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
         tables: what was measured; empty where nothing was.
     """
     shape, work = sizes(plan)
-    family, hf_config, run = plan.model.family, plan.model.hf_config, plan.config.run
+    run, setup = plan.config.run, plan.setup
 
     def legal(mesh: Mesh) -> bool:
-        return not tensor_parallel_problems(family.tensor_plan, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
+        return not find_problems(plan.model.hf_config, dataclasses.replace(setup, mesh=mesh))
 
     changes = changes_that_help(
         shape,
         plan.mesh,
         work,
-        device_type=plan.device.type,
         accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
         legal=legal,
     )

@@ -11,31 +11,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from smp.activation_offload import require_directory
 from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
+from smp.config import Settings
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
-from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, UserError
-from smp.memory_plan import (
-    ModelShape,
-    Workload,
-    available_memory,
-    check_fits,
-    estimate_memory,
-    model_shape,
-    processes_that_fit,
-)
+from smp.memory.limits import available_memory
+from smp.memory.plan import check_fits, estimate_memory, peak_bytes, processes_that_fit
+from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.preset import list_presets
-from smp.models.registry import build_model
-from smp.models.tensor_plan import tensor_parallel_problems
-from smp.prepare import compute_dtype
+from smp.parallel.parallelize import compute_dtype, find_problems
+from smp.parallel.technique import Setup
 from smp.runtime import Launch, choose_backend, choose_device
-from smp.train.arguments import TrainConfig
+from smp.train.arguments import SECTIONS, TrainConfig
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
@@ -54,6 +46,12 @@ class Job:
     dtype: torch.dtype
     mesh: Mesh  # laid out
     model: ResolvedModel
+
+    @property
+    def setup(self) -> Setup:
+        """What the techniques are told."""
+        settings = Settings(tuple(getattr(self.config, name) for name in SECTIONS))
+        return Setup(self.model.family, self.mesh, settings, self.dtype, self.device.type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +96,6 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     attempt = problems.attempt
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
-    attempt(_check_offload, config, device)
     problems += _needs_of_settings(config, device)
     mesh = attempt(
         resolve_mesh,
@@ -114,13 +111,11 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     attempt(check_output, config, run_dir)
     if mesh is None:
         raise ConfigError(problems)
-    split = tensor_parallel_problems(
-        model.family.tensor_plan, model.hf_config, degree=mesh.tp.size, shard=mesh.shard.size
-    )
-    problems += split
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
+    misfits = find_problems(model.hf_config, job.setup)
+    problems += misfits
     size = attempt(check_global_batch, config.run.global_batch_size or batch_of_flags(config, mesh), mesh)
-    if size is not None and not split and not config.run.dry_run:
+    if size is not None and not misfits and not config.run.dry_run:
         attempt(refuse_too_large, job)
     data = None
     if size is not None and not config.data.missing():
@@ -213,23 +208,6 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
     return problems
 
 
-def _check_offload(config: TrainConfig, device: torch.device) -> None:
-    """Refuse to offload activations where they would go nowhere.
-
-    Raises:
-        UserError: no directory on a CPU, or one that cannot be written.
-    """
-    if not config.activation.offload_activations:
-        return
-    if config.activation.offload_dir is not None:
-        require_directory(Path(config.activation.offload_dir))
-    elif device.type == "cpu":
-        raise UserError(
-            "--offload_activations 1 on a CPU needs --offload_dir, as activations are in host memory already: give a "
-            "directory on a fast local disk, or use --activation_checkpointing 1 alone"
-        )
-
-
 def check_global_batch(size: int, mesh: Mesh) -> int:
     """Return ``size``, the samples of a step over all ranks.
 
@@ -272,28 +250,15 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
 
 def sizes(plan: Job) -> tuple[ModelShape, Workload]:
     """What decides the memory of a rank."""
-    config, family, activation = plan.config, plan.model.family, plan.config.activation
-    with torch.device("meta"):
-        model = build_model(plan.model.hf_config, attn_implementation=plan.model.attn_implementation)
-    shape = model_shape(
-        model, plan.model.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
-    )
-    return shape, Workload(
-        sequence_length=plan.model.sequence_length,
-        micro_batch_size=config.run.train_batch_size,
+    work = workload(
+        plan.model,
+        plan.setup.settings,
+        batch=plan.config.run.train_batch_size,
         compute_bytes=plan.dtype.itemsize,
-        activation_checkpointing=activation.activation_checkpointing,
-        sequence_parallel=config.parallel.sequence_parallel,
-        save_gathered=config.parallel.tp_save_gathered,
-        loss_chunk=config.loss.loss_chunk_tokens,
-        recomputed_every=activation.activation_checkpointing_every,
-        selective=activation.activation_checkpointing_mode == "selective",
-        offload_horizon=activation.activation_loading_horizon if activation.offload_activations else 0,
-        cpu_offload=activation.cpu_offload and plan.device.type != "cpu",
-        checkpoint_copy=config.checkpoint.is_async and plan.device.type == "cpu",
-        attention_matrix=plan.model.attn_implementation == "eager",
-        unused_heap=unused_heap() if plan.device.type == "cpu" else 0.0,
+        device_type=plan.device.type,
+        is_async=plan.config.checkpoint.is_async,
     )
+    return model_shape(plan.model), work
 
 
 def refuse_too_large(plan: Job) -> None:
@@ -333,7 +298,7 @@ def _preset_that_fits(plan: Job, available: int) -> str:
     for name in list_presets():
         other = dataclasses.replace(plan, model=resolve_model(ModelConfig(model=name)))
         shape, work = sizes(other)
-        if sum(estimate_memory(shape, plan.mesh, work).values()) <= available:
+        if peak_bytes(shape, plan.mesh, work) <= available:
             best = max(best, (other.model.family == plan.model.family, shape.parameters, name))
     return best[2]
 
@@ -350,8 +315,6 @@ def dry_run(plan: RunPlan) -> None:
         text = report(
             plan.model,
             plan.mesh,
-            parallel=plan.config.parallel,
-            activation=plan.config.activation,
             shape=shape,
             work=work,
             available=available_memory(plan.device, plan.launch.local_world_size) if planned_here else None,

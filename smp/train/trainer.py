@@ -14,17 +14,17 @@ from torch import nn
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
-from smp.chunked_loss import model_loss_sum
 from smp.data.data_pipeline import StepBatch
 from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
-from smp.grad_norm import clip_grad_norm_
 from smp.log import get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
-from smp.memory_tracker import MemoryTracker, NullMemoryTracker, memory_stats
+from smp.memory.tracker import MemoryTracker, NullMemoryTracker, memory_stats
 from smp.mesh import Mesh
+from smp.parallel.grad_norm import clip_grad_norm_
+from smp.parallel.loss import model_loss_sum
+from smp.parallel.sharding import reshard, set_gradient_sync
 from smp.runtime import release_cache
-from smp.sharding import reshard, set_gradient_sync
 from smp.train.lr_schedule import LRSchedule
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.report import (
@@ -169,7 +169,7 @@ def train_step(
     """One optimizer step: count tokens, accumulate gradients, clip, update; collective.
 
     Args:
-        model: from :func:`smp.prepare.parallelize`.
+        model: from :func:`smp.parallel.parallelize.parallelize`.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
         loss_group: the ranks over which losses and token counts are summed; None: all.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smp.faults.nonfinite import spread_nonfinite
-from smp.grad_norm import clip_grad_norm_
+from smp.parallel.grad_norm import clip_grad_norm_
 from smp.train import __main__ as train_main
 from smp.train import trainer
 from tests.faults.jobs import JOB, checkpoints

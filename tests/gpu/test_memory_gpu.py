@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 
-from smp.activation_checkpoint import apply_activation_checkpointing
-from smp.activation_offload import DiskStore, HostStore, apply_activation_offload
-from smp.chunked_loss import chunk_loss, linear_cross_entropy
-from smp.memory_profile import profile_memory
-from smp.memory_tracker import GIB, build_memory_tracker, memory_stats
-from smp.memory_warnings import logger as warnings_logger
-from smp.memory_warnings import warn_of_cache_flushes
+from smp.memory.profile import profile_memory
+from smp.memory.tracker import GIB, build_memory_tracker, memory_stats
+from smp.memory.warnings import logger as warnings_logger
+from smp.memory.warnings import warn_of_cache_flushes
+from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel.loss import chunk_loss, linear_cross_entropy
+from smp.parallel.offload import DiskStore, HostStore, apply_activation_offload
 from tests.parity import global_batch
 from tests.test_activation_offload import blocks_of, dropout_model
 

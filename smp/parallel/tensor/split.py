@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from smp.chunked_loss import SPLIT_HEAD, SplitHead
 from smp.errors import ConfigError, UserError
 from smp.models.family import Family
 from smp.models.tensor_plan import Part, TensorPlan, require_tensor_plan, tensor_parallel_problems
-from smp.tensor_parallel.forward import split_forward
-from smp.tensor_parallel.layers import Columns, Held, HeldWhole, split_embedding, split_head, split_part
-from smp.tensor_parallel.region import Region
+from smp.parallel.loss import SPLIT_HEAD, SplitHead
+from smp.parallel.tensor.forward import split_forward
+from smp.parallel.tensor.layers import Columns, Held, HeldWhole, split_embedding, split_head, split_part
+from smp.parallel.tensor.region import Region
 
 _MARK = "_smp_tensor_parallel"
 
@@ -96,9 +96,9 @@ def _child(module: nn.Module, path: str, where: str) -> nn.Module:
 
 def _linear(module: nn.Module, path: str, where: str) -> nn.Linear:
     found = _child(module, path, where)
-    if not isinstance(found, nn.Linear):
+    if not isinstance(found, nn.Linear) or type(found).forward is not nn.Linear.forward:
         raise UserError(f"the tensor-parallel plan splits {path} of {where}, which is a {type(found).__name__}: only "
-                        f"nn.Linear can be split")  # fmt: skip
+                        f"nn.Linear can be split, and its product is replaced by smp.parallel.linear")  # fmt: skip
     return found
 
 

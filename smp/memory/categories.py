@@ -35,10 +35,10 @@ _PLACES: dict[str, dict[str, str]] = {
     _HERE + "comm/gloo.py": {"": COMMUNICATION},
     _HERE + "comm/cuda.py": {"": COMMUNICATION},
     _HERE + "comm/symmetric.py": {"": COMMUNICATION},
-    _HERE + "grad_norm.py": {"": GRADIENTS},
+    _HERE + "parallel/grad_norm.py": {"": GRADIENTS},
     _HERE + "loss.py": {"": LOGITS},
     # The model itself is called from this file, too.
-    _HERE + "chunked_loss.py": {
+    _HERE + "parallel/loss.py": {
         "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_add_product": LOGITS,
     },
     "torch/optim/adamw.py": {"": OPTIMIZER},

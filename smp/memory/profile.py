@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from smp.memory_profile.categories import (
+from smp.memory.categories import (
     ACTIVATIONS,
     CATEGORIES,
     COMMUNICATION,
@@ -45,7 +45,7 @@ from smp.memory_profile.categories import (
     lies_in,
     shared_mappings,
 )
-from smp.memory_tracker import peak_rss_bytes
+from smp.memory.tracker import peak_rss_bytes
 from smp.plots import plot_memory
 
 MIB = 1024**2
@@ -202,7 +202,7 @@ class MemoryProfile(TorchDispatchMode):
 
         Args:
             title: the first line.
-            predicted: bytes by category from :func:`smp.memory_plan.estimate_memory`, shown beside.
+            predicted: bytes by category from :func:`smp.memory.plan.estimate_memory`, shown beside.
         """
         peak = self.peak()
         lines = [f"{title} ({peak.phase}):"]

@@ -20,8 +20,16 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
+from smp.config import LossConfig
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.parallel.linear import has_product
+from smp.parallel.technique import Setup, no_problems
+
+Config = LossConfig
+problems = no_problems
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
@@ -186,6 +194,11 @@ def chunk_loss(
     def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
         if not asked:
             return project(hidden)
+        if has_product(projection):
+            raise UserError(
+                f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
+                f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
+            )
         return linear_cross_entropy(
             hidden, _local(projection.weight), asked[-1], bias=_local(projection.bias),  # type: ignore[arg-type]
             chunk_tokens=chunk_tokens, z_loss=z_loss if model.training else 0.0, split=split,
@@ -224,3 +237,20 @@ def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels:
     if hasattr(model, _MARK):
         return model(**inputs, labels=labels, num_items_in_batch=1, use_cache=False).loss
     return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels)
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Let the model make its loss in chunks."""
+    config = setup.settings[Config]
+    if config.loss_chunk_tokens:
+        chunk_loss(model, head=setup.family.head, chunk_tokens=config.loss_chunk_tokens, z_loss=config.z_loss)
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count logits, their log-softmax and their gradient, in fp32; in chunks they turn into their gradient in place."""
+    fp32, chunk = 4, work.settings[Config].loss_chunk_tokens
+    of_logit = 3 * fp32
+    if chunk:
+        of_logit = fp32 + (work.compute_bytes if work.compute_bytes < fp32 else 0)
+    columns = -(-shape.vocabulary // mesh.tp.size)
+    return {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smp.activation_offload.stores import Store, Stored
 from smp.errors import UserError
 from smp.log import get_logger
+from smp.parallel.offload.stores import Store, Stored
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from smp import instruction_set
+from smp import cpu_bf16
 from smp.errors import UserError
 from smp.runtime import onednn_ceiling
 
@@ -21,27 +21,27 @@ def trapping(monkeypatch):
                 os.kill(os.getpid(), signal.SIGILL)
             return original(size, size)
 
-        original = instruction_set.torch.ones
-        monkeypatch.setattr(instruction_set.torch, "ones", product)
+        original = cpu_bf16.torch.ones
+        monkeypatch.setattr(cpu_bf16.torch, "ones", product)
 
     return use
 
 
 def test_nothing_changes_where_products_live(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    assert instruction_set.ensure_bf16_works() is None and onednn_ceiling() is None
+    assert cpu_bf16.ensure_bf16_works() is None and onednn_ceiling() is None
 
 
 def test_a_trapped_instruction_lowers_the_ceiling(trapping, caplog):
     trapping("AVX512_CORE", "AVX2")
-    assert instruction_set.ensure_bf16_works() == "AVX512_CORE" == onednn_ceiling()
+    assert cpu_bf16.ensure_bf16_works() == "AVX512_CORE" == onednn_ceiling()
     assert "dies (SIGILL)" in caplog.text
 
 
 def test_nothing_works(trapping):
     trapping()
     with pytest.raises(UserError, match=r"dies \(SIGILL\) on this CPU with every instruction set: use --bf16 0"):
-        instruction_set.ensure_bf16_works()
+        cpu_bf16.ensure_bf16_works()
     assert onednn_ceiling() is None
 
 
@@ -49,13 +49,13 @@ def test_the_users_own_ceiling_is_respected(trapping, monkeypatch):
     trapping("AVX2")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
     with pytest.raises(UserError, match="with ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX: unset it"):
-        instruction_set.ensure_bf16_works()
+        cpu_bf16.ensure_bf16_works()
     assert onednn_ceiling() == "AVX512_CORE_AMX"
 
 
 def test_a_wrong_product_is_noticed(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    original = instruction_set.torch.ones
-    monkeypatch.setattr(instruction_set.torch, "ones", lambda *a, **k: original(*a, **k) * 2)
+    original = cpu_bf16.torch.ones
+    monkeypatch.setattr(cpu_bf16.torch, "ones", lambda *a, **k: original(*a, **k) * 2)
     with pytest.raises(UserError, match="gives a wrong result"):
-        instruction_set.ensure_bf16_works()
+        cpu_bf16.ensure_bf16_works()

@@ -14,8 +14,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
-from smp.config import ParallelConfig
+from smp.config import ActivationConfig, ParallelConfig
+from smp.errors import UserError
+from smp.memory.shape import ModelShape, Workload
+from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
+from smp.models.family import Family
+from smp.parallel.technique import Setup, model_blocks, no_problems
+
+Config = ParallelConfig
+problems = no_problems
 
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000
@@ -184,3 +192,52 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
         root.set_requires_gradient_sync(last)
     else:
         root.set_requires_all_reduce(last)
+
+
+def _units(model: nn.Module, family: Family, parallel: ParallelConfig, *, reshard: bool) -> list[Unit]:
+    embedding, norm, head = (model.get_submodule(p) for p in (family.embedding, family.final_norm, family.head))
+    blocks, tied = model_blocks(model, family), head.weight is embedding.weight
+    if parallel.auto_wrap_policy == "size_based_auto_wrap_policy":
+        parts = blocks if tied else model.children()
+        units = size_based_units(parts, reshard=reshard, minimum=MIN_UNIT_PARAMETERS)
+        return [*units, Unit([embedding, norm, head], reshard=False)] if tied else units
+    return transformer_units(embedding=embedding, blocks=blocks, final=[norm, head], tied=tied, reshard=reshard)
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Shard the model; last, so that the gathering of parameters lies outside of what the others have wrapped.
+
+    Raises:
+        UserError: a defect of smp has untied the head from the embedding.
+    """
+    mesh, parallel = setup.mesh, setup.settings[Config]
+    before = sum(1 for _ in model.parameters())
+    units = _units(model, setup.family, parallel, reshard=mesh.reshard_after_forward)
+    cpu_offload = setup.settings[ActivationConfig].cpu_offload
+    shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=setup.dtype, cpu_offload=cpu_offload)
+    if sum(1 for _ in model.parameters()) != before:
+        raise UserError("sharding untied the head from the embedding; this is a defect in smp, please report it")
+    if parallel.fsdp_cache_flush_warnings:
+        warn_of_cache_flushes(model, mesh.device_type)
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count the sharded states, and the units that are whole.
+
+    Parameters, gradients and AdamW's two moments are fp32, and split over sharding and tensor-parallel ranks. Gathered
+    parameters: two units at a time (the current one and the one fetched ahead) when they are freed after forward, all
+    of them otherwise; also in a group of one, where gathering is a copy.
+    """
+    fp32, tp = 4, mesh.tp.size
+    held = shape.of_rank(shape.parameters, shape.layers, tp)
+    unit = shape.of_rank(shape.largest_unit, int(shape.largest_unit == shape.block), tp)
+    gathered = min(2 * unit, held) if mesh.reshard_after_forward else held
+    in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
+    shard = 0 if in_host_memory else -(-held // mesh.shard.size) * fp32
+    return {
+        "parameters": shard,
+        "gradients": shard,
+        "optimizer state": 2 * shard,
+        "gathered parameters": gathered * work.compute_bytes,
+        "gradients before reduction": 2 * unit * fp32,
+    }

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, shift_labels
-from smp.tensor_parallel.region import Region
+from smp.parallel.tensor.region import Region
 
 
 def _padded(tensor: torch.Tensor | None, extra: int, value: int) -> torch.Tensor | None:

@@ -15,13 +15,36 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.tensor_parallel.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
-from smp.tensor_parallel.region import Region
+from smp.parallel.linear import has_product, linear
+from smp.parallel.tensor.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
+from smp.parallel.tensor.region import Region
 
 
 def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's part, with a way back for the gradient."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _columns(
+    region: Region, linears: list[nn.Linear], parameters: list[Any], *, whole: torch.Tensor, part: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of column-parallel layers of one input.
+
+    Args:
+        region: the group.
+        linears: the layers.
+        parameters: of each, this rank's weight and bias.
+        whole: the input of all tokens, gathered by :class:`GatherTokens` with sequence parallelism.
+        part: the same of this rank's tokens.
+    """
+    if not any(has_product(layer) for layer in linears):
+        weights, biases = zip(*parameters, strict=True)
+        return ColumnLinears.apply(region, len(linears), whole.detach(), part, *weights, *biases)
+    # What another product needs for backward is its own affair, so autograd goes through it. The gathered input is kept
+    # then, and one exchange adds up the layers' gradients of it.
+    if not region.sequence_parallel:
+        (whole,) = SumGradients.apply(region, part)
+    return tuple(linear(layer, whole, *own) for layer, own in zip(linears, parameters, strict=True))
 
 
 class Held(NamedTuple):
@@ -102,12 +125,12 @@ class Columns:
 
     def __init__(self, region: Region, linears: list[nn.Linear], slices: dict[int, slice], held: HeldWhole):
         self.region, self.linears, self.slices, self.held = region, linears, slices, held
-        self._places = {name: [held.place(linear, name) for linear in linears] for name in ("weight", "bias")}
+        self._places = {name: [held.place(layer, name) for layer in linears] for name in ("weight", "bias")}
         self._whole: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
-        for index, linear in enumerate(linears):
-            linear.forward = self._forward_of(index)  # type: ignore[method-assign,assignment]
+        for index, layer in enumerate(linears):
+            layer.forward = self._forward_of(index)  # type: ignore[method-assign,assignment]
 
     def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         # Not functools.partial, which torch.compile takes for another in every block.
@@ -136,10 +159,9 @@ class Columns:
             name = type(self.linears[index]).__name__
             raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
         if index not in self._outputs:
-            count = len(self.linears)
-            parameters = [self._parameter(i, name) for name in ("weight", "bias") for i in range(count)]
-            outputs = ColumnLinears.apply(self.region, count, x.detach(), self._part, *parameters)
-            self._outputs = dict(enumerate(outputs))  # type: ignore[arg-type]
+            parameters = [(self._parameter(i, "weight"), self._parameter(i, "bias")) for i in range(len(self.linears))]
+            outputs = _columns(self.region, self.linears, parameters, whole=x, part=self._part)  # type: ignore[arg-type]
+            self._outputs = dict(enumerate(outputs))
         return self._outputs.pop(index)
 
 
@@ -171,7 +193,7 @@ def split_part(
             return forward(whole, *args[1:], **kwargs)
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
-        out = ReducePartial.apply(F.linear(x, local(row.weight)), region)  # type: ignore[arg-type]
+        out = ReducePartial.apply(linear(row, x, local(row.weight), None), region)  # type: ignore[arg-type]
         return out if bias is None else out + held.at(bias)  # type: ignore[return-value]
 
     module.forward = computed  # type: ignore[method-assign]
@@ -197,7 +219,7 @@ def split_head(region: Region, head: nn.Linear) -> None:
     """Let the head make its rank's columns of the logits, of all tokens."""
 
     def logits(part: torch.Tensor) -> torch.Tensor:
-        whole = region.gather(part)[0] if region.sequence_parallel else part
-        return ColumnLinears.apply(region, 1, whole, part, local(head.weight), local(head.bias))[0]
+        whole = GatherTokens.apply(part, region) if region.sequence_parallel else part
+        return _columns(region, [head], [(local(head.weight), local(head.bias))], whole=whole, part=part)[0]
 
     head.forward = logits  # type: ignore[method-assign,assignment]

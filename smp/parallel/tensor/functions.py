@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from smp.tensor_parallel.region import Region
+from smp.parallel.tensor.region import Region
 
 
 def _wait(work: Any) -> None:

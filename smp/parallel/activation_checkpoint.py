@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from smp.config import ActivationConfig
 from smp.errors import UserError
+from smp.memory.shape import ModelShape, Workload, block_bytes
+from smp.mesh import Mesh
+from smp.parallel.technique import Setup, model_blocks, no_problems
+
+Config = ActivationConfig
+problems = no_problems
 
 Mode = Literal["full", "selective"]
 _MARK = "_smp_block"
@@ -109,3 +116,39 @@ def apply_activation_checkpointing(
         block.forward = functools.wraps(forward)(  # type: ignore[method-assign]
             functools.partial(checkpoint, forward, use_reentrant=False, **options)
         )
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Checkpoint the model's blocks."""
+    config = setup.settings[Config]
+    if config.activation_checkpointing:
+        apply_activation_checkpointing(
+            model_blocks(model, setup.family),
+            mode=config.activation_checkpointing_mode,
+            every=config.activation_checkpointing_every,
+        )
+
+
+def waiting_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, blocks: int) -> int:
+    """Bytes that so many blocks keep for backward, of which a checkpointed one keeps its input alone."""
+    config, block = work.settings[Config], block_bytes(shape, mesh, work)
+    per_block = float(block.inside)
+    if config.activation_checkpointing:
+        recomputed = _recomputed(shape, config)
+        per_block = (recomputed * block.input + (shape.layers - recomputed) * block.inside) / shape.layers
+    return int(blocks * per_block)
+
+
+def _recomputed(shape: ModelShape, config: ActivationConfig) -> int:
+    return -(-shape.layers // config.activation_checkpointing_every)
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count what waits for backward, and the block that computes, or is computed again."""
+    config = work.settings[Config]
+    held = waiting_bytes(shape, mesh, work, blocks=shape.layers) + block_bytes(shape, mesh, work).inside
+    if config.activation_checkpointing and config.activation_checkpointing_mode == "selective":
+        # Attention's output, and of each part's products every other one; these are not offloaded.
+        kept = work.tokens * (3 * shape.hidden + shape.intermediate) // mesh.tp.size * work.compute_bytes
+        held += _recomputed(shape, config) * kept
+    return {"activations": held}

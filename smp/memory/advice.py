@@ -1,0 +1,96 @@
+"""What to change when memory runs out: the flags that would save most, by prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from smp.config import ActivationConfig, LossConfig
+from smp.memory.plan import peak_bytes
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+
+_MIB = 1024**2
+
+
+class Change(NamedTuple):
+    """Flags to set, and the bytes of each rank's predicted peak that they save."""
+
+    flags: str
+    saving: int
+
+
+def changes_that_help(
+    shape: ModelShape,
+    mesh: Mesh,
+    work: Workload,
+    *,
+    accumulation: int | None = 1,
+    legal: Callable[[Mesh], bool] = lambda mesh: True,
+    most: int = 3,
+) -> list[Change]:
+    """The ``most`` changes with the largest predicted saving of a rank, largest first.
+
+    Args:
+        shape, mesh, work: of the job, as for :func:`smp.memory.plan.estimate_memory`.
+        accumulation: micro-batches of a step; None: they follow from ``--global_batch_size``.
+        legal: whether the model can be split so.
+    """
+    now = peak_bytes(shape, mesh, work)
+    candidates = _candidates(mesh, work, accumulation)
+    found = [
+        Change(flags, now - peak_bytes(shape, other, changed))
+        for flags, other, changed in candidates
+        if other == mesh or legal(other)
+    ]
+    # A hundredth of the whole is nothing to restart a job for.
+    found = [change for change in found if change.saving > now / 100]
+    return sorted(found, key=lambda change: -change.saving)[:most]
+
+
+def advice_text(changes: list[Change]) -> str:
+    """The changes, one a line; empty where nothing helps."""
+    if not changes:
+        return "No single flag would save much: use a smaller model, or more processes on more hosts."
+    lines = ["What would help most, and the predicted saving of each process:"]
+    return "\n".join([*lines, *(f"{change.saving / _MIB:12.1f} MiB  {change.flags}" for change in changes)])
+
+
+def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:
+    """Flags, the layout that they make, and the workload."""
+    on_cpu = work.device_type == "cpu"
+    for flags in _settings_that_save(work):
+        note = " --offload_dir DIRECTORY_ON_FAST_DISK" if on_cpu and "offload_activations" in flags else ""
+        words = " ".join(f"--{name} {int(v) if isinstance(v, bool) else v}" for name, v in flags.items())
+        yield words + note, mesh, work.changed(**flags)
+    size, length = work.micro_batch_size, work.sequence_length
+    if size > 1:
+        half = -(-size // 2)
+        words = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
+        yield f"--train_batch_size {half}{words}", mesh, dataclasses.replace(work, micro_batch_size=half)
+    if mesh.replicas.size > 1 or not mesh.reshard_after_forward:
+        yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
+    if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):
+        yield f"--tensor_parallel_degree {twice.tp.size}", twice, work
+    if not on_cpu:  # processes of one host share its memory
+        yield "twice as many processes and --sharding_strategy full_shard", mesh.fully_sharded(times=2), work
+    shorter = dataclasses.replace(work, sequence_length=length // 2)
+    yield f"--max_context_width {length // 2} (trains on shorter sequences)", mesh, shorter
+
+
+def _settings_that_save(work: Workload) -> Iterator[dict[str, Any]]:
+    """Settings of the techniques, by name, that are not as frugal as they could be."""
+    activation = work.settings[ActivationConfig]
+    if not activation.activation_checkpointing:
+        yield {"activation_checkpointing": True}
+    elif activation.activation_checkpointing_mode == "selective":
+        yield {"activation_checkpointing_mode": "full"}
+    if activation.activation_checkpointing and activation.activation_checkpointing_every > 1:
+        yield {"activation_checkpointing_every": 1}
+    if not work.settings[LossConfig].loss_chunk_tokens:
+        yield {"loss_chunk_tokens": 1024}
+    if not activation.offload_activations:
+        yield {"offload_activations": True, "activation_loading_horizon": 1}
+    if work.device_type != "cpu" and not activation.cpu_offload:
+        yield {"cpu_offload": True}

@@ -1,0 +1,73 @@
+"""What a job needs on each rank, predicted from shapes before anything is allocated.
+
+An estimate, on purpose a simple one: every technique says what it costs, and here alone that is summed. The largest
+terms (parameters, gradients, optimizer state, gathered units, logits) follow exactly from the shapes.
+"""
+
+from __future__ import annotations
+
+from smp.errors import UserError
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh, lay_out
+from smp.parallel import parallelize
+
+GIB = 1024**3
+
+# What a process holds before it has a model: interpreter, torch and transformers. Measured on Linux, CPU build.
+BASE_HOST_BYTES = int(0.45 * GIB)
+
+# In the order of the table; what else a technique names comes after them.
+CATEGORIES = (
+    "parameters", "gradients", "optimizer state", "checkpoint copy", "gathered parameters",
+    "gradients before reduction", "activations", "logits and loss",
+)  # fmt: skip
+
+
+def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Predicted peak bytes of one rank, by category: the sum of what the techniques cost."""
+    needed = dict.fromkeys(CATEGORIES, 0)
+    for technique in parallelize.TECHNIQUES:
+        for category, size in technique.cost(shape, mesh, work).items():
+            needed[category] = needed.get(category, 0) + size
+    if work.checkpoint_copy:
+        needed["checkpoint copy"] = needed["parameters"] + needed["optimizer state"]
+    if work.unused_heap:
+        needed["free blocks of the heap"] = int(work.unused_heap * sum(needed.values()))
+    return {**needed, "process": BASE_HOST_BYTES}
+
+
+def peak_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Predicted peak bytes of one rank."""
+    return sum(estimate_memory(shape, mesh, work).values())
+
+
+def check_fits(needed: dict[str, int], available: int, *, model: str, processes: int, advice: str) -> None:
+    """Refuse a job whose predicted peak is more than there is.
+
+    Raises:
+        UserError: saying what each process needs, what there is, and what would help.
+    """
+    total = sum(needed.values())
+    if total > available:
+        raise UserError(
+            f"{model} on {processes} process(es) needs about {total / GIB:.1f} GiB in each process and there are "
+            f"{available / GIB:.1f} GiB for each: {advice}"
+        )
+
+
+def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1) -> int | None:
+    """The fewest fully sharded processes, ``tp`` times a power of two, whose predicted peak fits in ``available``."""
+    for exponent in range(15):
+        mesh = lay_out(1, 2**exponent, tp)
+        if peak_bytes(shape, mesh, work) <= available:
+            return mesh.world_size
+    return None
+
+
+def memory_table(needed: dict[str, int], available: int | None) -> str:
+    """The estimate as text, one category a line."""
+    lines = [f"{name:>28} {size / GIB:10.3f} GiB" for name, size in needed.items()]
+    lines.append(f"{'sum':>28} {sum(needed.values()) / GIB:10.3f} GiB")
+    if available is not None:
+        lines.append(f"{'available here':>28} {available / GIB:10.3f} GiB")
+    return "\n".join(lines)

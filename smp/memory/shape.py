@@ -1,0 +1,166 @@
+"""The sizes that decide a rank's memory: of the model, counted on the meta device, and of one forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from smp.config import ParallelConfig, Settings
+from smp.environment.malloc import unused_heap
+from smp.mesh import Mesh
+from smp.models.model_config import ResolvedModel
+from smp.models.registry import build_model
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """The sizes that decide memory, counted on the meta device."""
+
+    parameters: int  # all of them, tied ones once
+    largest_unit: int  # parameters of the largest sharding unit (embedding, a block, or norm and head)
+    block: int  # parameters of one block
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+    gated_mlp: bool
+    key_value_heads: int = 0  # 0: as many as heads
+    key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
+
+    def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
+        """What a tensor-parallel rank holds of ``parameters``, which contain so many blocks.
+
+        Each holds all key and value projections where there are fewer heads than ranks.
+        """
+        whole = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
+        return whole + -(-(parameters - whole) // tp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one forward pass holds.
+
+    Attributes:
+        sequence_length: tokens of a sample.
+        micro_batch_size: samples.
+        compute_bytes: of an element: 4 for fp32, 2 for bf16.
+        settings: of the techniques; each reads its own.
+        device_type: ``cpu`` or ``cuda``.
+        attention_matrix: whether scores of the whole sequence exist (eager attention).
+        checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
+        unused_heap: what the C library holds in free blocks, of the tensors' bytes: ``malloc.unused_heap()``.
+    """
+
+    sequence_length: int
+    micro_batch_size: int
+    compute_bytes: int
+    settings: Settings = Settings()
+    device_type: str = "cuda"
+    attention_matrix: bool = False
+    checkpoint_copy: bool = False
+    unused_heap: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of the forward pass."""
+        return self.micro_batch_size * self.sequence_length
+
+    def changed(self, **values: Any) -> Workload:
+        """The same with other settings of the techniques, by name."""
+        return dataclasses.replace(self, settings=self.settings.changed(**values))
+
+
+def workload(
+    model: ResolvedModel,
+    settings: Settings,
+    *,
+    batch: int,
+    compute_bytes: int,
+    device_type: str,
+    is_async: bool = False,
+) -> Workload:
+    """What one forward pass of a job holds.
+
+    Args:
+        model: that is trained.
+        settings: of the techniques.
+        batch: samples of a forward pass.
+        compute_bytes: of an element.
+        device_type: ``cpu`` or ``cuda``.
+        is_async: whether checkpoints are written in the background, which on a CPU takes a copy.
+    """
+    on_cpu = device_type == "cpu"
+    return Workload(
+        sequence_length=model.sequence_length,
+        micro_batch_size=batch,
+        compute_bytes=compute_bytes,
+        settings=settings,
+        device_type=device_type,
+        attention_matrix=model.attn_implementation == "eager",
+        checkpoint_copy=is_async and on_cpu,
+        unused_heap=unused_heap() if on_cpu else 0.0,
+    )
+
+
+def model_shape(model: ResolvedModel) -> ModelShape:
+    """Build a model on the meta device, and count."""
+
+    def count(module: torch.nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    family, config = model.family, model.hf_config
+    with torch.device("meta"):
+        built = build_model(config, attn_implementation=model.attn_implementation)
+    total = count(built)
+    block_counts = [count(block) for block in built.get_submodule(family.blocks).children()]
+    table = count(built.get_submodule(family.embedding))
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelShape(
+        parameters=total,
+        largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
+        block=max(block_counts),
+        layers=len(block_counts),
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=heads,
+        vocabulary=config.vocab_size,
+        gated_mlp=family.gated_mlp,
+        key_value_heads=key_value_heads,
+        key_value=2 * key_value_heads * head_dim * config.hidden_size,
+    )
+
+
+def splits_tokens(mesh: Mesh, work: Workload) -> bool:
+    """Whether tensor-parallel ranks hold parts of the tokens between the split layers."""
+    return mesh.tp.size > 1 and work.settings[ParallelConfig].sequence_parallel
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of activations of one block on a rank: its input, and all that backward needs."""
+
+    input: int
+    inside: int
+
+
+def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
+    """Count the activations of a block.
+
+    They follow Korthikanti et al., arXiv:2205.05198, section 4, without the attention matrix, which fused attention
+    does not store.
+    """
+    tp, split = mesh.tp.size, splits_tokens(mesh, work)
+    mlp = (4 if shape.gated_mlp else 3) * shape.intermediate
+    # Of a block's ten hidden states (norms, residuals, projections' inputs and outputs), four lie between split layers.
+    between = 4 * shape.hidden // (tp if split else 1)
+    # The inputs of attention and MLP, of all tokens.
+    gathered_inputs = 2 * shape.hidden if split and work.settings[ParallelConfig].tp_save_gathered else 0
+    inside = work.tokens * (between + gathered_inputs + (6 * shape.hidden + mlp) // tp) * work.compute_bytes
+    if work.attention_matrix:
+        matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
+        inside += 3 * matrix * work.compute_bytes // tp
+    return BlockBytes(work.tokens * shape.hidden * work.compute_bytes // (tp if split else 1), inside)

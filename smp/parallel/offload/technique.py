@@ -1,0 +1,54 @@
+"""Activation offloading as one of the techniques."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from smp.config import ActivationConfig
+from smp.errors import UserError
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.parallel.activation_checkpoint import waiting_bytes
+from smp.parallel.offload.offload import apply_activation_offload
+from smp.parallel.offload.stores import build_store, require_directory
+from smp.parallel.technique import Setup, model_blocks
+
+Config = ActivationConfig
+
+
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Say why activations would go nowhere: a CPU without a directory, or one that cannot be written."""
+    config = setup.settings[Config]
+    if not config.offload_activations:
+        return []
+    if config.offload_dir is None:
+        return [] if setup.device_type != "cpu" else [
+            "--offload_activations 1 on a CPU needs --offload_dir, as activations are in host memory already: give a "
+            "directory on a fast local disk, or use --activation_checkpointing 1 alone"
+        ]  # fmt: skip
+    try:
+        require_directory(Path(config.offload_dir))
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Offload what the model's blocks keep for backward."""
+    config = setup.settings[Config]
+    if config.offload_activations:
+        store = build_store(config.offload_dir)
+        apply_activation_offload(model_blocks(model, setup.family), store, horizon=config.activation_loading_horizon)
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count what leaves the device: all but the blocks that stay, the one that computes, and two that are leaving."""
+    config = work.settings[Config]
+    if not config.offload_activations:
+        return {}
+    blocks = min(shape.layers, config.activation_loading_horizon + 3)
+    stays, waits = (waiting_bytes(shape, mesh, work, blocks=count) for count in (blocks, shape.layers))
+    return {"activations": stays - waits}

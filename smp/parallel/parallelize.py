@@ -1,0 +1,140 @@
+"""From a resolved model to one that trains: build (meta) -> apply the techniques in order -> materialise -> fill."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, Settings
+from smp.delayed_init import build_on_meta, initialize_, materialize_
+from smp.errors import ConfigError
+from smp.mesh import Mesh
+from smp.models.family import Family
+from smp.models.model_config import ResolvedModel
+from smp.models.registry import build_model, init_rule
+from smp.parallel import activation_checkpoint, compile_blocks, loss, offload, sharding, tensor
+from smp.parallel.technique import Setup, Technique
+from smp.pretrained import load_pretrained_
+
+# In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
+TECHNIQUES: list[Technique] = [
+    tensor,
+    compile_blocks,
+    activation_checkpoint,
+    offload,
+    loss,
+    sharding,
+]
+
+
+def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward: bf16 on an accelerator and fp32 on a CPU unless ``--bf16`` says otherwise.
+
+    CPUs without fast bf16 units are slower in bf16 than in fp32.
+    """
+    wanted = device.type != "cpu" if precision.bf16 is None else precision.bf16
+    return torch.bfloat16 if wanted else torch.float32
+
+
+def find_problems(hf_config: Any, setup: Setup) -> list[str]:
+    """One sentence for each reason why a technique cannot be applied as it is asked for."""
+    return [problem for technique in TECHNIQUES for problem in technique.problems(hf_config, setup)]
+
+
+def settings_of(values: Mapping[str, Any]) -> Settings:
+    """The techniques' sections, from all settings by name."""
+    kinds = dict.fromkeys(technique.Config for technique in TECHNIQUES)
+    return Settings(tuple(_section(kind, values) for kind in kinds))
+
+
+def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
+
+
+def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
+    """Apply every technique that is asked for, in place.
+
+    Args:
+        model: of the family's architecture, real or on the meta device.
+        setup: its mesh is joined.
+
+    Raises:
+        ConfigError: naming every technique that does not fit the model and the mesh.
+    """
+    if problems := find_problems(model.config, setup):
+        raise ConfigError(problems)
+    cast(Any, model.config).use_cache = False  # recomputation would fill it twice
+    for technique in TECHNIQUES:
+        technique.apply(model, setup)
+    return model
+
+
+def parallelize(
+    model: nn.Module,
+    family: Family,
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    activation: ActivationConfig,
+    dtype: torch.dtype | None,
+    loss: LossConfig | None = None,
+) -> nn.Module:
+    """Apply the techniques to a Hugging Face model, in place.
+
+    Args:
+        model: of ``family``'s architecture, real or on the meta device.
+        dtype: dtype to compute in; None keeps the parameters' own.
+        loss: make the loss in chunks; None leaves the head as it is.
+
+    Raises:
+        ConfigError: a technique does not fit the model and the mesh.
+    """
+    sections = (parallel, activation, loss or LossConfig(loss_chunk_tokens=0))
+    return apply_techniques(model, Setup(family, mesh, Settings(sections), dtype))
+
+
+def prepare_model(
+    resolved: ResolvedModel,
+    *,
+    mesh: Mesh,
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    load_weights: bool,
+    record: Callable[[str], None] = lambda tag: None,
+) -> nn.Module:
+    """Build the model on the meta device, shard it, and give each rank's part its values.
+
+    Args:
+        resolved: architecture and, when finetuning, where the weights are.
+        mesh: joined.
+        settings: of the techniques.
+        dtype: dtype to compute in; parameters are fp32.
+        seed: of the initial values.
+        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+        record: called with the name of each phase, for the memory tracker.
+    """
+    build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
+    record("Before model creation")
+    model = build_on_meta(build) if resolved.delayed_param else build()
+    record("Before FSDP wrapper")
+    apply_techniques(model, Setup(resolved.family, mesh, settings, dtype, device.type))
+    cpu_offload = settings[ActivationConfig].cpu_offload
+    materialize_(model, torch.device("cpu") if cpu_offload else device)
+    if cpu_offload:  # buffers are computed with on the device
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+    if load_weights and resolved.weights is not None:
+        load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
+    else:
+        rule = functools.partial(init_rule, hf_config=resolved.hf_config)
+        initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=seed)
+    record("After FSDP wrapper")
+    return model.train()

@@ -1,0 +1,65 @@
+"""What a technique is: a file or folder of this package with the four members of :class:`Technique`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smp.config import Section, Settings
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.models.family import Family
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a model is prepared for.
+
+    Attributes:
+        family: where things are in the model.
+        mesh: laid out, which is enough for ``problems``, or joined.
+        settings: each technique reads its own section.
+        dtype: to compute in; None keeps the parameters' own.
+        device_type: ``cpu`` or ``cuda``; None where it is not known yet, as in a dry run.
+    """
+
+    family: Family
+    mesh: Mesh
+    settings: Settings = Settings()
+    dtype: torch.dtype | None = None
+    device_type: str | None = None
+
+
+class Technique(Protocol):
+    """An in-place transform of a model; ``smp.parallel.parallelize`` lists them in order."""
+
+    @property
+    def Config(self) -> type[Section]:  # noqa: N802
+        """The section that it reads."""
+
+    def problems(self, hf_config: Any, setup: Setup, /) -> list[str]:
+        """One sentence for each reason why it cannot be applied as it is asked for; nothing is built yet."""
+
+    def apply(self, model: nn.Module, setup: Setup, /) -> None:
+        """Do it, in place, if it is asked for; the model is real or on the meta device."""
+
+    def cost(self, shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
+        """Bytes that it adds to a rank's peak, by category; below 0 for what it saves."""
+
+
+def no_problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Of a technique that fits any model and mesh."""
+    return []
+
+
+def no_cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Of a technique that takes no memory worth counting."""
+    return {}
+
+
+def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
+    """The transformer blocks, in order."""
+    return list(model.get_submodule(family.blocks).children())

@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism for Hugging Face models: split layers, exchanges, forward."""

@@ -1,0 +1,88 @@
+"""A new technique touches its own file and one line of the list: refusal, prediction and order follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+import train_lib
+from smp.config import Settings, setting
+from smp.errors import ConfigError, UserError
+from smp.launch.sizes import choose_sizes
+from smp.parallel import parallelize
+from smp.parallel.activation_checkpoint import checkpointed_blocks
+from tests import ballast
+from tests.flags import SYNTHETIC, in_child, one_process, parse, plan_of
+from tests.job import LLAMA
+
+OFFLOAD = ["--offload_activations", 1]  # on a CPU, without a directory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heavy(ballast.Config):
+    ballast_mib: int = setting(2**30, "1 PiB in each block.")
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """The technique is on the list, before sharding."""
+    monkeypatch.setattr(parallelize, "TECHNIQUES", [*parallelize.TECHNIQUES[:-1], ballast, parallelize.TECHNIQUES[-1]])
+
+
+def test_the_list_is_what_is_applied():
+    names = [technique.__name__.removeprefix("smp.parallel.") for technique in parallelize.TECHNIQUES]
+    assert names == ["tensor", "compile_blocks", "activation_checkpoint", "offload", "loss", "sharding"]
+
+
+def test_its_problems_are_refused_with_the_others(listed, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        plan_of(["--num_layers", 3, *OFFLOAD, "--global_batch_size", 2**25], tmp_path)
+    found = [re.split(" needs | is too large", problem)[0] for problem in refused.value.problems]
+    assert found == ["--offload_activations 1 on a CPU", "--ballast_mib 64", "the global batch of 33554432 samples"]
+    plan_of(["--num_layers", 2], tmp_path).close()
+
+
+def test_its_cost_is_predicted(listed, tmp_path, capsys):
+    words = [*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "run", "--dry_run", 1, "--dry_run_world_size", 4]
+    assert train_lib.main([str(word) for word in words]) == 0
+    table = dict(re.findall(r"^ *(\S[\w ]*?) +(\d+\.\d+) GiB$", capsys.readouterr().out, re.MULTILINE))
+    assert float(table["ballast"]) == 2 * 64 / 1024
+    assert float(table["sum"]) == pytest.approx(sum(map(float, table.values())) - float(table["sum"]), abs=5e-3)
+
+
+def test_a_job_is_refused_for_its_cost(listed, tmp_path, monkeypatch):
+    monkeypatch.setattr(ballast, "Config", Heavy)
+    with pytest.raises(UserError, match=r"needs about 2\d{6}\.\d GiB in each process"):  # and free blocks of the heap
+        plan_of([], tmp_path)
+    config = parse([*LLAMA, *SYNTHETIC])
+    with pytest.raises(UserError, match=r"does not fit on 1 node\(s\).*each needs at least 2097152\.\d GiB"):
+        choose_sizes(config.flat(), config.given, nodes=1, gpus=8, gpu_memory_gib=80)
+
+
+@pytest.mark.parametrize(("place", "sharded"), [(0, False), (3, False), (6, True)])
+@in_child
+def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
+    seen = []
+
+    def apply(model, setup):
+        seen.append((bool(checkpointed_blocks(model)), isinstance(model, FSDPModule)))
+        ballast.apply(model, setup)
+
+    made_up = type("MadeUp", (), {**vars(ballast), "apply": staticmethod(apply)})
+    made_up.problems, made_up.cost = staticmethod(ballast.problems), staticmethod(ballast.cost)
+    order = list(parallelize.TECHNIQUES)
+    order.insert(place, made_up)
+    monkeypatch.setattr(parallelize, "TECHNIQUES", order)
+    with one_process([]) as built:
+        assert seen == [(place > 2, sharded)]
+        assert [block.ballast.numel() for block in built.model.model.layers] == [64, 64]
+
+
+def test_settings_that_are_not_given_have_their_defaults():
+    assert Settings()[ballast.Config].ballast_mib == 64
+    assert Settings((ballast.Config(),)).changed(ballast_mib=3)[ballast.Config].ballast_mib == 3
+    with pytest.raises(ValueError, match="no section has a setting ballast"):
+        Settings((ballast.Config(),)).changed(ballast=3)
