@@ -11,7 +11,7 @@ from pathlib import Path
 def hub_advice(name: str, kind: str = "") -> str:
     """End a sentence about ``name``, which is no path here: what to do if it is one of a hub or a checkout's sample."""
     if name.startswith("data/sample"):
-        return ": the sample belongs to a checkout of smp's repository and is not installed with it; start there"
+        return "; the sample belongs to a checkout of smp's repository and is not installed with it: start there"
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or Path(name).parent.exists():
         return ""
     return f"; hubs are never asked: download it first, `hf download {name}{kind} --local-dir DIR`, then give DIR"
