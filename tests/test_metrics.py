@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from smp import metrics
 from smp.errors import ConfigError, UserError
+from smp.train import metrics
 from smp.train.metrics import LoggingConfig, MetricsLogger, NullMetricsLogger
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
