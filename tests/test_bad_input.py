@@ -1,14 +1,12 @@
 """Bad input end to end: one sentence that says what, got what and what to do; exit status 2; nothing touched.
 
-Cases that need a new process, ranks or a finished run go through the real job; the others call ``train_lib.main`` in
-this process, which is the same code up to the exit.
+Each case is a job in a forked process: a group that this one had joined would be remembered by the tests after it.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import logging
 import pathlib
 import re
 import shutil
@@ -36,20 +34,17 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def refused(capsys, tmp_path):
-    """Run the job in this process and return the lines it printed, after checking status and silence elsewhere."""
+def refused(tmp_path):
+    """Run the job in a process of its own and return the problems it printed, after checking that it left nothing."""
 
     def run(*words: object) -> list[str]:
         place = [] if "--output_dir" in words else ["--output_dir", tmp_path / "run"]
-        status = train_lib.main([str(word) for word in [*words, *place, "--data_cache_dir", tmp_path / "cache"]])
-        out, err = capsys.readouterr()
-        files = [h for h in logging.getLogger("smp").handlers if isinstance(h, logging.FileHandler)]
-        assert status == 2 and not files, (status, out, err)
+        outcome = run_job(*words, *place, "--data_cache_dir", tmp_path / "cache")
+        assert outcome.statuses == [2], outcome.output
         assert not (tmp_path / "run").exists()
-        lines = err.strip().splitlines()
         # Checkpoints that "latest" passes over are logged.
-        assert all(" W [" in line and "Not resuming from" in line for line in out.splitlines()), out
-        assert lines and all(line.startswith("error: ") for line in lines), err
+        lines = [line for line in outcome.output.strip().splitlines() if "Not resuming from" not in line]
+        assert lines and all(line.startswith("error: ") for line in lines), outcome.output
         return lines
 
     return run

@@ -36,6 +36,7 @@ from smp.runtime import Launch, process_group
 from smp.train import trainer
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import planned_launch
+from smp.train.start import resolve
 from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
 from tests.job import LLAMA, read_metrics, run_job
 
@@ -105,7 +106,7 @@ def test_pretrained_weights(files):
 
 @check("max_steps", "epochs", "synthetic_samples")
 def test_length(tmp_path):
-    steps = lambda words: plan_of(words, tmp_path).max_steps  # noqa: E731
+    steps = lambda words: resolve(plan_of(words, tmp_path), None).max_steps  # noqa: E731
     assert (steps([]), steps(["--max_steps", 3])) == (5000, 3)
     samples = ["--synthetic_samples", 8]
     assert plan_of(samples, tmp_path).train_data.samples_per_epoch == 8

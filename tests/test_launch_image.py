@@ -28,8 +28,7 @@ def test_what_it_names_is_there():
         assert (ROOT / source).exists() and source not in ignored
     for needed in (
         "smp",
-        "-m",
-        "smp.train",
+        "smp/train/__main__.py",
         "arguments.py",
         "pyproject.toml",
         "README.md",

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from smp.data.data_pipeline import NO_DATA
 from smp.doctor.report import Status
 from smp.errors import ConfigError, UserError
 from smp.runtime import Launch, choose_device
@@ -39,11 +38,11 @@ class Request:
     def _parsed(self) -> tuple[TrainConfig, list[str]]:
         synthetic = ("--use_synthetic_data", "1")
         try:
-            return parse_args(self.arguments), []
-        except ConfigError as error:
-            problems = error.problems
-        if problems == [NO_DATA]:  # the rest of the job can still be planned
-            return parse_args([*self.arguments, *synthetic]), []
+            config = parse_args(self.arguments)
+            # The rest of the job can be planned without its data.
+            return (parse_args([*self.arguments, *synthetic]) if config.data.missing() else config), []
+        except UserError as error:
+            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         return parse_args(synthetic), problems
 
     @property

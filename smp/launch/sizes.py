@@ -103,22 +103,19 @@ def _layouts(
     extras: list[tuple[str, ...]] = [()]
     if "offload_activations" not in given and settings["activation_checkpointing"]:
         extras.append(("--offload_activations", "1"))
-    meshes = {
-        tp: list(_meshes(resolved, settings, given, world=world, local=gpus, tp=tp))
-        for tp in tps
-        if tp in tensor_parallel_choices(world)
-    }
+    legal = tensor_parallel_choices(world)
+    # The job refuses more data-parallel processes than samples.
+    tps = [tp for tp in tps if tp in legal and (samples is None or world // tp <= samples)]
     bf16 = settings["bf16"] is None or settings["bf16"]
     asked = workload(resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type="cuda")
     for extra, most_tokens in itertools.product(extras, (_MOST_TOKENS, float("inf"))):
-        for tp, batch in itertools.product(meshes, batches):
+        for tp, batch in itertools.product(tps, batches):
             work = dataclasses.replace(
                 asked.changed(offload_activations=True) if extra else asked, micro_batch_size=batch
             )
-            for mesh in meshes[tp]:
+            for mesh in _meshes(resolved, settings, given, world=world, local=gpus, tp=tp):
                 tokens = batch * settings["gradient_accumulation_steps"] * mesh.data.size * resolved.sequence_length
-                # The job refuses more data-parallel processes than samples.
-                if tokens <= most_tokens if samples is None else mesh.data.size <= samples:
+                if tokens <= most_tokens or samples is not None:
                     yield _Layout(mesh, work, extra)
 
 

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import smp.cli
-import train_lib
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.data.hf import open_mapped, saved_files
 from smp.data.jsonl import MAX_LINE, read_objects
@@ -313,12 +312,12 @@ RESUME = {
 
 
 @pytest.mark.parametrize("name", RESUME)
-def test_a_run_does_not_start_from_a_manifest_that_lies(checkpoint, name, tmp_path, capsys):
+def test_a_run_does_not_start_from_a_manifest_that_lies(checkpoint, name, tmp_path):
     manifests.change(checkpoint, RESUME[name])
     words = [*LLAMA, "--use_synthetic_data", 1, "--max_steps", 2, "--output_dir", tmp_path / "new"]
-    status = train_lib.main([*map(str, words), "--resume_from_checkpoint", str(checkpoint)])
-    err = capsys.readouterr().err
-    assert status == 2 and "llama_v2-1steps" in err and "Traceback" not in err, err
+    outcome = run_job(*words, "--resume_from_checkpoint", checkpoint)
+    assert outcome.statuses == [2] and "llama_v2-1steps" in outcome.output, outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
 
 
 # -------------------------------------------------------------------------------------------------------------- pickles
