@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
@@ -132,7 +133,9 @@ def _meshes(
         parallel = ParallelConfig(
             sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp
         )  # fmt: skip
-        candidates = [resolve_mesh(parallel, world_size=world, local_world_size=local)]
+        candidates = []
+        with contextlib.suppress(UserError):  # it does not divide the world
+            candidates.append(resolve_mesh(parallel, world_size=world, local_world_size=local))
     else:
         candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, keep_gathered=keeps)
     for mesh in candidates:
