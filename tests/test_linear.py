@@ -126,17 +126,20 @@ def test_another_product_of_a_split_layer():
     run_distributed(split_first, world_size=2)
 
 
-def test_the_loss_in_chunks_knows_no_other_product_of_the_head():
-    model = build(config_of("llama_gqa"))
-    chunk_loss(model)
-    replace_product(model.lm_head, Rounding())
-    with pytest.raises(UserError, match=r"lm_head multiplies by a product of its own.*--loss_chunk_tokens 0"):
-        model(**batch_of(model.config))
-
-
 class Scaled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+def test_the_loss_in_chunks_knows_no_other_product_of_the_head():
+    model, other = build(config_of("llama_gqa")), build(config_of("llama_gqa"))
+    other.lm_head = Scaled(32, 96, bias=False)
+    chunk_loss(model)
+    chunk_loss(other)
+    replace_product(model.lm_head, Rounding())
+    for each in (model, other):
+        with pytest.raises(UserError, match=r"lm_head multiplies by a product of its own.*--loss_chunk_tokens 0"):
+            each(**batch_of(each.config))
 
 
 def refused() -> None:
