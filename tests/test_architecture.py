@@ -19,7 +19,6 @@ LAYERS = {
     "smp.comm": 3, "smp.cpu_bf16": 3, "smp.memory.shape": 3, "smp.memory.warnings": 3,
     "smp.delayed_init": 4, "smp.pretrained": 4, "smp.parallel": 4,
     "smp.parallel.parallelize": 5, "smp.plots": 5,
-    "smp.sharding": 5, "smp.grad_norm": 5, "smp.prepare": 6, "smp.memory_plan": 7, "smp.instruction_set": 4,
     "smp.train_state": 5, "smp.faults": 4, "smp.data": 5, "smp.state": 5,
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,
     "smp": 7, "smp.dry_run": 7, "smp.smp_v2_names": 1, "smp.sagemaker": 8,

@@ -24,7 +24,7 @@ from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start, write_
 from smp.comm.report import readable
 from smp.errors import RunError, UserError
 from smp.mesh import Mesh
-from smp.sharding import reshard
+from smp.parallel.sharding import reshard
 from smp.train_state import TrainState
 
 # What must be equal for the tensors to mean the same; dropout and the like may change between runs.

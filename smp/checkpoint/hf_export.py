@@ -22,7 +22,7 @@ from smp.faults.lock import locked
 from smp.json_input import read_object
 from smp.models.family import Family
 from smp.models.registry import family_of
-from smp.sharding import reshard
+from smp.parallel.sharding import reshard
 
 # Lists the files of an export, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"

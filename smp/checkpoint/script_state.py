@@ -15,7 +15,7 @@ from smp.checkpoint.files import DTYPE_NAMES
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.tagged_json import decode, encode
 from smp.errors import UserError
-from smp.sharding import reshard
+from smp.parallel.sharding import reshard
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -11,12 +11,12 @@ import torch
 
 from smp.comm.report import readable
 from smp.config import PrecisionConfig
+from smp.cpu_bf16 import ensure_bf16_works
 from smp.doctor.environment import set_by_user
 from smp.doctor.room import Room
 from smp.errors import UserError
-from smp.instruction_set import ensure_bf16_works
-from smp.memory_plan import control_group, memory_limit
-from smp.prepare import compute_dtype
+from smp.memory.limits import control_group, memory_limit
+from smp.parallel.parallelize import compute_dtype
 from smp.runtime import choose_device
 
 _GIB = 1 << 30

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from smp.checkpoint.config import CheckpointConfig
-from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
 from smp.doctor.room import Room
-from smp.environment.malloc import unused_heap
-from smp.memory_plan import (
-    GIB,
-    ModelShape,
-    Workload,
-    available_memory,
-    check_fits,
-    estimate_memory,
-    model_shape,
-    processes_that_fit,
-)
+from smp.memory.limits import available_memory
+from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
+from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
-from smp.models.registry import build_model
-from smp.prepare import compute_dtype
+from smp.parallel.parallelize import compute_dtype
 from smp.train.arguments import parse_args
 from smp.train.run_plan import make_plan, planned_launch
 
@@ -66,30 +55,16 @@ def check_model(room: Room) -> None:
 
 def _sizes(room: Room, model: ResolvedModel) -> tuple[ModelShape, Workload]:
     """What decides the memory of a rank."""
-    family, request = model.family, room.request
-    with torch.device("meta"):
-        built = build_model(model.hf_config, attn_implementation=model.attn_implementation)
-    shape = model_shape(
-        built, model.hf_config, embedding=family.embedding, blocks=family.blocks, gated_mlp=family.gated_mlp
-    )
-    activation, parallel = request.section(ActivationConfig), request.section(ParallelConfig)
-    on_cpu = room.device.type == "cpu"
-    return shape, Workload(
-        sequence_length=model.sequence_length,
-        micro_batch_size=int(request.settings.get("train_batch_size") or _BATCH),
+    request = room.request
+    work = workload(
+        model,
+        Settings(tuple(request.section(kind) for kind in (ParallelConfig, ActivationConfig, LossConfig))),
+        batch=int(request.settings.get("train_batch_size") or _BATCH),
         compute_bytes=compute_dtype(request.section(PrecisionConfig), room.device).itemsize,
-        activation_checkpointing=activation.activation_checkpointing,
-        sequence_parallel=parallel.sequence_parallel,
-        save_gathered=parallel.tp_save_gathered,
-        loss_chunk=request.section(LossConfig).loss_chunk_tokens,
-        recomputed_every=activation.activation_checkpointing_every,
-        selective=activation.activation_checkpointing_mode == "selective",
-        offload_horizon=activation.activation_loading_horizon if activation.offload_activations else 0,
-        cpu_offload=activation.cpu_offload and not on_cpu,
-        checkpoint_copy=request.section(CheckpointConfig).is_async and on_cpu,
-        attention_matrix=model.attn_implementation == "eager",
-        unused_heap=unused_heap() if on_cpu else 0.0,
+        device_type=room.device.type,
+        is_async=request.section(CheckpointConfig).is_async,
     )
+    return model_shape(model), work
 
 
 def check_plan(room: Room) -> None:

@@ -33,7 +33,7 @@ from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
 from smp.fsdp.policies import is_container
-from smp.sharding import install_collectives, placement
+from smp.parallel.sharding import install_collectives, placement
 
 _ATTRIBUTE = "_smp_unit"
 
@@ -265,7 +265,7 @@ def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: boo
     Args:
         module: ``fully_shard`` was applied to it, over ``mesh``.
         mesh: 1-D, or (replicate, shard).
-        shared_buffers: see :func:`smp.sharding.install_collectives`.
+        shared_buffers: see :func:`smp.parallel.sharding.install_collectives`.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     if mesh.device_type == "cpu" or any(dist.get_backend(group) == "smddp" for group in groups):

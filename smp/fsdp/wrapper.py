@@ -39,7 +39,7 @@ from smp.fsdp.units import (
     unit_of,
     units_below,
 )
-from smp.grad_norm import clip_grad_norm_ as _clip_grad_norm
+from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
 
 _mixed: dict[tuple[type, type], type] = {}
 
