@@ -23,9 +23,9 @@ from smp.models.registry import family_of
 from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.parallelize import parallelize as _parallelize
-from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
-from smp.parallel.tensor.technique import tensor_region
+from smp.parallel.tensor.technique import build_tp_group
 from smp.runtime import read_launch
 from smp.state import State
 
@@ -34,7 +34,7 @@ from smp.state import State
 class _Initialized:
     mesh: Mesh
     parallel: ParallelConfig
-    region: Region | None
+    tp: TPGroup | None
     offloading: bool  # SMP v2's sm_activation_offloading: told by smp.state, done by offload_wrapper
     horizon: int  # its activation_loading_horizon
 
@@ -76,9 +76,9 @@ def _require_init(caller: str) -> _Initialized:
     return _current
 
 
-def _for_state() -> tuple[Mesh, Region | None, bool]:
+def _for_state() -> tuple[Mesh, TPGroup | None, bool]:
     current = _require_init("smp.state")
-    return current.mesh, current.region, current.offloading
+    return current.mesh, current.tp, current.offloading
 
 
 state = State(_for_state)
@@ -134,9 +134,9 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     if device_type == "cpu":
         malloc.keep_freed_memory()
     mesh = laid_out.join(device_type)
-    region = tensor_region(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
+    tp = build_tp_group(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
     offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
-    _current = _Initialized(mesh, parallel, region, offloading, horizon)
+    _current = _Initialized(mesh, parallel, tp, offloading, horizon)
     return mesh
 
 
@@ -152,9 +152,9 @@ def is_initialized() -> bool:
 
 def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False) -> None:
     family = family_of(model.config)
-    if current.region is not None and not is_split(model):
-        split_model(model, family, current.region, from_rank0=from_rank0)
-    elif from_rank0 and current.region is None:
+    if current.tp is not None and not is_split(model):
+        split_model(model, family, current.tp, from_rank0=from_rank0)
+    elif from_rank0 and current.tp is None:
         take_from_rank0(model, torch.device(current.mesh.device_type))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from smp.errors import UserError
 from smp.mesh import Mesh
-from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.group import TPGroup
 
 
 class Ranker:
@@ -37,17 +37,17 @@ class RandomTracker:
     """Random numbers in regions where tensor-parallel ranks hold different data.
 
     Args:
-        region: the group, or None without tensor parallelism.
+        tp: the group, or None without tensor parallelism.
     """
 
-    def __init__(self, region: Region | None):
-        self._region = region
+    def __init__(self, tp: TPGroup | None):
+        self._tp = tp
 
     def fork(self, device: torch.device | None = None) -> contextlib.AbstractContextManager[None]:
-        """Numbers of this rank's own inside; see :meth:`smp.parallel.tensor.region.Region.fork_random`."""
-        if self._region is None:
+        """Numbers of this rank's own inside; see :meth:`smp.parallel.tensor.group.TPGroup.fork_random`."""
+        if self._tp is None:
             return contextlib.nullcontext()
-        return self._region.fork_random(torch.device(device or self._region.device))
+        return self._tp.fork_random(torch.device(device or self._tp.device))
 
 
 class State:
@@ -58,7 +58,7 @@ class State:
             ``init``.
     """
 
-    def __init__(self, current: Callable[[], tuple[Mesh, Region | None, bool]]):
+    def __init__(self, current: Callable[[], tuple[Mesh, TPGroup | None, bool]]):
         self._current = current
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor.split import split_model
-from smp.parallel.tensor.technique import tensor_region
+from smp.parallel.tensor.technique import build_tp_group
 from tests.parity import Layout, relative, tiny_config
 
 ROWS = 4
@@ -59,7 +59,7 @@ def split(model: nn.Module, layout: Layout) -> nn.Module:
 
 def split_only(model: nn.Module, layout: Layout) -> nn.Module:
     """A copy, split but not sharded: every exchange is tensor parallelism's."""
-    return split_model(copy.deepcopy(model), family_of(model.config), tensor_region(layout.mesh(), layout.parallel()))
+    return split_model(copy.deepcopy(model), family_of(model.config), build_tp_group(layout.mesh(), layout.parallel()))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from smp.models.registry import family_of
 from smp.parallel.linear import replace_product
 from smp.parallel.loss import chunk_loss
 from smp.parallel.tensor.split import split_model
-from smp.parallel.tensor.technique import tensor_region
+from smp.parallel.tensor.technique import build_tp_group
 from tests.distributed import run_distributed
 from tests.parity import Layout, relative
 from tests.tensor_parallel import ROWS, batch_of, build, config_of, split, whole
@@ -92,7 +92,7 @@ def split_first() -> None:
     plain, layout = build(config_of("gpt_neox")), Layout("no_shard", tp=2)
     batch = batch_of(plain.config)
     expected, wanted = gradients(rounded_model(plain), batch)
-    model = split_model(plain, family_of(plain.config), tensor_region(layout.mesh(), layout.parallel()))
+    model = split_model(plain, family_of(plain.config), build_tp_group(layout.mesh(), layout.parallel()))
     for module in linears(model):
         replace_product(module, Rounding())
     logits, found = gradients(model, batch)
@@ -126,17 +126,20 @@ def test_another_product_of_a_split_layer():
     run_distributed(split_first, world_size=2)
 
 
-def test_the_loss_in_chunks_knows_no_other_product_of_the_head():
-    model = build(config_of("llama_gqa"))
-    chunk_loss(model)
-    replace_product(model.lm_head, Rounding())
-    with pytest.raises(UserError, match=r"lm_head multiplies by a product of its own.*--loss_chunk_tokens 0"):
-        model(**batch_of(model.config))
-
-
 class Scaled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+def test_the_loss_in_chunks_knows_no_other_product_of_the_head():
+    model, other = build(config_of("llama_gqa")), build(config_of("llama_gqa"))
+    other.lm_head = Scaled(32, 96, bias=False)
+    chunk_loss(model)
+    chunk_loss(other)
+    replace_product(model.lm_head, Rounding())
+    for each in (model, other):
+        with pytest.raises(UserError, match=r"lm_head multiplies by a product of its own.*--loss_chunk_tokens 0"):
+            each(**batch_of(each.config))
 
 
 def refused() -> None:
@@ -144,7 +147,7 @@ def refused() -> None:
     model.model.layers[0].mlp.down_proj = Scaled(48, 32, bias=False)
     layout = Layout("no_shard", tp=2)
     with pytest.raises(UserError, match=r"down_proj of LlamaDecoderLayer.mlp, which is a Scaled: only nn.Linear"):
-        split_model(model, family_of(model.config), tensor_region(layout.mesh(), layout.parallel()))
+        split_model(model, family_of(model.config), build_tp_group(layout.mesh(), layout.parallel()))
 
 
 def test_a_linear_layer_with_a_forward_of_its_own_is_not_split():

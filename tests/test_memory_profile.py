@@ -23,7 +23,7 @@ from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
-from smp.parallel.tensor import region
+from smp.parallel.tensor import group as tp_group
 from smp.train import run_plan
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -119,7 +119,7 @@ def compare(cases) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_backend() == "gloo":
             for owner, name in (
-                (region, "all_gather_single"), (region, "reduce_scatter_single"), (torch.distributed, "all_reduce"),
+                (tp_group, "all_gather_single"), (tp_group, "reduce_scatter_single"), (torch.distributed, "all_reduce"),
             ):  # fmt: skip
                 patch.setattr(owner, name, settled(getattr(owner, name)))
         for name, layout in cases:
@@ -176,8 +176,8 @@ def copies() -> None:
     whole, part = torch.ones(2, 2, 2**18), torch.ones(2, 1, 2**18)
     group = torch.distributed.group.WORLD.group_name
     for exchange, made in (
-        (lambda: region.reduce_scatter_single(part.view(-1), whole.view(-1)), 0),
-        (lambda: region.all_gather_single(whole.view(-1), part.view(-1)), 0),
+        (lambda: tp_group.reduce_scatter_single(part.view(-1), whole.view(-1)), 0),
+        (lambda: tp_group.all_gather_single(whole.view(-1), part.view(-1)), 0),
         (lambda: torch.ops.smp.reduce_tokens(whole, group, 2), part.nbytes),
     ):
         with profile_memory(torch.nn.Linear(2, 2)) as account:

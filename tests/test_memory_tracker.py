@@ -7,8 +7,7 @@ import torch
 from smp.memory import tracker as memory_tracker
 from smp.memory.tracker import (
     GIB,
-    NullMemoryTracker,
-    build_memory_tracker,
+    MemoryTracker,
     cpu_tensor_bytes,
     memory_stats,
     peak_rss_bytes,
@@ -84,8 +83,9 @@ def test_the_cpu_line(lines, monkeypatch):
     monkeypatch.setattr(memory_tracker, "cpu_tensor_bytes", lambda: GIB // 2)
     sizes = iter([1 * GIB, 2 * GIB, 4 * GIB])
     monkeypatch.setattr(memory_tracker, "rss_bytes", lambda: next(sizes))
-    tracker = build_memory_tracker(CPU, enabled=True, rank=0, writers=writers)
+    tracker = MemoryTracker(CPU, enabled=True, rank=0)
     tracker.record("After forward", 3)
+    tracker.connect(writers)  # what was before comes, too
     tracker.record("After train step", 3)
     assert len(lines) == 2
     assert re.fullmatch(
@@ -93,12 +93,15 @@ def test_the_cpu_line(lines, monkeypatch):
         r"measurement, base\) = \( 0\.5000,  3\.0000,  2\.0000,  1\.0000\) GiB\. \[After train step\]",
         lines[1],
     )
+    assert list(writers.found) == [("CPUMemoryGB/After forward", 3), ("CPUMemoryGB/After train step", 3)]
     assert writers.found["CPUMemoryGB/After forward", 3] == {"base": 1.0, "delta": 1.0, "torch": 0.5, "total": 1.0}
 
 
 def test_the_gpu_line_and_a_new_peak(lines, fake_cuda):
     writers = FakeWriters()
-    build_memory_tracker(CUDA, enabled=True, rank=0, writers=writers).record("After opt step", 12)
+    tracker = MemoryTracker(CUDA, enabled=True, rank=0)
+    tracker.connect(writers)
+    tracker.record("After opt step", 12)
     assert re.fullmatch(
         r"\[GPU MEMORY\]@0012 \(torch, rank, device\) = \(\S+, 0, 1\), \(alloc, max_alloc, cache, max_cache\) = "
         r"\( 2\.0000,  3\.0000,  4\.0000,  5\.0000\) GiB\. Totally used GPU memory: 10\.0000 GiB\. \[After opt step\]",
@@ -113,7 +116,8 @@ def test_the_gpu_line_and_a_new_peak(lines, fake_cuda):
 
 
 @pytest.mark.parametrize(("enabled", "rank"), [(False, 0), (True, 1)])
-def test_the_twin_is_silent(lines, enabled, rank):
-    tracker = build_memory_tracker(CPU, enabled=enabled, rank=rank, writers=FakeWriters())
+def test_another_rank_is_silent(lines, enabled, rank):
+    tracker, writers = MemoryTracker(CPU, enabled=enabled, rank=rank), FakeWriters()
+    tracker.connect(writers)
     tracker.record("After forward", 1)
-    assert isinstance(tracker, NullMemoryTracker) and lines == []
+    assert writers.found == {} and lines == []

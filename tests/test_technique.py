@@ -45,6 +45,7 @@ def test_its_problems_are_refused_with_the_others(listed, tmp_path):
     plan_of(["--num_layers", 2], tmp_path).close()
 
 
+@in_child  # where torch has cached the places of a mesh's first rank, others must not be forked
 def test_its_cost_is_predicted(listed, tmp_path, capsys):
     words = [*LLAMA, *SYNTHETIC, "--output_dir", tmp_path / "run", "--dry_run", 1, "--dry_run_world_size", 4]
     assert train_lib.main([str(word) for word in words]) == 0

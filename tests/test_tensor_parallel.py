@@ -113,7 +113,7 @@ class Unsummed(Function):
     """What ``SumGradients`` would be if it forgot to."""
 
     @staticmethod
-    def forward(ctx, region, *tensors):
+    def forward(ctx, tp, *tensors):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod

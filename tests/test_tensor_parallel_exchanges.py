@@ -15,7 +15,7 @@ from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
 from smp.parallel.technique import model_blocks
-from smp.parallel.tensor import region
+from smp.parallel.tensor import group as tp_group
 from tests.distributed import run_distributed
 from tests.parity import Layout
 from tests.tensor_parallel import ROWS, build, config_of, split_only
@@ -44,8 +44,8 @@ def recorded(patches: pytest.MonkeyPatch) -> Traffic:
 
         return counted
 
-    patches.setattr(region, "all_gather_single", keep(traffic.all_gather, 1, region.all_gather_single))
-    patches.setattr(region, "reduce_scatter_single", keep(traffic.reduce_scatter, 0, region.reduce_scatter_single))
+    patches.setattr(tp_group, "all_gather_single", keep(traffic.all_gather, 1, tp_group.all_gather_single))
+    patches.setattr(tp_group, "reduce_scatter_single", keep(traffic.reduce_scatter, 0, tp_group.reduce_scatter_single))
     patches.setattr(dist, "all_reduce", keep(traffic.all_reduce, 0, dist.all_reduce))
     return traffic
 

@@ -264,7 +264,7 @@ def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: boo
     Args:
         module: ``fully_shard`` was applied to it, over ``mesh``.
         mesh: 1-D, or (replicate, shard).
-        shared_buffers: see :func:`smp.sharding.install_collectives`.
+        shared_buffers: see :func:`smp.parallel.sharding.install_collectives`.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     if mesh.device_type == "cpu" or any(dist.get_backend(group) == "smddp" for group in groups):

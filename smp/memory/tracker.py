@@ -72,64 +72,43 @@ class ScalarWriters(Protocol):
         """Several curves in one chart."""
 
 
-class HeldScalars:
-    """Keeps what is recorded before there is a run directory to write to."""
+class MemoryTracker:
+    """Logs SMP v2's memory lines at marked places of a run, on rank 0; nothing unless it is enabled.
 
-    def __init__(self) -> None:
-        self._held: list[tuple[str, Mapping[str, float], int]] = []
+    Args:
+        device: the device of this rank; its line is left out on a CPU.
+        enabled: whether lines were asked for.
+        rank: of the process.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool, rank: int):
+        self._device, self._enabled = device, enabled and rank == 0
+        self._base = self._last = rss_bytes()
+        self._held: list[tuple[str, Mapping[str, float], int]] = []  # before there is a run directory to write to
         self._writers: ScalarWriters | None = None
 
-    def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        """Several curves in one chart."""
+    def connect(self, writers: ScalarWriters) -> None:
+        """Send the numbers to ``writers``, too, from the first on."""
+        self._writers = writers
+        for entry in self._held:
+            writers.scalars(*entry)
+
+    def record(self, tag: str, step: int) -> None:
+        """Log the memory now under ``tag``, such as "After forward", and start a new peak."""
+        if not self._enabled:
+            return
+        if self._device.type == "cuda":
+            self._record_gpu(tag, step)
+        self._record_cpu(tag, step)
+
+    def _send(self, tag: str, values: Mapping[str, float], step: int) -> None:
         if self._writers is None:
             self._held.append((tag, values, step))
         else:
             self._writers.scalars(tag, values, step)
 
-    def connect(self, writers: ScalarWriters) -> None:
-        """Hand on to ``writers``, from the first on."""
-        self._writers = writers
-        for entry in self._held:
-            writers.scalars(*entry)
-
-
-class MemoryTracker(Protocol):
-    """Records memory at marked places of a run."""
-
-    def record(self, tag: str, step: int) -> None:
-        """Log the memory now under ``tag``, such as "After forward", and send it to TensorBoard."""
-
-
-class NullMemoryTracker:
-    """The twin that records nothing."""
-
-    def record(self, tag: str, step: int) -> None:
-        """Do nothing."""
-
-
-class LoggingMemoryTracker:
-    """Logs SMP v2's memory lines.
-
-    Args:
-        device: the device of this rank; its line is left out on a CPU.
-        rank: named in the lines.
-        writers: TensorBoard.
-    """
-
-    def __init__(self, device: torch.device, *, rank: int, writers: ScalarWriters):
-        self._device = device
-        self._rank = rank
-        self._writers = writers
-        self._base = self._last = rss_bytes()
-
-    def record(self, tag: str, step: int) -> None:
-        """Log the memory now under ``tag`` and start a new peak."""
-        if self._device.type == "cuda":
-            self._record_gpu(tag, step)
-        self._record_cpu(tag, step)
-
     def _where(self) -> str:
-        return f"(torch, rank, device) = ({torch.__version__}, {self._rank}, {self._device.index or 0})"
+        return f"(torch, rank, device) = ({torch.__version__}, 0, {self._device.index or 0})"
 
     def _record_gpu(self, tag: str, step: int) -> None:
         device = self._device
@@ -150,7 +129,7 @@ class LoggingMemoryTracker:
             "max_reserved": max_reserved / GIB,
             "reserved": reserved / GIB,
         }
-        self._writers.scalars(f"GPUMemoryGB/{tag}", usage, step)
+        self._send(f"GPUMemoryGB/{tag}", usage, step)
 
     def _record_cpu(self, tag: str, step: int) -> None:
         tensors, now = cpu_tensor_bytes() / GIB, rss_bytes()
@@ -162,11 +141,4 @@ class LoggingMemoryTracker:
             step, self._where(), tensors, total, change, base, tag,
         )  # fmt: skip
         usage = {"base": base, "delta": change, "torch": tensors, "total": total}
-        self._writers.scalars(f"CPUMemoryGB/{tag}", usage, step)
-
-
-def build_memory_tracker(device: torch.device, *, enabled: bool, rank: int, writers: ScalarWriters) -> MemoryTracker:
-    """A tracker that logs on rank 0 if ``enabled``, and its silent twin otherwise."""
-    if enabled and rank == 0:
-        return LoggingMemoryTracker(device, rank=rank, writers=writers)
-    return NullMemoryTracker()
+        self._send(f"CPUMemoryGB/{tag}", usage, step)

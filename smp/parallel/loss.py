@@ -194,7 +194,7 @@ def chunk_loss(
     def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
         if not asked:
             return project(hidden)
-        if has_product(projection):
+        if has_product(projection) or type(projection).forward is not nn.Linear.forward:
             raise UserError(
                 f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
                 f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"

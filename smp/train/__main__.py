@@ -21,7 +21,7 @@ from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
 from smp.log import configure_logging, get_logger
-from smp.memory.tracker import HeldScalars, MemoryTracker, build_memory_tracker
+from smp.memory.tracker import MemoryTracker
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
@@ -57,10 +57,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
             if plan.dtype == torch.bfloat16:
                 ensure_bf16_works()
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
-        curves = HeldScalars()
-        memory = build_memory_tracker(
-            plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank, writers=curves
-        )
+        memory = MemoryTracker(plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
         mesh = plan.mesh.join(plan.device.type)
         model = prepare_model(
             plan.model,
@@ -92,7 +89,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         together(saver.prepare)
         # All is well: only now is anything written, or anything of an earlier run touched.
         metrics = together(lambda: begin_files(plan, start))
-        curves.connect(metrics.writers)
+        memory.connect(metrics.writers)
         trainer = Trainer(plan, start, model, optimizer, schedule, state, metrics, memory, mesh, saver, guard)
         announce(plan, start)
         metrics.text("Arguments", arguments_table(config))

@@ -19,7 +19,7 @@ from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
 from smp.log import get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
-from smp.memory.tracker import MemoryTracker, NullMemoryTracker, memory_stats
+from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.mesh import Mesh
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
@@ -72,9 +72,9 @@ def train(trainer: Trainer) -> int:
         if config.run.profile_nsys and state.step == start.progress.step + 2:
             torch.cuda.profiler.start()
         # As SMP v2: the first steps show where memory goes, later ones would only repeat it.
-        memory = trainer.memory if state.step < start.progress.step + 5 else NullMemoryTracker()
+        early = state.step < start.progress.step + 5
         lr = trainer.schedule.apply(state.step)
-        record = functools.partial(memory.record, step=state.step)
+        record = functools.partial(trainer.memory.record, step=state.step) if early else _nothing
         guard.enter("data", state.step + 1)
         batch = next(batches)
         with memory_of_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
@@ -137,6 +137,10 @@ def train(trainer: Trainer) -> int:
     return 0
 
 
+def _nothing(tag: str) -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class StepResult:
     """What one step leaves for the log: device tensors, read only when logged."""
@@ -163,13 +167,13 @@ def train_step(
     grad_clip: float,
     loss_group: dist.ProcessGroup | None = None,
     defer_sync: bool = False,
-    record: Callable[[str], None] = lambda tag: None,
+    record: Callable[[str], None] = _nothing,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
     """One optimizer step: count tokens, accumulate gradients, clip, update; collective.
 
     Args:
-        model: from :func:`smp.parallel.parallelize.parallelize`.
+        model: that the techniques were applied to.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
         loss_group: the ranks over which losses and token counts are summed; None: all.

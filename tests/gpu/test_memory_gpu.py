@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smp.memory.profile import profile_memory
-from smp.memory.tracker import GIB, build_memory_tracker, memory_stats
+from smp.memory.tracker import GIB, MemoryTracker, memory_stats
 from smp.memory.warnings import logger as warnings_logger
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -169,7 +169,8 @@ def test_the_lines_of_smp():
             found[tag, step] = values
 
     device = torch.device("cuda", torch.cuda.current_device())
-    tracker = build_memory_tracker(device, enabled=True, rank=0, writers=Writers())
+    tracker = MemoryTracker(device, enabled=True, rank=0)
+    tracker.connect(Writers())
     held = torch.empty(2**28, dtype=torch.uint8, device=device)
     tracker.record("After forward", 1)
     usage = found["GPUMemoryGB/After forward", 1]

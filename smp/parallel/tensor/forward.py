@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, shift_labels
-from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.group import TPGroup
 
 
 def _padded(tensor: torch.Tensor | None, extra: int, value: int) -> torch.Tensor | None:
@@ -63,7 +63,7 @@ def _refuse(kwargs: dict[str, Any], config: Any) -> None:
                             f"leave it out")  # fmt: skip
 
 
-def split_forward(model: nn.Module, region: Region) -> None:
+def split_forward(model: nn.Module, tp: TPGroup) -> None:
     """Replace the forward of a causal language model.
 
     It takes ``input_ids``, ``attention_mask``, ``position_ids`` ``(batch, sequence)`` and ``labels`` as Hugging Face's
@@ -84,27 +84,27 @@ def split_forward(model: nn.Module, region: Region) -> None:
         _refuse(kwargs, config)
         length = input_ids.shape[1]
         ids, positions, mask = input_ids, position_ids, attention_mask
-        if region.sequence_parallel:
-            extra = -length % region.size
+        if tp.sequence_parallel:
+            extra = -length % tp.size
             ids = F.pad(input_ids, (0, extra))
             positions = _positions(position_ids, input_ids, extra)
             if mask is None or mask.ndim == 2:
                 mask = _mask(config, ids, _padded(mask, extra, 0), positions)
             elif extra:
                 raise UserError(
-                    f"a 4-D attention_mask needs a sequence length that the {region.size} tensor-parallel ranks "
+                    f"a 4-D attention_mask needs a sequence length that the {tp.size} tensor-parallel ranks "
                     f"divide, got {length}: pad the batch"
                 )
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = kwargs.pop("return_dict", True) is False
-        fork = draws and model.training and region.sequence_parallel
-        with region.fork_random(ids.device) if fork else contextlib.nullcontext():
+        fork = draws and model.training and tp.sequence_parallel
+        with tp.fork_random(ids.device) if fork else contextlib.nullcontext():
             found = forward(
                 input_ids=ids, attention_mask=mask, position_ids=positions, **{**kwargs, "use_cache": False}
             )
         if not found.logits.ndim:  # the head has made the loss of it, in chunks
             return found
-        logits = _as_dtensor(found.logits[:, :length], config.vocab_size, region)
+        logits = _as_dtensor(found.logits[:, :length], config.vocab_size, tp)
         loss = None if labels is None else _mean_loss(logits, labels, items)
         found = type(found)(loss=loss, logits=logits)  # made anew: what is set later comes last in a tuple
         return found.to_tuple() if as_tuple else found
@@ -112,12 +112,12 @@ def split_forward(model: nn.Module, region: Region) -> None:
     model.forward = split  # type: ignore[method-assign]
 
 
-def _as_dtensor(logits: torch.Tensor, vocabulary: int, region: Region) -> DTensor:
+def _as_dtensor(logits: torch.Tensor, vocabulary: int, tp: TPGroup) -> DTensor:
     logits = logits.contiguous()
     batch, length, _ = logits.shape
     shape = torch.Size((batch, length, vocabulary))
     stride = (length * vocabulary, vocabulary, 1)
-    return DTensor.from_local(logits, region.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(logits, tp.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
 
 
 def _mean_loss(logits: DTensor, labels: torch.Tensor, items: Any) -> torch.Tensor:

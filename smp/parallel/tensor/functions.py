@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.group import TPGroup
 
 
 def _wait(work: Any) -> None:
@@ -29,13 +29,13 @@ class GatherTokens(Function):
     """``(batch, sequence / size, hidden)`` to ``(batch, sequence, hidden)``; gradients are added up and split."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, region: Region) -> torch.Tensor:
-        ctx.region = region
-        return region.gather(part)[0]
+    def forward(ctx: Any, part: torch.Tensor, tp: TPGroup) -> torch.Tensor:
+        ctx.tp = tp
+        return tp.gather(part)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.region.reduce(gradient)[0], None
+        return ctx.tp.reduce(gradient)[0], None
 
 
 class ReducePartial(Function):
@@ -45,23 +45,21 @@ class ReducePartial(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, region: Region) -> torch.Tensor:
-        ctx.region = region
-        return torch.ops.smp.reduce_tokens(
-            partial, region.group.group_name, region.size if region.sequence_parallel else 1
-        )
+    def forward(ctx: Any, partial: torch.Tensor, tp: TPGroup) -> torch.Tensor:
+        ctx.tp = tp
+        return torch.ops.smp.reduce_tokens(partial, tp.group.group_name, tp.size if tp.sequence_parallel else 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        region = ctx.region
-        return (region.gather(gradient)[0] if region.sequence_parallel else gradient), None
+        tp = ctx.tp
+        return (tp.gather(gradient)[0] if tp.sequence_parallel else gradient), None
 
 
 class ColumnLinears(Function):
     """Linear layers of one input, split by their outputs.
 
     Args (of ``apply``):
-        region: the group.
+        tp: the group.
         count: of layers.
         whole: the input of all tokens, outside autograd.
         part: the same input, of this rank's tokens with sequence parallelism; gets the gradient.
@@ -73,23 +71,23 @@ class ColumnLinears(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, region: Region, count: int, whole: torch.Tensor, part: torch.Tensor, *parameters: torch.Tensor | None
+        ctx: Any, tp: TPGroup, count: int, whole: torch.Tensor, part: torch.Tensor, *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
-        ctx.region, ctx.count = region, count
-        ctx.regather = region.sequence_parallel and not region.save_gathered
+        ctx.tp, ctx.count = tp, count
+        ctx.regather = tp.sequence_parallel and not tp.save_gathered
         ctx.save_for_backward(part if ctx.regather else whole, *weights)
         return tuple(torch.nn.functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        region, count = ctx.region, ctx.count
+        tp, count = ctx.tp, ctx.count
         whole, *weights = ctx.saved_tensors
         overlap = whole.is_cuda
         gathering = reducing = None
         needs = ctx.needs_input_grad
         if ctx.regather and any(needs[4 : 4 + count]):
-            whole, gathering = region.gather(whole, async_op=overlap)
+            whole, gathering = tp.gather(whole, async_op=overlap)
         flat = [_two(g) for g in gradients]
         input_gradient = None
         if needs[3]:
@@ -99,7 +97,7 @@ class ColumnLinears(Function):
             partial = partial.view(*gradients[0].shape[:-1], -1)
             _wait(gathering)  # one exchange after the other: both are of one group
             gathering = None
-            input_gradient, reducing = region.reduce(partial, async_op=overlap)
+            input_gradient, reducing = tp.reduce(partial, async_op=overlap)
         _wait(gathering)
         tokens = _two(whole)
         weight_gradients = [g.T @ tokens if needs[4 + i] else None for i, g in enumerate(flat)]
@@ -112,8 +110,8 @@ class SumGradients(Function):
     """Tensors as they are; their gradients, which each rank has a part of, are added up in one exchange."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        ctx.region = region
+    def forward(ctx: Any, tp: TPGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.tp = tp
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
@@ -121,6 +119,6 @@ class SumGradients(Function):
         # In at least fp32: bf16 would lose what the ranks add.
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         flat = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
-        torch.distributed.all_reduce(flat, group=ctx.region.group)
+        torch.distributed.all_reduce(flat, group=ctx.tp.group)
         sums = flat.split([g.numel() for g in gradients])
         return None, *(s.view_as(g).to(g.dtype) for s, g in zip(sums, gradients, strict=True))

@@ -14,8 +14,15 @@ from smp.models.family import Family
 from smp.models.tensor_plan import Part, TensorPlan, require_tensor_plan, tensor_parallel_problems
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.tensor.forward import split_forward
-from smp.parallel.tensor.layers import Columns, Held, HeldWhole, split_embedding, split_head, split_part
-from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.group import TPGroup
+from smp.parallel.tensor.layers import (
+    ColumnParallel,
+    Replicated,
+    ReplicatedParams,
+    split_embedding,
+    split_head,
+    split_part,
+)
 
 _MARK = "_smp_tensor_parallel"
 
@@ -25,13 +32,13 @@ def is_split(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
-def _head_over(region: Region, vocabulary: int) -> SplitHead:
+def _split_head_of(tp: TPGroup, vocabulary: int) -> SplitHead:
     """For the loss in chunks: how the head is split."""
     return SplitHead(
-        first=region.bounds(vocabulary)[0],
-        group=region.group,
-        gather=lambda part: region.gather(part)[0] if region.sequence_parallel else part,
-        reduce=lambda partial: region.reduce(partial)[0],
+        first=tp.bounds(vocabulary)[0],
+        group=tp.group,
+        gather=lambda part: tp.gather(part)[0] if tp.sequence_parallel else part,
+        reduce=lambda partial: tp.reduce(partial)[0],
     )
 
 
@@ -62,8 +69,8 @@ def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool 
 class _Distributor:
     """Turns parameters into DTensors; a tied one is turned once."""
 
-    def __init__(self, region: Region, *, from_rank0: bool):
-        self.region, self.from_rank0 = region, from_rank0
+    def __init__(self, tp: TPGroup, *, from_rank0: bool):
+        self.tp, self.from_rank0 = tp, from_rank0
         self._done: dict[int, nn.Parameter] = {}  # by id of the original, of which none is made meanwhile
 
     def __call__(self, module: nn.Module, name: str, placement: Placement) -> None:
@@ -75,15 +82,15 @@ class _Distributor:
         module._parameters[name] = self._done[id(parameter)]
 
     def _distribute(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-        region, shape, stride = self.region, parameter.shape, parameter.stride()
+        tp, shape, stride = self.tp, parameter.shape, parameter.stride()
         whole = parameter.detach()
         if self.from_rank0:
-            whole = _from_rank0(whole, torch.device(region.device))
+            whole = _from_rank0(whole, torch.device(tp.device))
         if isinstance(placement, Shard):
-            first, last = region.bounds(shape[placement.dim])
+            first, last = tp.bounds(shape[placement.dim])
             # A copy, so that the whole one can go.
             whole = whole.narrow(placement.dim, first, last - first).clone(memory_format=torch.contiguous_format)
-        own = DTensor.from_local(whole, region.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        own = DTensor.from_local(whole, tp.mesh, [placement], run_check=False, shape=shape, stride=stride)
         return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
@@ -102,21 +109,21 @@ def _linear(module: nn.Module, path: str, where: str) -> nn.Linear:
     return found
 
 
-def _rows(region: Region, linear: nn.Linear, heads: int | None) -> tuple[bool, slice]:
+def _rows(tp: TPGroup, linear: nn.Linear, heads: int | None) -> tuple[bool, slice]:
     """Whether a column-parallel layer's rows are split among the ranks, and which of them this rank computes.
 
     Heads are never cut; where there are fewer than ranks, several ranks compute the same one.
     """
     rows = linear.out_features
-    if heads is None or heads % region.size == 0:
-        return True, slice(*region.bounds(rows))
-    width, head = rows // heads, region.rank * heads // region.size
+    if heads is None or heads % tp.size == 0:
+        return True, slice(*tp.bounds(rows))
+    width, head = rows // heads, tp.rank * heads // tp.size
     return False, slice(head * width, (head + 1) * width)
 
 
 def _split_part(
-    region: Region, block: nn.Module, part: Part, plan: TensorPlan, hf_config: Any, distribute: _Distributor,
-    held: HeldWhole,
+    tp: TPGroup, block: nn.Module, part: Part, plan: TensorPlan, hf_config: Any, distribute: _Distributor,
+    replicated: ReplicatedParams,
 ) -> None:  # fmt: skip
     where = f"{type(block).__name__}.{part.module}"
     module = _child(block, part.module, type(block).__name__)
@@ -126,14 +133,16 @@ def _split_part(
     for index, path in enumerate(part.columns):
         linear = _linear(module, path, where)
         count = (key_value if path in part.key_value else heads) if part.heads else None
-        split, rows = _rows(region, linear, count)
+        split, rows = _rows(tp, linear, count)
         if not split:
             slices[index] = rows
-            held.held += [Held(linear, name, True) for name in ("weight", "bias") if getattr(linear, name) is not None]
-        elif linear.bias is not None and linear.out_features % region.size:
+            replicated.params += [
+                Replicated(linear, name, True) for name in ("weight", "bias") if getattr(linear, name) is not None
+            ]
+        elif linear.bias is not None and linear.out_features % tp.size:
             # Uneven parts of a vector cannot be sharded further.
             slices[index] = rows
-            held.held.append(Held(linear, "bias", True))
+            replicated.params.append(Replicated(linear, "bias", True))
             distribute(linear, "weight", Shard(0))
         else:
             distribute(linear, "weight", Shard(0))
@@ -142,11 +151,11 @@ def _split_part(
     row = _linear(module, part.row, where)
     distribute(row, "weight", Shard(1))
     if row.bias is not None:  # added after the reduction
-        held.held.append(Held(row, "bias", region.sequence_parallel))
-    if part.heads and key_value < region.size and hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = heads // region.size  # type: ignore[assignment]
-    columns = Columns(region, linears, slices, held)
-    split_part(region, module, columns, row, held, random=_draws(module, hf_config))
+        replicated.params.append(Replicated(row, "bias", tp.sequence_parallel))
+    if part.heads and key_value < tp.size and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = heads // tp.size  # type: ignore[assignment]
+    columns = ColumnParallel(tp, linears, slices, replicated)
+    split_part(tp, module, columns, row, replicated, random=_draws(module, hf_config))
 
 
 def _draws(module: nn.Module, hf_config: Any) -> bool:
@@ -155,29 +164,31 @@ def _draws(module: nn.Module, hf_config: Any) -> bool:
     return inside or bool(getattr(hf_config, "attention_dropout", 0.0))
 
 
-def _hold_rest(region: Region, root: nn.Module, distribute: _Distributor, held: HeldWhole, split: set[int]) -> None:
-    """Hold what no part has split; inside a part, ranks have other heads or features, so that gradients add up."""
-    known = {(id(h.module), h.name) for h in held.held}
+def _replicate_rest(
+    tp: TPGroup, root: nn.Module, distribute: _Distributor, replicated: ReplicatedParams, split: set[int]
+) -> None:
+    """Replicate what no part has split; inside a part, ranks have other heads or features, so that gradients add up."""
+    known = {(id(h.module), h.name) for h in replicated.params}
     for module in root.modules():
         own = [
             name
             for name, parameter in module.named_parameters(recurse=False)
             if not isinstance(parameter, DTensor) and (id(module), name) not in known
         ]
-        held.held += [Held(module, name, region.sequence_parallel or id(module) in split) for name in own]
+        replicated.params += [Replicated(module, name, tp.sequence_parallel or id(module) in split) for name in own]
         if own:
-            held.compute_with(module)
-    for h in held.held:
+            replicated.compute_with(module)
+    for h in replicated.params:
         distribute(h.module, h.name, Replicate())
 
 
-def split_model(model: nn.Module, family: Family, region: Region, *, from_rank0: bool = False) -> nn.Module:
+def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bool = False) -> nn.Module:
     """Apply tensor parallelism to a Hugging Face causal language model, in place; before sharding.
 
     Args:
         model: of ``family``'s architecture, whole on every rank, or on the meta device.
         family: gives the plan.
-        region: the group.
+        tp: the group.
         from_rank0: take every parameter's values from global rank 0; collective.
 
     Raises:
@@ -185,35 +196,35 @@ def split_model(model: nn.Module, family: Family, region: Region, *, from_rank0:
         UserError: the family has no plan, or the plan does not fit the model.
     """
     plan = require_tensor_plan(family.tensor_plan, model.config)
-    if problems := tensor_parallel_problems(plan, model.config, degree=region.size):
+    if problems := tensor_parallel_problems(plan, model.config, degree=tp.size):
         raise ConfigError(problems)
     tied = model.get_submodule(family.head).weight is model.get_submodule(family.embedding).weight
     if from_rank0:
-        take_from_rank0(model, torch.device(region.device), parameters=False)
-    distribute = _Distributor(region, from_rank0=from_rank0)
+        take_from_rank0(model, torch.device(tp.device), parameters=False)
+    distribute = _Distributor(tp, from_rank0=from_rank0)
     embedding, head, norm = (_child(model, p, "the model") for p in (family.embedding, family.head, family.final_norm))
     distribute(embedding, "weight", Shard(0))
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))
-    split_embedding(region, embedding)  # type: ignore[arg-type]
-    split_head(region, head)  # type: ignore[arg-type]
+    split_embedding(tp, embedding)  # type: ignore[arg-type]
+    split_head(tp, head)  # type: ignore[arg-type]
     for block in _child(model, family.blocks, "the model").children():
-        held = HeldWhole(region, [])
+        replicated = ReplicatedParams(tp, [])
         inside: set[int] = set()
         for part in plan.parts:
-            _split_part(region, block, part, plan, model.config, distribute, held)
+            _split_part(tp, block, part, plan, model.config, distribute, replicated)
             inside |= {id(m) for m in block.get_submodule(part.module).modules()}
-        _hold_rest(region, block, distribute, held, inside)
-        held.surround(block)
-    held = HeldWhole(region, [])
-    _hold_rest(region, norm, distribute, held, set())
-    held.surround(norm)
+        _replicate_rest(tp, block, distribute, replicated, inside)
+        replicated.surround(block)
+    replicated = ReplicatedParams(tp, [])
+    _replicate_rest(tp, norm, distribute, replicated, set())
+    replicated.surround(norm)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
         raise UserError(f"the tensor-parallel plan of {family.name} says nothing of {left[0]}, outside the blocks")
     if (head.weight is embedding.weight) != tied:
         raise UserError("tensor parallelism untied the head from the embedding; this is a defect in smp")
-    split_forward(model, region)
-    setattr(model, SPLIT_HEAD, _head_over(region, head.weight.shape[0]))  # type: ignore[index,arg-type]
-    setattr(model, _MARK, region)
+    split_forward(model, tp)
+    setattr(model, SPLIT_HEAD, _split_head_of(tp, head.weight.shape[0]))  # type: ignore[index,arg-type]
+    setattr(model, _MARK, tp)
     return model

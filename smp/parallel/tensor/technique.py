@@ -11,15 +11,15 @@ from smp.memory.shape import ModelShape, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.parallel.technique import Setup
-from smp.parallel.tensor.region import Region
+from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model
 
 Config = ParallelConfig
 
 
-def tensor_region(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0) -> Region:
+def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0) -> TPGroup:
     """This rank's tensor-parallel group."""
-    return Region(
+    return TPGroup(
         mesh.tp_mesh,
         sequence_parallel=parallel.sequence_parallel,
         save_gathered=parallel.tp_save_gathered,
@@ -36,7 +36,7 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
 def apply(model: nn.Module, setup: Setup) -> None:
     """Split the model, unless it is split already."""
     if setup.mesh.tp.size > 1 and not is_split(model):
-        split_model(model, setup.family, tensor_region(setup.mesh, setup.settings[Config]))
+        split_model(model, setup.family, build_tp_group(setup.mesh, setup.settings[Config]))
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:

@@ -46,7 +46,7 @@ _library.impl("reduce_tokens", _reduce_tokens, "CompositeExplicitAutograd")
 torch.library.register_fake("smp::reduce_tokens", _like_reduced, lib=_library)
 
 
-class Region:
+class TPGroup:
     """A tensor-parallel group.
 
     Args:
