@@ -129,15 +129,14 @@ def test_a_step_is_left_out_and_the_rest_is_as_without_it(tmp_path):
 
 def test_weights_that_are_not_finite_stop_at_the_first_step(tmp_path):
     def prepare(rank: int) -> None:
-        inner = train_main.load_checkpoint
+        inner = train_main.restore
 
-        def load(*args, **kwargs):
-            state = inner(*args, **kwargs)
+        def load(path, saved, model, *args, **kwargs):
+            inner(path, saved, model, *args, **kwargs)
             with torch.no_grad():
-                next(iter(kwargs["model"].parameters())).to_local().view(-1)[:64] = math.nan
-            return state
+                next(iter(model.parameters())).to_local().view(-1)[:64] = math.nan
 
-        train_main.load_checkpoint = load
+        train_main.restore = load
 
     words = [*JOB, "--output_dir", tmp_path / "run"]
     run_job(*words, "--max_steps", 2, world_size=2).succeeded()
