@@ -109,7 +109,7 @@ def smp_step(
     activation: ActivationConfig = NOT_RECOMPUTED,
     loss: LossConfig | None = None,
 ) -> Step:
-    """The job's own parts, put together as ``train_lib.run`` does."""
+    """The job's own parts, put together as the run in ``smp/train/__main__.py`` does."""
     malloc.keep_freed_memory()
     parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
     mesh = resolve_mesh(parallel, world_size=case.processes, local_world_size=case.processes)

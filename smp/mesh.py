@@ -190,9 +190,9 @@ def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def tensor_parallel_choices(world_size: int) -> list[int]:
-    """Tensor-parallel degrees that divide the world."""
-    return _divisors(world_size)
+def tensor_parallel_choices(world_size: int, *, most_data: int | None = None) -> list[int]:
+    """Tensor-parallel degrees that divide the world, and leave at most ``most_data`` ranks that read other samples."""
+    return [tp for tp in _divisors(world_size) if most_data is None or world_size // tp <= most_data]
 
 
 def sharding_choices(*, world_size: int, local_world_size: int, tp: int, keep_gathered: bool = False) -> list[Mesh]:

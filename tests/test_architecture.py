@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -151,22 +152,28 @@ def of_a_role(expression: ast.AST, kind: str) -> bool:
     return False
 
 
+def ranks_from_degrees(tree: ast.AST) -> Iterator[ast.BinOp]:
+    """Where a rank or the world is divided by a degree, or degrees are multiplied."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp):
+            divides = isinstance(node.op, (ast.FloorDiv, ast.Mod, ast.Div)) and of_a_role(node.right, "size")
+            of_ranks = of_a_role(node.left, "rank") or of_a_role(node.left, "size")
+            both = of_a_role(node.left, "size") and of_a_role(node.right, "size")
+            if (divides and of_ranks) or (isinstance(node.op, ast.Mult) and both):
+                yield node
+
+
 def test_only_the_mesh_computes_ranks_from_degrees():
     """Nobody else divides a rank or the world by a degree, or multiplies degrees."""
     wrong = []
     for path in sources():
         # The environment's readers have the launcher's numbers, and the backend its own group's.
-        if module_name(path).split(".")[1:2] in (["mesh"], ["environment"], ["comm"], ["doctor"], ["launch"]):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.BinOp):
-                continue
-            divides = isinstance(node.op, (ast.FloorDiv, ast.Mod, ast.Div)) and of_a_role(node.right, "size")
-            if divides and (of_a_role(node.left, "rank") or of_a_role(node.left, "size")):
-                wrong.append(f"{path}:{node.lineno}")
-            if isinstance(node.op, ast.Mult) and of_a_role(node.left, "size") and of_a_role(node.right, "size"):
-                wrong.append(f"{path}:{node.lineno}")
+        if module_name(path).split(".")[1:2] not in (["mesh"], ["environment"], ["comm"]):
+            wrong += [f"{path}:{node.lineno}" for node in ranks_from_degrees(ast.parse(path.read_text()))]
     assert wrong == []
+    for text in ("launch.rank // mesh.tp.size", "world_size % plan.mesh.tp.size", "m.shard.size * m.replicas.size"):
+        assert list(ranks_from_degrees(ast.parse(text))), text
+    assert not list(ranks_from_degrees(ast.parse("batch * mesh.data.size + tokens // mesh.loss.size")))
 
 
 def test_sizes_stay_readable():

@@ -363,6 +363,9 @@ def test_jobs_that_fit_and_that_do_not(tmp_path):
     found(job.check_plan, "problem", r"llama3_405b on 2 process\(es\) needs about \d+", **large)
     found(job.check_plan, "problem", "did you mean llama_tiny", model="lama_tiny")
     found(job.check_plan, "problem", "does not divide", **tiny, tensor_parallel_degree=3)
+    [(_, first), second] = look(job.check_plan, **tiny, validation_freq=5)
+    assert first.startswith("no training data")
+    assert second == ("problem", "--validation_freq 5 needs validation data: set --test_dir")
     found(job.check_plan, "problem", "--lr takes a number", **tiny, lr="x", use_synthetic_data=1)
     assert list(tmp_path.iterdir()) == []
 

@@ -159,10 +159,8 @@ class Saver:
                 self._finish_write(lambda: manifest, manifest.step)
             except RunError as error:  # of another directory, which may be on another disk
                 failure = error
-        started, verify = (
-            time.perf_counter(),
-            settings.read_back == "always" or (background and settings.read_back == "async"),
-        )
+        started = time.perf_counter()
+        verify = settings.read_back == "always" or (background and settings.read_back == "async")
         try:
             path = target.checkpointer.write(manifest, wait=not background, verify=verify)
         except RunError as error:

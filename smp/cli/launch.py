@@ -1,7 +1,7 @@
 """Write the script that starts a training job: for Slurm, Kubernetes, a file of hosts, or this machine.
 
-The training flags come after `--` and are checked before anything is written. Degrees and
-micro-batch are chosen from the GPUs' memory where they are not given. The script is printed; --output FILE writes it.
+The training flags come after `--` and are checked before anything is written. Degrees and micro-batch are chosen from
+the GPUs' memory where they are not given. The script is printed; --output FILE writes it.
 
     smp launch slurm --model llama70b --nodes 8 --partition gpu -- --training_dir /data/text --max_steps 10000
 """

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from smp.data.data_pipeline import NO_DATA
 from smp.doctor.report import Status
 from smp.errors import ConfigError, UserError
 from smp.runtime import Launch, choose_device
@@ -39,8 +40,9 @@ class Request:
         synthetic = ("--use_synthetic_data", "1")
         try:
             config = parse_args(self.arguments)
-            # The rest of the job can be planned without its data.
-            return (parse_args([*self.arguments, *synthetic]) if config.data.missing() else config), []
+            if config.data.missing() == [NO_DATA]:  # the rest of the job can still be planned
+                config = parse_args([*self.arguments, *synthetic])
+            return config, []
         except UserError as error:
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         return parse_args(synthetic), problems

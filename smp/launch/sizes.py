@@ -103,9 +103,9 @@ def _layouts(
     extras: list[tuple[str, ...]] = [()]
     if "offload_activations" not in given and settings["activation_checkpointing"]:
         extras.append(("--offload_activations", "1"))
-    legal = tensor_parallel_choices(world)
     # The job refuses more data-parallel processes than samples.
-    tps = [tp for tp in tps if tp in legal and (samples is None or world // tp <= samples)]
+    legal = tensor_parallel_choices(world, most_data=samples)
+    tps = [tp for tp in tps if tp in legal]
     bf16 = settings["bf16"] is None or settings["bf16"]
     asked = workload(resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type="cuda")
     for extra, most_tokens in itertools.product(extras, (_MOST_TOKENS, float("inf"))):

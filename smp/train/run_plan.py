@@ -248,58 +248,58 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
     return Launch(0, world, 0, min(world, 8)) if world else launch
 
 
-def sizes(plan: Job) -> tuple[ModelShape, Workload]:
+def sizes(job: Job) -> tuple[ModelShape, Workload]:
     """What decides the memory of a rank."""
     work = workload(
-        plan.model,
-        plan.setup.settings,
-        batch=plan.config.run.train_batch_size,
-        compute_bytes=plan.dtype.itemsize,
-        device_type=plan.device.type,
-        is_async=plan.config.checkpoint.is_async,
+        job.model,
+        job.setup.settings,
+        batch=job.config.run.train_batch_size,
+        compute_bytes=job.dtype.itemsize,
+        device_type=job.device.type,
+        is_async=job.config.checkpoint.is_async,
     )
-    return model_shape(plan.model), work
+    return model_shape(job.model), work
 
 
-def refuse_too_large(plan: Job) -> None:
+def refuse_too_large(job: Job) -> None:
     """Refuse a job whose predicted peak is more memory than there is, before allocating.
 
     Raises:
         UserError: saying what each process needs, what there is, and how many processes would do.
     """
-    shape, work = sizes(plan)
-    available = available_memory(plan.device, plan.launch.local_world_size)
-    needed = estimate_memory(shape, plan.mesh, work)
-    advice = "" if sum(needed.values()) <= available else _advice(plan, shape, work, available)
-    check_fits(needed, available, model=plan.model.name, processes=plan.launch.world_size, advice=advice)
+    shape, work = sizes(job)
+    available = available_memory(job.device, job.launch.local_world_size)
+    needed = estimate_memory(shape, job.mesh, work)
+    advice = "" if sum(needed.values()) <= available else _advice(job, shape, work, available)
+    check_fits(needed, available, model=job.model.name, processes=job.launch.world_size, advice=advice)
 
 
-def _advice(plan: Job, shape: ModelShape, work: Workload, available: int) -> str:
+def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
     """What to do about a job that is too large: here, and on a cluster."""
-    tp, flat = plan.mesh.tp.size, plan.config.flat()
+    tp, flat = job.mesh.tp.size, job.config.flat()
     enough = processes_that_fit(shape, work, available, tp=tp)
     parts = [f"use {enough} such processes with full sharding"] if enough else []
     parts.append(f"{'' if parts else 'use '}a smaller model, batch or sequence")
-    if preset := _preset_that_fits(plan, available):
+    if preset := _preset_that_fits(job, available):
         parts.append(f"--model {preset}, which fits here")
     others = ("sharding_strategy", "hybrid_shard_degree", "dry_run", "dry_run_world_size", "output_dir")
     words = ["python", "-m", "smp.train"]
-    for name in (name for name in flat if name in plan.config.given and name not in others):
+    for name in (name for name in flat if name in job.config.given and name not in others):
         words += [f"--{name}", *map(_word, flat[name] if isinstance(flat[name], list) else [flat[name]])]
-    words += ["--use_synthetic_data", "1"] if plan.config.data.missing() else []
+    words += ["--use_synthetic_data", "1"] if job.config.data.missing() else []
     world = processes_that_fit(shape, work, _GPU_BYTES, tp=tp) or 1024
     words += ["--sharding_strategy", "full_shard", "--dry_run", "1", "--dry_run_world_size", str(world)]
     return f"{', or '.join(parts)}; `{shlex.join(words)}` shows what {world} GPUs of 80 GiB would hold"
 
 
-def _preset_that_fits(plan: Job, available: int) -> str:
+def _preset_that_fits(job: Job, available: int) -> str:
     """The largest one, of the same family if there is one; empty if none fits."""
     best = (False, 0, "")
     for name in list_presets():
-        other = dataclasses.replace(plan, model=resolve_model(ModelConfig(model=name)))
+        other = dataclasses.replace(job, model=resolve_model(ModelConfig(model=name)))
         shape, work = sizes(other)
-        if peak_bytes(shape, plan.mesh, work) <= available:
-            best = max(best, (other.model.family == plan.model.family, shape.parameters, name))
+        if peak_bytes(shape, job.mesh, work) <= available:
+            best = max(best, (other.model.family == job.model.family, shape.parameters, name))
     return best[2]
 
 
