@@ -87,12 +87,12 @@ def dcp_save(subject: Subject, folder: Path, step: int) -> float:
 
 
 def checkpointer(subject: Subject, folder: Path) -> Checkpointer:
-    """Saves as the job does."""
+    """Build what the job saves with."""
     return Checkpointer(Storage(folder), subject.model, subject.optimizer, name="m", copies=_copies)
 
 
 def smp_save(subject: Subject, folder: Path, step: int, *, check: bool = True) -> float:
-    """The same state, as the job saves it."""
+    """Time a save of the same state as the job does it."""
     start = time.perf_counter()
     checkpointer(subject, folder).write(subject.manifest(step), wait=True, verify=check)
     return time.perf_counter() - start
@@ -118,13 +118,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def without_digests(subject: Subject, folder: Path, step: int) -> float:
-    """What is left when nothing is hashed."""
+    """Leave the hashing out, to time the rest."""
     with replaced(safetensors_io, "new_digest", _NoDigest):
         return smp_save(subject, folder, step, check=False)
 
 
 def without_flush(subject: Subject, folder: Path, step: int) -> float:
-    """What is left when nothing is flushed to the disk: not a checkpoint to rely on."""
+    """Leave the flushes to the disk out, to time the rest: not a checkpoint to rely on."""
     with replaced(os, "fsync", lambda descriptor: None):
         return smp_save(subject, folder, step, check=False)
 
@@ -159,7 +159,7 @@ def dcp_async(subject: Subject, folder: Path, step: int) -> tuple[float, float]:
 
 
 def smp_async(subject: Subject, folder: Path, step: int) -> tuple[float, float]:
-    """The same of the job's asynchronous save: beginning, the update that waits for the copy, publishing."""
+    """Time the job's asynchronous save: beginning, the update that waits for the copy, publishing."""
     alone = _train(subject)
     start = time.perf_counter()
     saving = checkpointer(subject, folder)
@@ -283,7 +283,7 @@ def _remove(rank: int, folder: str) -> None:
 
 
 def page(found: dict[str, Any], model: str, rounds: int, bystanders: Bystanders) -> str:
-    """The result page."""
+    """Return the result page."""
     seconds, memory, size = found["seconds"], found["memory"], found["bytes"]
     lines = ["# Saving and loading checkpoints", "", *origin(f"{PROCESSES} processes of one thread, {rounds} rounds")]
     lines += [

@@ -71,7 +71,7 @@ def touched(numel: int) -> Tensor:
 
 
 def connected(backend: str) -> Any:
-    """A group of all ranks, its connections and threads made."""
+    """Make a group of all ranks, with its connections and threads."""
     group = dist.new_group(backend=backend)
     dist.barrier(group=group)
     return group
@@ -221,7 +221,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[], object]]] = {
 
 
 def buffers(case: Case, rank: int, size: int) -> Rank:
-    """The memory of a case."""
+    """Return the memory that a case needs."""
     numel = case.nbytes // 4
     several = case.operation in ("all_gather", "reduce_scatter")
     return Rank(rank, size, touched(numel), touched(size * numel if several else 0))
@@ -281,7 +281,7 @@ def check(case: Case, r: Rank, name: str, call: Call, gate: Gate) -> None:
 
 
 def measure(case: Case, rank: int, size: int, contenders: dict[str, object], gate: Gate) -> dict[str, Times]:
-    """This rank's times of every contender that has the operation, in rounds, in which the order is shuffled."""
+    """Time every contender that has the operation on this rank, in rounds of shuffled order."""
     memory = buffers(case, rank, size)
     calls: dict[str, Call] = {}
     for name, contender in contenders.items():

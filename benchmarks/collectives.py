@@ -67,7 +67,7 @@ class Target:
         return f"{', '.join(parts)}: {goal}"
 
     def value(self, found: dict[str, Times]) -> float | None:
-        """What is to be compared with the goal; None if it was not measured."""
+        """Return the value to compare with the goal; None if it was not measured."""
         if self.other:
             return times_as_fast(found, self.contender, self.other)
         return median(found[self.contender]) if self.contender in found else None
@@ -89,7 +89,7 @@ TARGETS = [
 
 
 def cases(operations: Sequence[str], processes: int, *, quick: bool) -> list[Case]:
-    """What to measure with so many processes."""
+    """List the cases for this number of processes."""
     found = []
     for operation, parts in OPERATIONS.items():
         sizes = [0] if operation == "barrier" else QUICK_SIZES if quick else SIZES
@@ -103,7 +103,7 @@ def cases(operations: Sequence[str], processes: int, *, quick: bool) -> list[Cas
 
 
 def command(processes: int, folder: Path, *, mpi: bool) -> list[str]:
-    """The command that starts the processes."""
+    """Return the command that starts the processes."""
     script = str(Path(__file__).with_name("collective_ranks.py"))
     if not mpi:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -172,7 +172,7 @@ def duration(seconds: float) -> str:
 
 
 def cell(case: Case, times: Times) -> str:
-    """A contender's time in a table."""
+    """Format a contender's time for a table."""
     if case.nbytes > SMALL:
         return duration(median(times))
     percentile = statistics.quantiles(itertools.chain(*times), n=100)[98]
@@ -215,7 +215,7 @@ def verdict(target: Target, measured: Measured, processes: int) -> str:
 
 
 def report(measured: Measured, arguments: argparse.Namespace, contenders: Sequence[str], remark: str) -> str:
-    """The page for ``benchmarks/results``."""
+    """Return the page for ``benchmarks/results``."""
     versions = []
     if "mpi" in contenders:
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
@@ -243,7 +243,7 @@ def report(measured: Measured, arguments: argparse.Namespace, contenders: Sequen
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="ranks, one run each (default 2 4)")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))

@@ -52,7 +52,7 @@ class Case:
 
 
 def contenders(case: Case, nccl: dist.ProcessGroup | None) -> dict[str, Call]:
-    """What each contender calls once, on the current stream."""
+    """Return the call of each contender, on the current stream."""
     size, rank, numel = dist.get_world_size(), dist.get_rank(), case.nbytes // 2
     world = dist.distributed_c10d._get_default_group()
     part = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
@@ -126,7 +126,7 @@ class Products:
 
 
 def measure(case: Case, nccl: dist.ProcessGroup | None, products: Products, rounds: int) -> dict[str, list[float]]:
-    """This rank's seconds by what was measured, a value for each round."""
+    """Measure this rank's seconds by contender, a value for each round."""
     calls = contenders(case, nccl)
     for call in calls.values():
         clock(call, 3)
@@ -197,7 +197,7 @@ def tables(cases: list[Case], ranks: list[list[dict[str, list[float]]]]) -> list
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     count = torch.cuda.device_count()
     parser.add_argument("--processes", type=int, default=count, help="ranks (default: the GPUs of this machine)")

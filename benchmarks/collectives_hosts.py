@@ -46,7 +46,7 @@ class Result:
 
 
 def cases(*, quick: bool) -> list[Case]:
-    """What to measure. Sizes are of one rank: what it gives, or gets from a reduce_scatter."""
+    """List the cases. Sizes are of one rank: its input, or its output of a reduce_scatter."""
     found = []
     for operation in OPERATIONS:
         for nbytes in QUICK_SIZES if quick else SIZES:
@@ -143,7 +143,7 @@ def verdict(found: dict[Case, Result]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--layouts", nargs="+", default=["2x2", "3x1"], help="hosts x ranks on each (default 2x2 3x1)")
     parser.add_argument(

@@ -38,7 +38,7 @@ Opener = Callable[[Path], Batches]  # from an empty cache folder to an endless i
 
 
 def ours(kind: str, path: Path | None, *, start: int = 0, vocab: int = VOCAB) -> Opener:
-    """This project's pipeline over a file or folder; None is synthetic data."""
+    """Open this project's pipeline over a file or folder; None is synthetic data."""
 
     def open_at(cache: Path) -> Batches:
         config = DataConfig(
@@ -134,7 +134,7 @@ def theirs(kind: str, path: Path | None, *, skip: int = 0) -> Opener:
 
 
 def write_files(folder: Path, rows: int) -> dict[str, Path]:
-    """The same random rows in every format."""
+    """Write the same random rows in every format."""
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq

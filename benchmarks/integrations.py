@@ -123,7 +123,7 @@ def measure(integration: Integration, backend: str, steps: int) -> Outcome:
 
 
 def compare(name: str, gloo: Outcome, ours: Outcome) -> None:
-    """The two do the same work only if they compute the same numbers."""
+    """Check that both compute the same numbers: only then do they the same work."""
     for step, (loss, wanted) in enumerate(zip(ours.losses, gloo.losses, strict=True), start=1):
         if not abs(loss - wanted) <= TOLERANCE * abs(wanted):
             sys.exit(f"{name}: loss {loss:.7f} over smddp at step {step}, {wanted:.7f} over gloo: not the same work")
@@ -161,7 +161,7 @@ def _line(row: Row) -> str:
 
 
 def report(rows: dict[str, Row], remarks: list[str], arguments: argparse.Namespace) -> str:
-    """The page for ``benchmarks/results``."""
+    """Return the page for ``benchmarks/results``."""
     packages = ("transformers", "accelerate", *(["deepspeed"] if "zero1" in rows or "zero3" in rows else []))
     versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
     lines = [
@@ -185,7 +185,7 @@ def report(rows: dict[str, Row], remarks: list[str], arguments: argparse.Namespa
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=INTEGRATIONS, default=list(INTEGRATIONS), help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="times that every integration is measured (default 5)")

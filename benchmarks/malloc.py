@@ -189,7 +189,7 @@ def accounts_table(arguments: argparse.Namespace) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--model", choices=SIZES, default="llama70m")
     parser.add_argument("--rounds", type=int, default=5, help="times that each is measured (default 5)")

@@ -136,7 +136,7 @@ def kept(layers: int, directory: str | None) -> int:
 
 
 def layers_table(directory: str) -> list[str]:
-    """What a forward leaves on the device, by number of layers."""
+    """Measure the memory that a forward leaves on the device, by number of layers."""
     lines = [
         "| layers | recomputed, MiB | and offloaded, horizon 2, MiB |",
         "|---:|---:|---:|",
@@ -153,7 +153,7 @@ def _plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _naive_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """A loop over chunks that leaves the rest to autograd."""
+    """Sum the loss in a loop over chunks that leaves the rest to autograd."""
     parts = zip(hidden[:, :-1].flatten(0, 1).split(1024), labels[:, 1:].flatten().split(1024), strict=True)
     return torch.stack([F.cross_entropy(F.linear(h, weight).float(), y, reduction="sum") for h, y in parts]).sum()
 

@@ -88,7 +88,7 @@ def ranges(trace: Path) -> list[Range]:
 
 
 def beside_computing(every: list[Range], name: str) -> tuple[int, float, float]:
-    """Number of transfers, their milliseconds, and the part of these in which the main thread computed."""
+    """Count transfers; sum their milliseconds, and the fraction of these in which the main thread computed."""
     main = next(each.thread for each in every if each.name == "backward")
     transfers = [each for each in every if each.name == name]
     # Operations that lie in no other one of their thread; while it waits, the main thread runs none.

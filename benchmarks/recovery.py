@@ -37,7 +37,7 @@ LIMIT = 120.0
 
 
 def steps(run: Path) -> list[int]:
-    """Steps in the metrics, in the order of their lines."""
+    """Return the steps in the metrics, in the order of their lines."""
     with contextlib.suppress(OSError):
         lines = (run / "metrics.jsonl").read_text().splitlines()
         found = []
@@ -49,13 +49,13 @@ def steps(run: Path) -> list[int]:
 
 
 def saved(run: Path) -> int:
-    """The newest checkpoint's step, 0 if there is none."""
+    """Return the newest checkpoint's step, 0 if there is none."""
     names = [path.name for path in run.glob("checkpoints/*-*steps")]
     return max((int(name.rpartition("-")[2].removesuffix("steps")) for name in names), default=0)
 
 
 def workers(launcher: int) -> list[int]:
-    """The launcher's children."""
+    """Return the launcher's children."""
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
@@ -71,7 +71,7 @@ def until(reached, process: subprocess.Popen) -> float:
 
 @contextlib.contextmanager
 def started(words: list[str], run: Path) -> Iterator[subprocess.Popen]:
-    """The job under its launcher; ended at the end."""
+    """Run the job under its launcher; end it on leaving."""
     process = subprocess.Popen(
         [*words, *JOB, "--output_dir", str(run)], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
     )

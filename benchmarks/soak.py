@@ -44,7 +44,7 @@ def _resident_mib() -> float:
 
 
 def _seen(traffic: Traffic) -> list[dict[str, float]]:
-    """What every rank has done and holds."""
+    """Return the steps and the memory of every rank."""
     traffic.close_groups()  # how many this rank is in, and how large they are, is chance
     release_cache(torch.device("cpu"))  # so that what remains is held by somebody
     own = {

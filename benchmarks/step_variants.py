@@ -79,7 +79,7 @@ class Case:
 
 
 def resolved_model(name: str) -> ResolvedModel:
-    """The benchmark's model in the form the job plans with."""
+    """Return the benchmark's model in the form the job plans with."""
     hidden, blocks, intermediate, vocabulary, length = SIZES[name]
     config_class = transformers.LlamaConfig if name.startswith("llama") else transformers.GPTNeoXConfig
     hf_config = config_class(
@@ -94,7 +94,7 @@ def resolved_model(name: str) -> ResolvedModel:
 
 
 def batch(case: Case, rank: int, step: int) -> Tensor:
-    """This process's token ids ``(rows, length)``: its part of one global batch, the same in every variant."""
+    """Return this process's token ids ``(rows, length)``: its part of one global batch, the same in every variant."""
     generator = torch.Generator().manual_seed(1000 + step)
     total = case.rows * case.processes
     ids = torch.randint(SIZES[case.model][3], (total, case.length), generator=generator)
@@ -109,7 +109,7 @@ def smp_step(
     activation: ActivationConfig = NOT_RECOMPUTED,
     loss: LossConfig | None = None,
 ) -> Step:
-    """The job's own parts, put together as the run in ``smp/train/__main__.py`` does."""
+    """Build a step of the job's own parts, as the run in ``smp/train/__main__.py`` does."""
     malloc.keep_freed_memory()
     parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
     mesh = resolve_mesh(parallel, world_size=case.processes, local_world_size=case.processes)
@@ -135,7 +135,7 @@ def smp_step(
 
 
 def fsdp2_step(case: Case, rank: int, *, fused: bool, shared_buffers: bool = False) -> Step:
-    """The loop of torch's FSDP2 tutorial: each block and the root sharded, the defaults otherwise."""
+    """Build the loop of torch's FSDP2 tutorial: each block and the root sharded, the defaults otherwise."""
     model, family = plain_model(case), resolved_model(case.model).family
     policy = _fsdp2_policy(case)
     for block in model_blocks(model, family):
@@ -165,7 +165,7 @@ def accelerate_step(case: Case, rank: int) -> Step:
 
 
 def one_process_step(case: Case, rank: int) -> Step:
-    """The plain Hugging Face model, all cores as threads of one process; bf16 is autocast's."""
+    """Build the plain Hugging Face model, all cores as threads of one process; bf16 is autocast's."""
     model = plain_model(case)
     return _plain_loop(case, rank, model, adamw(model.parameters(), fused=True))
 
@@ -199,7 +199,7 @@ def floor_step(case: Case, rank: int) -> Step:
 
 
 def plain_model(case: Case) -> nn.Module:
-    """The whole Hugging Face model, with the values that the job gives its shards."""
+    """Build the whole Hugging Face model, with the values that the job gives its shards."""
     resolved = resolved_model(case.model)
     model = build_model(resolved.hf_config, attn_implementation=resolved.attn_implementation)
     rule = functools.partial(init_rule, hf_config=resolved.hf_config)
@@ -216,7 +216,7 @@ def _plain_loop(
     backward: Callable[[Tensor], None] = Tensor.backward,
     clip: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
 ) -> Step:
-    """The loop most people write, with Hugging Face's own loss."""
+    """Build the loop most people write, with Hugging Face's own loss."""
     autocast = case.bf16 and not isinstance(model, FSDPModule)
 
     def step(number: int) -> Tensor:
@@ -233,7 +233,7 @@ def _plain_loop(
 
 
 def adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.AdamW:
-    """The job's groups and settings: weight decay on matrices only."""
+    """Build AdamW with the job's groups and settings: weight decay on matrices only."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": OPTIM.weight_decay},

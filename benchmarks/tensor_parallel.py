@@ -110,7 +110,7 @@ def held(model: str, degree: int, **settings: bool) -> Held:
 
 
 def memory_table(model: str, degrees: list[int]) -> list[str]:
-    """A markdown table: what a rank holds at each degree, and as a part of what one process holds."""
+    """Format a markdown table of a rank's memory at each degree, and as a fraction of one process's."""
     lines = [
         "| tensor-parallel ranks | parameters, MiB | activations, MiB | logits, MiB | saved by the loss, MiB |",
         "|---|---:|---:|---:|---:|",
@@ -133,7 +133,7 @@ def memory_table(model: str, degrees: list[int]) -> list[str]:
 
 
 def report(arguments: argparse.Namespace, results: dict[str, list[Result]], memory: list[str]) -> str:
-    """The page for ``benchmarks/results``."""
+    """Return the page for ``benchmarks/results``."""
     hidden, blocks, intermediate, vocabulary, length = SIZES[arguments.model]
     size = count_parameters(resolved_model(arguments.model).hf_config) / 1e6
     run = (

@@ -60,7 +60,7 @@ def smp_step(case: Case, rank: int, **settings: bool) -> Step:
 
 
 def transformers_step(case: Case, rank: int) -> Step:
-    """transformers' own tensor parallelism: ``from_pretrained`` with a ``DistributedConfig``."""
+    """Build transformers' own tensor parallelism: ``from_pretrained`` with a ``DistributedConfig``."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 

@@ -104,7 +104,7 @@ def measure(case: Case, variant: Variant) -> Result:
 
 
 def check_losses(case: Case, losses: list[float], expected: list[float]) -> None:
-    """The variants do the same work only if they compute the same numbers."""
+    """Check that the variants compute the same numbers: only then do they the same work."""
     tolerance = LOSS_TOLERANCE[case.precision]
     for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
         if not abs(loss - wanted) <= tolerance * abs(wanted):
@@ -153,13 +153,13 @@ def run(arguments: argparse.Namespace) -> tuple[Results, list[str]]:
 
 
 def _ratios(results: dict[str, list[Result]], variant: str, other: str) -> list[float]:
-    """The speed of ``variant`` over that of ``other``, round by round."""
+    """Return the speed of ``variant`` over that of ``other``, round by round."""
     pairs = zip(results[variant], results[other], strict=True)
     return [one.tokens_per_second / two.tokens_per_second for one, two in pairs]
 
 
 def _paired(results: dict[str, list[Result]], variant: str, other: str) -> str:
-    """The median of the same, or a dash if one of them was not measured."""
+    """Format the median of these ratios, or a dash if one of them was not measured."""
     if other not in results:
         return "-"
     return f"{statistics.median(_ratios(results, variant, other)):.2f}"
@@ -168,7 +168,7 @@ def _paired(results: dict[str, list[Result]], variant: str, other: str) -> str:
 def _against(
     results: dict[str, list[Result]], pairs: Sequence[tuple[str, str]], variants: Mapping[str, Variant]
 ) -> list[str]:
-    """A table of paired ratios with their spread."""
+    """Format a table of paired ratios with their spread."""
     lines = ["| speed of | over that of | median | range of the rounds |", "|---|---|---:|---:|"]
     for one, other in pairs:
         if one in results and other in results:
@@ -208,7 +208,7 @@ def table(
 
 
 def report(results: Results, arguments: argparse.Namespace, notes: list[str]) -> str:
-    """The page for ``benchmarks/results``."""
+    """Return the page for ``benchmarks/results``."""
     run = (
         f"{arguments.processes} processes of {arguments.threads} thread(s), {arguments.rounds} rounds of "
         f"{arguments.steps} steps after {WARMUP_STEPS} to warm up"
@@ -231,7 +231,7 @@ def report(results: Results, arguments: argparse.Namespace, notes: list[str]) ->
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["llama70m", "neox70m"])
     parser.add_argument("--precision", nargs="+", choices=LOSS_TOLERANCE, default=["fp32", "bf16"])

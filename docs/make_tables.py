@@ -19,7 +19,7 @@ SMDDP, and what takes its place. What differs in behaviour, and why: [smp_v2.md]
 
 
 def status(name: str) -> str:
-    """What becomes of a flag of SMP v2: live, limited, no effect or retired."""
+    """Say what becomes of a flag of SMP v2: live, limited, no effect or retired."""
     if name in arguments.RETIRED:
         return "retired"
     metadata = arguments.FLAGS[name].field.metadata

@@ -31,7 +31,7 @@ def _backend(text: str) -> str:
 
 
 def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """The flags that every example has, and a flag for each of ``numbers`` with its default."""
+    """Read the flags that every example has, and a flag for each of ``numbers`` with its default."""
     result = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
     result.add_argument("--backend", type=_backend, choices=("smddp", "gloo", "nccl"), default="smddp")
     for name, default in numbers.items():
@@ -42,7 +42,7 @@ def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def local_device() -> torch.device:
-    """The GPU of this process, made current, or the CPU."""
+    """Return the GPU of this process, made current, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -19,7 +19,7 @@ SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
 
 def packed(length: int) -> torch.Tensor:
-    """The sample text's tokens in rows of ``length``, end to end."""
+    """Return the sample text's tokens in rows of ``length``, end to end."""
     text = (SAMPLE / "validation.txt").read_text(encoding="utf-8")
     tokens = torch.tensor(AutoTokenizer.from_pretrained(SAMPLE / "tokenizer")(text)["input_ids"])
     return tokens[: len(tokens) // length * length].view(-1, length)

@@ -26,7 +26,7 @@ def load(folder: Path):
 
 @torch.no_grad()
 def answer(folder: Path, question: str, context: str) -> dict:
-    """The answer: ``score`` (probability of the span), ``start`` and ``end`` in the context, ``answer``."""
+    """Answer with ``score`` (probability of the span), ``start`` and ``end`` in the context, ``answer``."""
     tokenizer, model = load(folder)
     encoded = tokenizer(question, context, return_offsets_mapping=True, return_tensors="pt")
     spans = encoded.pop("offset_mapping")[0].tolist()

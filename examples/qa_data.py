@@ -49,7 +49,7 @@ def _questions(words: dict[str, str]):
 
 
 def read_squad(path: Path) -> list[dict]:
-    """The rows of a SQuAD file: ``question``, ``context``, ``text`` and ``answer_start`` of the first answer."""
+    """Read the rows of a SQuAD file: ``question``, ``context``, ``text`` and ``answer_start`` of the first answer."""
     return [
         {"question": asked["question"], "context": paragraph["context"], **asked["answers"][0]}
         for article in json.loads(path.read_text())["data"]
@@ -59,7 +59,7 @@ def read_squad(path: Path) -> list[dict]:
 
 
 def make_tokenizer(rows: list[dict]) -> PreTrainedTokenizerFast:
-    """A token for each of the rows' words, in alphabetical order, with BERT's frame around question and context."""
+    """Make a token for each word of the rows, in alphabetical order, with BERT's frame around question and context."""
     split = pre_tokenizers.BertPreTokenizer()
     texts = (row[field].lower() for row in rows for field in ("question", "context"))
     words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}

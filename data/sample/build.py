@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def read_character_vectors(rdb: bytes) -> list[list[str]]:
-    """The character vectors of an R lazy-load database, in file order.
+    """Return the character vectors of an R lazy-load database, in file order.
 
     Each record is a 4-byte big-endian length and a zlib stream; inside is R's XDR serialisation version 3: a header
     that ends in the encoding's name, the vector's flags and length, then per string its flags, length and bytes.
@@ -53,7 +53,7 @@ def read_character_vectors(rdb: bytes) -> list[list[str]]:
 
 
 def chapters(lines: list[str]) -> list[str]:
-    """A novel's chapters, one paragraph per line, a blank line between paragraphs; title and end matter left out."""
+    """Split a novel into chapters: a paragraph per line, a blank line between them; leave out title and end matter."""
     body = re.split(r"(?im)^chapter [ivxl\d]+$", "\n".join(lines))[1:]
     body[-1] = re.split(r"(?m)^(?:THE END|FINIS|A NOTE ON THE TEXT)$", body[-1], maxsplit=1)[0]
     found = []
