@@ -182,11 +182,19 @@ def test_what_ci_runs_is_in_its_script():
                     assert f"make {target}\n" in script or target in ("test-slow", "docs"), target
 
 
+def anchors(page: pathlib.Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    for page in PAGES:
-        if page.exists():
-            for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in filter(pathlib.Path.exists, PAGES):
+        for target in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+            file, _, anchor = target.partition("#")
+            linked = (page.parent / file).resolve() if file else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
 def test_files_that_a_page_names_exist():
