@@ -96,9 +96,10 @@ def as_dry_run(text: str, things: str) -> str:
     def planned(match: re.Match[str]) -> str:
         nodes = re.search(r"--nnodes[= ](\d+)", match[1])
         processes = int(re.search(r"--nproc_per_node[= ](\d+)", match[1])[1]) * (int(nodes[1]) if nodes else 1)
-        return f"python train_lib.py --dry_run 1 --dry_run_world_size {processes} "
+        return f"python -m smp.train --dry_run 1 --dry_run_world_size {processes} "
 
-    return re.sub(r"(?:torchrun|python -m smp\.launch\.local) (.*?)train_lib\.py ", planned, text, flags=re.S)
+    job = r"(?:torchrun|python -m smp\.launch\.local) (.*?)(?:train_lib\.py|-m smp\.train) "
+    return re.sub(job, planned, text, flags=re.S)
 
 
 @pytest.fixture
@@ -171,19 +172,39 @@ def test_the_demo_speaks(folder):
 
 
 def test_what_ci_runs_is_in_its_script():
-    script = (ROOT / ".ci" / "run").read_text()
+    script = (ROOT / ".ci" / "run").read_text() + "\n"
+    if "make test-all\n" in script:
+        script += "make test\n"  # part of it
     for page in PAGES:
         for block in blocks(page) if page.exists() else ():
             if block.directive("run by") is not None:
                 for target in re.findall(r"^make ([\w-]+)", block.text, re.M):
-                    assert f"make {target}\n" in script + "\n" or target in ("test-slow", "docs"), target
+                    assert f"make {target}\n" in script or target in ("test-slow", "docs"), target
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere():
+    for page in filter(pathlib.Path.exists, PAGES):
+        for target in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+            file, _, anchor = target.partition("#")
+            linked = (page.parent / file).resolve() if file else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
+
+
+def test_files_that_a_page_names_exist():
+    """``*`` stands for any part of a name, as in a shell."""
+    path = re.compile(
+        r"(?<![\w./-])(?:smp|tests|benchmarks|examples|configs|docs|data/sample)/[\w./*-]+\.(?:py|md|yaml|c|txt)\b"
+    )
     for page in PAGES:
-        if page.exists():
-            for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for named in path.findall(page.read_text()):
+            assert list(ROOT.glob(named)), f"{page.name}: {named}"
 
 
 def test_flags_that_a_page_names_exist():
