@@ -135,6 +135,6 @@ def prepare_model(
         load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
     else:
         rule = functools.partial(init_rule, hf_config=resolved.hf_config)
-        initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=seed)
+        initialize_(model, rule, seed=seed)
     record("After FSDP wrapper")
     return model.train()
