@@ -90,7 +90,7 @@ class TokenFile(Columns):
         if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
             raise ValueError(f"{folder} has rows that are not its tokens")
         # Files with labels of earlier versions lack the key, and are built again.
-        highest_label = int(meta["highest_label"]) if labels is not None else -1
+        highest_label = int(meta["highest_label"]) if labels is not None else 0
         return cls(tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]), highest_label=highest_label)
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
@@ -108,7 +108,7 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: str):
         self.folder, self.dtype = folder, dtype
         self._parts = {part: open(folder / f"{part}.bin", "wb") for part in ("tokens", "rows")}  # noqa: SIM115
-        self._count, self._rows, self._highest, self._highest_label = 0, 0, -1, -1
+        self._count, self._rows, self._highest, self._highest_label = 0, 0, 0, 0
         self._parts["rows"].write(np.zeros(1, np.int64).tobytes())
 
     def add(
@@ -134,9 +134,9 @@ class TokenWriter:
         self._parts["rows"].write((self._count + np.asarray(ends, np.int64)).tobytes())
         self._count += len(ids)
         self._rows += len(ends)
-        self._highest = max(self._highest, int(ids.max(initial=-1)))
+        self._highest = max(self._highest, int(ids.max(initial=0)))
         if labels is not None:
-            self._highest_label = max(self._highest_label, int(labels.max(initial=-1)))
+            self._highest_label = max(self._highest_label, int(labels.max(initial=0)))
 
     def _optional(self, part: str) -> Any:
         """Return the file of a column that most data lacks; when it is new, write its default for all earlier rows."""

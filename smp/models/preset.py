@@ -24,7 +24,7 @@ class Preset:
         name: the value of ``--model``.
         family: its architecture.
         sequence_length: tokens per sample unless ``--max_context_width`` says otherwise.
-        config: config.json values; what is not named takes the family's default in Hugging Face.
+        config: config.json values; others have Hugging Face's defaults.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Preset:
 
 
 def list_presets() -> list[str]:
-    """The names that ``--model`` knows, sorted."""
+    """Return the names that ``--model`` knows, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def preset_path(name: str) -> pathlib.Path:
-    """The YAML file of a preset; it exists when ``name`` is in :func:`list_presets`."""
+    """Return the YAML file of a preset; it exists when ``name`` is in :func:`list_presets`."""
     return _FOLDER / f"{name}.yaml"
 
 
