@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -65,13 +64,6 @@ def cpu_tensor_bytes() -> int:
     return sum(sizes.values())
 
 
-class ScalarWriters(Protocol):
-    """Receives curves, as ``smp.train.metrics.Writers`` does."""
-
-    def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        """Write a value of several curves of one chart."""
-
-
 class MemoryTracker:
     """Logs SMP v2's memory lines at marked points of a run, on rank 0, if it is enabled.
 
@@ -85,13 +77,13 @@ class MemoryTracker:
         self._device, self._enabled = device, enabled and rank == 0
         self._base = self._last = rss_bytes()
         self._held: list[tuple[str, Mapping[str, float], int]] = []  # until connect()
-        self._writers: ScalarWriters | None = None
+        self._write: Callable[[str, Mapping[str, float], int], None] | None = None
 
-    def connect(self, writers: ScalarWriters) -> None:
-        """Send the numbers to ``writers``, too, with those recorded before."""
-        self._writers = writers
+    def connect(self, write: Callable[[str, Mapping[str, float], int], None]) -> None:
+        """Pass tag, values in GiB by name, and step of each record to ``write``, too, those of earlier ones first."""
+        self._write = write
         for entry in self._held:
-            writers.scalars(*entry)
+            write(*entry)
 
     def record(self, tag: str, step: int) -> None:
         """Log the memory under ``tag``, such as "After forward", and reset the peak."""
@@ -102,10 +94,10 @@ class MemoryTracker:
         self._record_cpu(tag, step)
 
     def _send(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        if self._writers is None:
+        if self._write is None:
             self._held.append((tag, values, step))
         else:
-            self._writers.scalars(tag, values, step)
+            self._write(tag, values, step)
 
     def _where(self) -> str:
         return f"(torch, rank, device) = ({torch.__version__}, 0, {self._device.index or 0})"

@@ -215,7 +215,8 @@ def _new_config(family: Family, values: dict[str, Any]) -> Any:
 
 def _preset_source(name: str) -> _Source:
     preset = load_preset(name)
-    return _Source(name, _new_config(preset.family, preset.config), preset.sequence_length)
+    config = _new_config(FAMILIES[preset["family"]], preset["config"])
+    return _Source(name, config, preset["sequence_length"])
 
 
 def _directory_source(directory: pathlib.Path) -> _Source:

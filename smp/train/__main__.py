@@ -82,7 +82,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         together(saver.prepare)
         # Nothing could be refused any more: from here on files are written.
         metrics = together(lambda: begin_files(plan, start))
-        memory.connect(metrics.writers)
+        memory.connect(metrics.writers.scalars)
         trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard)
         announce(plan, start)
         metrics.writers.text("Arguments", arguments_table(config))

@@ -232,18 +232,12 @@ def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
 @contextlib.contextmanager
 def _allocator_history(path: Path) -> Iterator[None]:
     """Write CUDA's allocation history, with stacks, for https://pytorch.org/memory_viz."""
-    history = getattr(torch.cuda.memory, "_record_memory_history", None)
-    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if history is None or dump is None:
-        logger.warning("No %s: this torch cannot record the allocator's history.", path.name)
-        yield
-        return
-    history(max_entries=200_000)
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
         yield
     finally:
-        dump(str(path))
-        history(enabled=None)
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("Wrote %s: open it at https://pytorch.org/memory_viz", path)
 
 

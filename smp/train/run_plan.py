@@ -161,17 +161,11 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
     places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
     places += [("model_dir", Path(folder).resolve().parent) for folder in final]
-    problems = []
+    problems = _Problems()
     for flag, directory in places:
-        try:
-            _probe_directory(flag, directory)
-        except UserError as error:
-            problems.append(str(error))
+        problems.attempt(_probe_directory, flag, directory)
     if config.checkpoint.save_final_model:
-        try:
-            refuse_foreign_files(Path(config.checkpoint.model_dir or run_dir / "final").absolute())
-        except UserError as error:
-            problems.append(str(error))
+        problems.attempt(refuse_foreign_files, Path(config.checkpoint.model_dir or run_dir / "final").absolute())
     if problems:
         raise ConfigError(problems)
 
