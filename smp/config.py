@@ -30,9 +30,9 @@ def setting(
 
     Args:
         default: the value when neither a flag nor a YAML key gives one.
-        help: one sentence, in the words of the field.
+        help: one sentence, in the terms of the field.
         minimum, above, maximum: bounds of a number (``above`` excludes the bound); of each item of a tuple.
-        only: the values that are accepted today; any other is refused with ``otherwise``, which says what to do.
+        only: the accepted values; any other is refused with ``otherwise``, which names the alternative.
         no_effect: why the setting changes nothing here by construction (it is accepted, and logged when given).
         aliases: further flag names.
     """
@@ -142,7 +142,7 @@ class ParallelConfig(Section):
     )
     hybrid_shard_degree: int = setting(
         0,
-        "Ranks per sharding group. 0: what --sharding_strategy says; 1: no sharding; k: hybrid sharding over k ranks.",
+        "Ranks per sharding group. 0: as --sharding_strategy; 1: no sharding; k: hybrid sharding over k ranks.",
         minimum=0,
         aliases=("shard_degree",),
     )
@@ -169,7 +169,7 @@ class ParallelConfig(Section):
         no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's",
     )  # fmt: skip
     cp_comm_type: Literal["p2p", "all_gather"] = setting(
-        "p2p", "Exchange used by context parallelism.", only=("p2p",),
+        "p2p", "Collective of context parallelism.", only=("p2p",),
         otherwise="context parallelism is out of scope for now; leave it out",
     )  # fmt: skip
     forward_prefetch: bool = setting(True, "Gather the next unit's parameters while the current one computes.")
@@ -248,7 +248,8 @@ class ActivationConfig(Section):
         True, "Recompute each block's activations in backward instead of keeping them."
     )
     activation_checkpointing_mode: Literal["full", "selective"] = setting(
-        "full", "What is kept: a block's input alone; or also attention, exchanges and every other matrix product."
+        "full",
+        "Kept for backward: a block's input alone; or also attention, collectives and every other product.",
     )
     activation_checkpointing_every: int = setting(1, "Recompute every n-th block only.", minimum=1)
     offload_activations: bool = setting(

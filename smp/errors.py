@@ -18,7 +18,7 @@ def hub_advice(name: str, kind: str = "") -> str:
 
 
 class UserError(ValueError):
-    """Bad input; the text has what is wrong, what was given, what is allowed and what to do."""
+    """Bad input; the text states the mistake, the value given, the allowed ones and the remedy."""
 
 
 class RankError(UserError):

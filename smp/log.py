@@ -20,8 +20,8 @@ LINE_FORMAT = "%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 HIDDEN = "***"
 
-# The name of something secret. Tokenizer words (eos_token, tokens, flops_per_token) are not. Written as a look-ahead
-# over the whole name, so that long words without a match cost one pass.
+# Names of secrets, without those of tokens (eos_token, tokens, flops_per_token). A look-ahead over the whole name, so
+# that long names without a match cost one pass.
 _SECRET_NAME = (
     r"(?!(?:bos|eos|pad|unk|sep|cls|mask|additional_special)_token\b)(?!\w*per_token\b)"
     r"(?=[\w.-]*?(?:(?:secret|password|passwd|passphrase|credential|signature)[\w.-]*"

@@ -87,12 +87,12 @@ class PackedRows:
 
     def _cut(self, which: int, start: int) -> Row:
         stop = min(start + self.sequence_length, int(self._first_token[-1]))
-        pieces = []
+        parts = []
         while start < stop:
             begin, end = int(self._first_token[which]), int(self._first_token[which + 1])
-            pieces.append(self.stores[which].tokens[start - begin : stop - begin])
+            parts.append(self.stores[which].tokens[start - begin : stop - begin])
             start, which = end, which + 1
-        return Row(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        return Row(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class TextTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # of any sort, for files that are not what they should be
+        except Exception as error:  # of any type, for malformed files
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
         if tokenizer.eos_token_id is None:

@@ -226,7 +226,7 @@ def _make_once(
 ) -> T:
     """Read the content of ``key``, after one of the processes that ask at once has made it.
 
-    It is made beside its final name and renamed; what a killed process left is removed, never used.
+    It is made beside its final name and renamed; leftovers of a killed process are removed, never used.
     """
     from filelock import FileLock
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from smp.config import ActivationConfig, LossConfig
+from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.plan import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
@@ -62,13 +62,13 @@ def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterato
     on_cpu = work.device_type == "cpu"
     for flags in _settings_that_save(work):
         note = " --offload_dir DIRECTORY_ON_FAST_DISK" if on_cpu and "offload_activations" in flags else ""
-        words = " ".join(f"--{name} {int(v) if isinstance(v, bool) else v}" for name, v in flags.items())
-        yield words + note, mesh, work.changed(**flags)
+        text = " ".join(f"--{name} {flag_text(value)}" for name, value in flags.items())
+        yield text + note, mesh, work.changed(**flags)
     size, length = work.micro_batch_size, work.sequence_length
     if size > 1:
         half = -(-size // 2)
-        words = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
-        yield f"--train_batch_size {half}{words}", mesh, dataclasses.replace(work, micro_batch_size=half)
+        steps = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
+        yield f"--train_batch_size {half}{steps}", mesh, dataclasses.replace(work, micro_batch_size=half)
     if mesh.replicas.size > 1 or not mesh.reshard_after_forward:
         yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
     if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):

@@ -354,8 +354,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    words = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    texts = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def rank_table(peaks: list[Snapshot]) -> str:

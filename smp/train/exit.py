@@ -17,7 +17,7 @@ from smp.train.run_plan import RunPlan
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """Call a program's ``main``; write what it does not handle to the launcher's error file too."""
+    """Call a program's ``main``; write unhandled exceptions to the launcher's error file, too."""
     handler = get_error_handler()
     handler.initialize()
     try:

@@ -144,7 +144,7 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
         peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
         world_size=plan.launch.world_size,
         max_steps=start.max_steps,
-        # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
+        # "latest" without a checkpoint starts anew, over the metrics of a run that died before its first one.
         resume_from=start.progress if continues else None,
     )
 

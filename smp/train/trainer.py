@@ -1,4 +1,4 @@
-"""The training loop, one step of it, validation, and what is written at the end."""
+"""The training loop: steps, validation, checkpoints, and the final model."""
 
 from __future__ import annotations
 
