@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 def transformer_units(
     *, embedding: nn.Module, blocks: list[nn.Module], final: list[nn.Module], tied: bool, reshard: bool
 ) -> list[Unit]:
-    """Units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
+    """List the units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
 
     The last unit is used first by backward, so it is not freed in between. The embedding is freed at any strategy, and
     not gathered again: the gradient of a look-up needs no weights. A tied head is in one unit with the embedding: two

@@ -77,7 +77,7 @@ class HostStore:
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
     def put(self, tensor: torch.Tensor) -> Stored:
-        """See :class:`Store`."""
+        """Start the transfer of a tensor; see :class:`Store`."""
         return _OnHost(self, tensor)
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:
@@ -200,7 +200,7 @@ class DiskStore:
         self.reader = concurrent.futures.ThreadPoolExecutor(1, "smp-offload-read")
 
     def put(self, tensor: torch.Tensor) -> Stored:
-        """See :class:`Store`."""
+        """Start the transfer of a tensor; see :class:`Store`."""
         return _OnDisk(self, tensor)
 
     def take(self, nbytes: int) -> int:
