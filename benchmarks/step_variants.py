@@ -203,7 +203,7 @@ def plain_model(case: Case) -> nn.Module:
     resolved = resolved_model(case.model)
     model = build_model(resolved.hf_config, attn_implementation=resolved.attn_implementation)
     rule = functools.partial(init_rule, hf_config=resolved.hf_config)
-    initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=SEED)
+    initialize_(model, rule, seed=SEED)
     return model.train()
 
 

@@ -30,9 +30,9 @@ def setting(
 
     Args:
         default: the value when neither a flag nor a YAML key gives one.
-        help: one sentence, in the words of the field.
+        help: one sentence, in the terms of the field.
         minimum, above, maximum: bounds of a number (``above`` excludes the bound); of each item of a tuple.
-        only: the values that are accepted today; any other is refused with ``otherwise``, which says what to do.
+        only: the accepted values; any other is refused with ``otherwise``, which names the alternative.
         no_effect: why the setting changes nothing here by construction (it is accepted, and logged when given).
         aliases: further flag names.
     """
@@ -54,7 +54,7 @@ def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:
     for item in value if isinstance(value, tuple) else (value,):
         if item is None or isinstance(item, (str, bool)):
             continue
-        # Written so that NaN, which compares false with everything, is outside every bound.
+        # NaN, which compares false with everything, is outside every bound.
         if minimum is not None and not item >= minimum:
             return f"--{name} must be at least {minimum}, got {item}"
         if above is not None and not item > above:
@@ -79,12 +79,12 @@ class Section:
 
     @staticmethod
     def independent(found: list[str], earlier: list[str]) -> list[str]:
-        """Problems that name no flag which ``earlier`` ones begin with: what follows from a refused value misleads."""
+        """Return the problems without those that name a flag which ``earlier`` ones refuse: they follow from it."""
         refused = {text.split()[0] for text in earlier}
         return [text for text in found if refused.isdisjoint(re.findall(r"--\w+", text))]
 
     def problems(self) -> list[str]:
-        """One sentence for each setting that cannot be used; subclasses add the checks across fields."""
+        """Return one sentence for each setting that cannot be used; subclasses add checks across fields."""
         found = []
         for field in dataclasses.fields(self):
             value, metadata = getattr(self, field.name), field.metadata
@@ -93,7 +93,7 @@ class Section:
             if problem := _bound_problem(field.name, value, metadata):
                 found.append(problem)
             if metadata["only"] and value not in metadata["only"]:
-                found.append(f"--{field.name} {_shown(value)} is not available: {metadata['otherwise']}")
+                found.append(f"--{field.name} {flag_text(value)} is not available: {metadata['otherwise']}")
         return found
 
 
@@ -102,7 +102,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sections by their type, so that each part takes its own; one that is not given has its defaults."""
+    """Sections by their type; one that is not given has its defaults."""
 
     sections: tuple[Section, ...] = ()
 
@@ -110,7 +110,7 @@ class Settings:
         return next((section for section in self.sections if type(section) is kind), None) or kind()
 
     def changed(self, **values: Any) -> Settings:
-        """The same with other values, by name.
+        """Return a copy with other values, by name.
 
         Raises:
             ValueError: no section has a setting of that name.
@@ -124,7 +124,8 @@ class Settings:
         return Settings(tuple(sections))
 
 
-def _shown(value: Any) -> str:
+def flag_text(value: Any) -> str:
+    """Format a value as the command line takes it."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -133,7 +134,7 @@ ShardingStrategy = Literal["no_shard", "shard_grad_op", "hybrid_shard", "_hybrid
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the world is divided and how parameters are sharded (SMP v2's words; below, torch's mesh axes)."""
+    """Degrees of parallelism and sharding of parameters, with SMP v2's names."""
 
     sharding_strategy: ShardingStrategy = setting(
         "hybrid_shard",
@@ -141,7 +142,7 @@ class ParallelConfig(Section):
     )
     hybrid_shard_degree: int = setting(
         0,
-        "Ranks per sharding group. 0: what --sharding_strategy says; 1: no sharding; k: hybrid sharding over k ranks.",
+        "Ranks per sharding group. 0: as --sharding_strategy; 1: no sharding; k: hybrid sharding over k ranks.",
         minimum=0,
         aliases=("shard_degree",),
     )
@@ -168,7 +169,7 @@ class ParallelConfig(Section):
         no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's",
     )  # fmt: skip
     cp_comm_type: Literal["p2p", "all_gather"] = setting(
-        "p2p", "Exchange used by context parallelism.", only=("p2p",),
+        "p2p", "Collective of context parallelism.", only=("p2p",),
         otherwise="context parallelism is out of scope for now; leave it out",
     )  # fmt: skip
     forward_prefetch: bool = setting(True, "Gather the next unit's parameters while the current one computes.")
@@ -199,7 +200,7 @@ class ParallelConfig(Section):
     )
 
     def problems(self) -> list[str]:
-        """Adds the strategies that contradict an explicit degree."""
+        """Add strategies that contradict an explicit degree."""
         found = super().problems()
         strategy, degree = self.sharding_strategy, self.hybrid_shard_degree
         if strategy == "no_shard" and degree > 1:
@@ -241,13 +242,14 @@ class PrecisionConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationConfig(Section):
-    """What happens to activations between forward and backward, and how blocks are executed."""
+    """Activations between forward and backward, and execution of blocks."""
 
     activation_checkpointing: bool = setting(
         True, "Recompute each block's activations in backward instead of keeping them."
     )
     activation_checkpointing_mode: Literal["full", "selective"] = setting(
-        "full", "What is kept: a block's input alone; or also attention, exchanges and every other matrix product."
+        "full",
+        "Kept for backward: a block's input alone; or also attention, collectives and every other product.",
     )
     activation_checkpointing_every: int = setting(1, "Recompute every n-th block only.", minimum=1)
     offload_activations: bool = setting(
@@ -270,7 +272,7 @@ class ActivationConfig(Section):
     )  # fmt: skip
 
     def problems(self) -> list[str]:
-        """Adds settings that need another one."""
+        """Add settings that need another one."""
         found = super().problems()
         if not self.activation_checkpointing and self.activation_checkpointing_mode != "full":
             found.append(
@@ -293,7 +295,7 @@ class LossConfig(Section):
     )
 
     def problems(self) -> list[str]:
-        """Adds a z-loss without chunks."""
+        """Add a z-loss without chunks."""
         found = super().problems()
         if self.z_loss and not self.loss_chunk_tokens:
             found.append("--z_loss needs --loss_chunk_tokens above 0: leave that at its default")

@@ -1,4 +1,4 @@
-"""bf16 on CPUs that promise more than they keep.
+"""bf16 on CPUs that trap instructions which they advertise.
 
 Some virtual machines advertise AMX and trap its instructions: the first bf16 matrix product ends the process with
 SIGILL. oneDNN, which computes it, takes a ceiling on the instruction set, but only before its first use. So a product
@@ -39,7 +39,7 @@ def try_bf16_product(ceiling: str | None) -> int:
     if child == 0:
         status = 255
         try:
-            faulthandler.disable()  # the signal is the answer, not news
+            faulthandler.disable()  # the signal is expected
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             set_onednn_ceiling(ceiling)
             torch.set_num_threads(1)  # a pool of threads does not survive the fork
@@ -52,7 +52,7 @@ def try_bf16_product(ceiling: str | None) -> int:
 
 
 def ensure_bf16_works() -> str | None:
-    """See that a bf16 product lives on this CPU, with a lower ceiling on the instruction set if need be.
+    """Try a bf16 product on this CPU, and lower the ceiling on the instruction set if it fails.
 
     Call it before the process has computed anything: oneDNN reads the ceiling once, and a child of a process with
     compute threads may hang.

@@ -1,4 +1,4 @@
-"""Build a job of any size on one machine: meta tensors over torch's fake process group, no memory, no peers."""
+"""Dry run of a job of any size on one machine: meta tensors over torch's fake process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from smp.parallel.technique import Setup
 
 @contextlib.contextmanager
 def sharded_model(resolved: ResolvedModel, mesh: Mesh, settings: Settings, *, rank: int = 0) -> Iterator[nn.Module]:
-    """The model on the meta device, split and sharded as ``rank`` of ``mesh`` would; no group may be running."""
+    """Build the model on the meta device, split and sharded as on ``rank`` of ``mesh``; no group may be running."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
@@ -40,7 +40,7 @@ def sharded_model(resolved: ResolvedModel, mesh: Mesh, settings: Settings, *, ra
 def sharded_parameters(
     resolved: ResolvedModel, mesh: Mesh, settings: Settings
 ) -> dict[str, tuple[torch.Size, torch.Size]]:
-    """Shard the model as rank 0 of ``mesh`` would; every parameter's whole and local shape by name."""
+    """Shard the model as on rank 0 of ``mesh``; returns every parameter's global and local shape by name."""
     with sharded_model(resolved, mesh, settings) as model:
         return {
             name: (parameter.shape, parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape)
@@ -49,7 +49,7 @@ def sharded_parameters(
 
 
 def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
-    """The legal tensor-parallel degrees of a job of as many processes."""
+    """List the legal tensor-parallel degrees of a job of as many processes."""
     plan, config = resolved.family.tensor_plan, resolved.hf_config
     return ", ".join(
         str(degree)
@@ -59,7 +59,7 @@ def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
 
 
 def degree_table(shape: ModelShape, work: Workload, chosen: Mesh) -> str:
-    """Predicted peak of every legal sharding degree; the chosen one is marked."""
+    """Format the predicted peak of every legal sharding degree; the chosen one is marked."""
     lines = [f"{'hybrid_shard_degree':>20} {'replicas':>9} {'GiB per rank':>13}"]
     for mesh in chosen.alternatives():
         total = peak_bytes(shape, mesh, work) / GIB
@@ -76,7 +76,7 @@ def report(
     work: Workload,
     available: int | None,
 ) -> str:
-    """What a dry run prints: the built mesh, the memory table of one rank and the legal degrees."""
+    """Format the result of a dry run: the mesh, the memory table of one rank and the legal degrees."""
     shapes = sharded_parameters(resolved, mesh, work.settings)
     held = sum(local.numel() for _, local in shapes.values())
     return "\n".join(

@@ -1,7 +1,7 @@
 """The errors that end a run with a sentence.
 
-``UserError`` is what the user can mend in what was given: exit status 2. ``RunError`` is what went wrong outside, a
-full disk or a diverged run: exit status 1. Everything else is a defect and keeps its traceback.
+``UserError``: bad input, exit status 2. ``RunError``: a failure outside of the program, such as a full disk or a
+diverged run, exit status 1. Everything else is a defect and keeps its traceback.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def hub_advice(name: str, kind: str = "") -> str:
-    """End a sentence about ``name``, which is no path here: what to do if it is one of a hub or a checkout's sample."""
+    """End a sentence about a missing path ``name`` with advice for names of a hub and of the checkout's sample."""
     if name.startswith("data/sample"):
         return "; the sample belongs to a checkout of smp's repository and is not installed with it: start there"
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name, re.ASCII) or Path(name).parent.exists():
@@ -18,18 +18,18 @@ def hub_advice(name: str, kind: str = "") -> str:
 
 
 class UserError(ValueError):
-    """Bad input: the text says what is wrong, what was given, what is allowed and what to do."""
+    """Bad input; the text states the mistake, the value given, the allowed ones and the remedy."""
 
 
 class RankError(UserError):
-    """A user error that only some ranks see, so that each of them says it; the others are said once per host."""
+    """A user error that only some ranks see: each of them prints it; other user errors are printed once per host."""
 
 
 class PeerError(UserError):
-    """Another rank has ended the job, and says why itself.
+    """Another rank has ended the job, and prints the reason.
 
     Args:
-        text: what this rank has to say of it.
+        text: this rank's message.
         status: the exit status of the job.
     """
 
@@ -51,11 +51,11 @@ class ConfigError(UserError):
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint that is not as it was written.
+    """A damaged checkpoint.
 
     Args:
         path: its directory.
-        problems: what is wrong, each naming a file or tensor.
+        problems: one sentence each, naming a file or tensor.
     """
 
     def __init__(self, path: object, problems: list[str]):
@@ -65,4 +65,4 @@ class DamagedCheckpointError(UserError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, through no fault of what was given; the text says all there is to say."""
+    """The run cannot go on, though its input is right; the text is the whole message."""

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: bounded in size and depth, and no object names a key twice."""
+"""JSON from outside: bounded in size and depth, without duplicate keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_JSON = 64 << 20
 
 
 def strict_json(data: bytes) -> Any:
-    """Parse JSON in which no object names a key twice.
+    """Parse JSON without duplicate keys.
 
     Raises:
-        ValueError: it is none, or nested too deep.
+        ValueError: it is no such JSON, or nested too deep.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def strict_json(data: bytes) -> Any:
 
 
 def read_bytes(path: Path, *, limit: int = MAX_JSON) -> bytes:
-    """Read a small regular file whole.
+    """Read a small regular file.
 
     Args:
         limit: most bytes it may have.
@@ -41,7 +41,7 @@ def read_bytes(path: Path, *, limit: int = MAX_JSON) -> bytes:
         ValueError: it is larger, or a pipe or device.
         OSError: it cannot be read.
     """
-    # Without O_NONBLOCK a pipe would be waited for.
+    # Without O_NONBLOCK opening a pipe would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -63,10 +63,10 @@ def read_json(path: Path, *, limit: int = MAX_JSON) -> Any:
 
 
 def read_object(path: Path, *, limit: int = MAX_JSON) -> dict[str, Any]:
-    """:func:`read_json` of a file that must hold an object.
+    """Read a JSON file that must hold an object, as :func:`read_json`.
 
     Raises:
-        ValueError: also where it holds something else.
+        ValueError: also if it holds something else.
         OSError: it cannot be read.
     """
     found = read_json(path, limit=limit)

@@ -1,7 +1,7 @@
-"""Log lines: SMP v2's format, one console for the job, a file per rank, and no secret in either.
+"""Logging: SMP v2's format, one console for the job, a file per rank, secrets redacted in both.
 
-Everything hangs on the ``smp`` logger. Importing adds no handler, so a program that uses smp as a library sees
-smp's records in its own logging and nothing else changes; :func:`configure_logging` is for smp's own programs.
+All loggers are below ``smp``. Importing adds no handler, so that a program that uses smp as a library gets smp's
+records in its own logging; :func:`configure_logging` is for smp's own programs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LINE_FORMAT = "%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 HIDDEN = "***"
 
-# The name of something secret. Tokenizer words (eos_token, tokens, flops_per_token) are not. Written as a look-ahead
-# over the whole name, so that long words without a match cost one pass.
+# Names of secrets, without those of tokens (eos_token, tokens, flops_per_token). A look-ahead over the whole name, so
+# that long names without a match cost one pass.
 _SECRET_NAME = (
     r"(?!(?:bos|eos|pad|unk|sep|cls|mask|additional_special)_token\b)(?!\w*per_token\b)"
     r"(?=[\w.-]*?(?:(?:secret|password|passwd|passphrase|credential|signature)[\w.-]*"
@@ -38,7 +38,7 @@ _RULES = [
     (re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)"), True),
     # Authorization: Bearer value
     (re.compile(r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?Basic\s+)[\w.~+/=-]+", re.IGNORECASE), True),
-    # Hugging Face, AWS and GitHub issue values that tell by themselves what they are.
+    # Tokens of Hugging Face, AWS and GitHub, known by their prefix.
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}\b"), False),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b"), False),
     (re.compile(r"\b(?:gh[pousr]_|github_pat_)\w{16,}\b"), False),
@@ -46,7 +46,7 @@ _RULES = [
 
 
 def redact(text: str) -> str:
-    """``text`` with the values of secrets replaced by ``***``.
+    """Replace the values of secrets in ``text`` by ``***``.
 
     Secrets are: the value of a key that looks like a token, secret, password or key, in ``key=value``,
     ``"key": "value"`` and ``--key value``; the password of a URL; Hugging Face tokens, AWS access keys, GitHub tokens.
@@ -57,20 +57,20 @@ def redact(text: str) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """Redacts the finished line: what a filter on the record would miss is the text of a traceback."""
+    """Redacts the formatted line, which includes a traceback, as a filter of records would not."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, past all locks and buffers: for threads that may have to end the process."""
-    with contextlib.suppress(OSError):  # nobody reads it any more, or the disk that it goes to is full
+    """Write a line to standard error without locks and buffers: for threads that may have to end the process."""
+    with contextlib.suppress(OSError):  # a closed pipe or a full disk
         os.write(2, f"{text}\n".encode())
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger ``name`` in smp's tree: ``smp.loss`` stays itself, ``script`` becomes ``smp.script``."""
+    """Return the logger ``name`` below ``smp``: ``smp.loss`` as it is, ``script`` as ``smp.script``."""
     return logging.getLogger(name if name == "smp" or name.startswith("smp.") else f"smp.{name}")
 
 
@@ -78,7 +78,7 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
     """Send smp's records to the console and to a file; a second call replaces the first.
 
     The console gets rank 0's lines from INFO on, and from the other hosts' local rank 0 warnings and errors, marked
-    with the rank. Every rank appends all its lines to ``log_dir/rank<k>.log``; those before there is one are kept.
+    with the rank. Every rank appends all its lines to ``log_dir/rank<k>.log``, with those from before the call.
 
     Raises:
         UserError: the log file cannot be written.

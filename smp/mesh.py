@@ -1,8 +1,7 @@
-"""Ranks by role: who shards with whom, who holds replicas, who reads which data, over torch's device mesh.
+"""Ranks by role (sharding, replicas, tensor parallelism, data, loss), over torch's device mesh.
 
 Tensor-parallel ranks are neighbours, ``dp_shard`` strides over them and ``dp_replicate`` is outermost, so that the
-heaviest exchange stays inside a host. Nobody else computes ranks from degrees: everybody asks a :class:`Mesh` for a
-role.
+heaviest communication stays inside a host. No other module computes ranks from degrees: :class:`Mesh` has the roles.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ AXES = ("dp_replicate", "dp_shard", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """One way in which ranks belong together.
+    """A group of ranks.
 
     Attributes:
-        size: number of ranks that do.
-        rank: this one's position among them.
+        size: number of ranks.
+        rank: this rank's index in the group.
     """
 
     size: int
@@ -35,7 +34,7 @@ class Role:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Their process group.
+        """Process group of the ranks.
 
         Raises:
             RuntimeError: the mesh is only laid out.
@@ -47,13 +46,13 @@ class Role:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Every role of a rank: laid out, which needs no process group and may be of a world that is not there, or joined.
+    """Every role of a rank: laid out, without process groups and for a world of any size, or joined.
 
     Attributes:
-        replicas: ranks that hold the same shard.
+        replicas: ranks with the same shard.
         shard: ranks that parameters are sharded over.
         tp: ranks that a layer is split over.
-        data: ranks that read other samples.
+        data: ranks that read different samples.
         loss: ranks over which losses and token counts are summed.
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
     """
@@ -73,7 +72,7 @@ class Mesh:
 
     @property
     def degrees(self) -> dict[str, int | bool]:
-        """The layout as a checkpoint's manifest has it."""
+        """Degrees, as in a checkpoint's manifest."""
         return {
             "dp_replicate": self.replicas.size, "dp_shard": self.shard.size, "tp": self.tp.size,
             "reshard_after_forward": self.reshard_after_forward,
@@ -83,7 +82,7 @@ class Mesh:
         return f"dp_replicate {self.replicas.size} x dp_shard {self.shard.size} x tp {self.tp.size}"
 
     def join(self, device_type: str) -> Mesh:
-        """Lay the mesh over the running process group; collective.
+        """Create the mesh over the running process group; collective.
 
         Args:
             device_type: ``cpu`` or ``cuda``.
@@ -97,7 +96,7 @@ class Mesh:
             raise UserError(f"degrees {shape} multiply to {self.world_size}, but {world} processes run")
         device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
         groups = [device_mesh.get_group(axis) for axis in AXES]
-        # Made here, where all ranks are: making a group is collective.
+        # Made here, as making a group is collective.
         split = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if self.tp.size > 1 else None
         keep_timeout(groups if split is None else [*groups, split], device_type)
         here = lay_out(*shape, rank=dist.get_rank(), reshard_after_forward=self.reshard_after_forward)
@@ -110,7 +109,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's, of a mesh that is joined."""
+        """Torch's device mesh; the mesh must be joined."""
         if self._device_mesh is None:
             raise RuntimeError("a mesh that is laid out has no device mesh: call join() where a group runs")
         return self._device_mesh
@@ -132,7 +131,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data this rank reads, 0 <= data_rank < data_size."""
+        """Index of the data that this rank reads, 0 <= data_rank < data_size."""
         return self.data.rank
 
     @property
@@ -142,21 +141,21 @@ class Mesh:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which a script sums losses and token counts; None: all."""
+        """Ranks over which a script sums losses and token counts; None: all."""
         return None if self.tp.size == 1 else self.loss.group
 
     def alternatives(self) -> Iterator[Mesh]:
-        """Every layout of as many ranks with the same tensor-parallel degree, the smallest sharding degree first."""
+        """Yield every layout with the same ranks and tensor-parallel degree, the smallest sharding degree first."""
         for shard in _divisors(self.data.size):
             reshard = self.reshard_after_forward and shard > 1
             yield lay_out(self.data.size // shard, shard, self.tp.size, reshard_after_forward=reshard)
 
     def fully_sharded(self, *, times: int = 1) -> Mesh:
-        """The layout with every data rank sharding, over ``times`` as many processes."""
+        """Return the layout that shards over all data ranks, of ``times`` as many processes."""
         return lay_out(1, times * self.data.size, self.tp.size)
 
     def with_tensor_parallelism(self, tp: int) -> Mesh | None:
-        """The layout with ``tp`` tensor-parallel ranks, taken from sharding or else from replicas; None if none is."""
+        """Return the layout with ``tp`` tensor-parallel ranks, taken from sharding or else from replicas, or None."""
         replicas, shard, times = self.replicas.size, self.shard.size, tp // self.tp.size
         if shard % times == 0:
             shard //= times
@@ -170,7 +169,7 @@ class Mesh:
 def lay_out(
     replicas: int = 1, shard: int = 1, tp: int = 1, *, rank: int = 0, reshard_after_forward: bool = True
 ) -> Mesh:
-    """The roles of ``rank`` in a world of ``replicas`` x ``shard`` x ``tp`` ranks; no process group is needed."""
+    """Lay out the roles of ``rank`` in a world of ``replicas`` x ``shard`` x ``tp`` ranks, without process groups."""
     data = rank // tp
     return Mesh(
         replicas=Role(replicas, data // shard),
@@ -191,12 +190,12 @@ def _listed(numbers: list[int]) -> str:
 
 
 def tensor_parallel_choices(world_size: int, *, most_data: int | None = None) -> list[int]:
-    """Tensor-parallel degrees that divide the world, and leave at most ``most_data`` ranks that read other samples."""
+    """Return the tensor-parallel degrees that divide the world and leave at most ``most_data`` data ranks."""
     return [tp for tp in _divisors(world_size) if most_data is None or world_size // tp <= most_data]
 
 
 def sharding_choices(*, world_size: int, local_world_size: int, tp: int, keep_gathered: bool = False) -> list[Mesh]:
-    """Layouts whose sharding groups fill hosts or parts of one, the smallest sharding degree first."""
+    """Return the layouts whose sharding groups fill hosts or fractions of one, the smallest sharding degree first."""
     data, inside = world_size // tp, max(1, local_world_size // tp)
     shards = (d for d in _divisors(data) if inside % d == 0 or d % inside == 0)
     return [lay_out(data // d, d, tp, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
@@ -244,14 +243,14 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
 
 
 def served_device_type() -> str:
-    """What the process group serves besides the CPU: a group started without a backend names none itself."""
-    backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
+    """Return the device type of the running process group: ``cuda`` if it has a backend for it, else ``cpu``."""
+    backends = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl, also without an explicit backend
     serves_gpus = "cuda:nccl" in backends or "cuda:smddp" in backends
     return "cuda" if serves_gpus and torch.cuda.is_available() else "cpu"
 
 
 def keep_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:
-    """Give groups the timeout of the default group: torch makes a mesh's with half an hour, whatever was asked for."""
+    """Give groups the timeout of the default group: torch creates a mesh's groups with half an hour."""
     assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(torch.device(device_type))
     limit = getattr(getattr(backend, "options", None), "_timeout", None)

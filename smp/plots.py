@@ -1,4 +1,4 @@
-"""Draws a run's ``metrics.jsonl``: ``python -m smp.plots RUN_DIR`` writes ``RUN_DIR/curves.png``. Memory too."""
+"""Plots of metrics and memory: ``python -m smp.plots RUN_DIR`` draws ``RUN_DIR/metrics.jsonl`` to ``curves.png``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
         raise UserError("curves need matplotlib: pip install 'smp[plots]'") from error
     train = [r for r in records if "loss" in r]
     validation = [r for r in records if "val_loss" in r]
-    # A figure made without pyplot draws with Agg and leaves the program's own backend and figures alone.
+    # Without pyplot the program's own backend and figures are left alone.
     figure = Figure(figsize=(11, 7), layout="constrained")
     (loss, lr), (speed, norm) = figure.subplots(2, 2, sharex=True)
     _draw(loss, train, "loss", title="Loss", color=_TRAIN, label="training")
@@ -60,7 +60,7 @@ def plot_memory(
     Args:
         seconds: of each point.
         categories: bytes at each point.
-        marks: what ended, and when.
+        marks: phases, and the seconds when they ended.
         png: the file to write.
 
     Raises:
@@ -88,7 +88,7 @@ def plot_memory(
 
 
 def _draw(axes: Any, records: list[Mapping[str, Any]], key: str, *, title: str, color: str, label: str = "") -> None:
-    # Few points are marked, for a line through one or two of them shows nothing; "nan" leaves a gap.
+    # Markers show single points, of which a line shows nothing; "nan" leaves a gap.
     marker = "o" if len(records) <= 30 else ""
     values = [float(record[key]) for record in records]
     axes.plot([r["step"] for r in records], values, color=color, label=label, marker=marker, markersize=3.5, lw=1.5)
@@ -108,7 +108,7 @@ def _read(path: Path) -> list[Mapping[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            # A run that is being written, or was killed, may end in half a line.
+            # The last line may be incomplete, of a run that goes on or was killed.
             if number < len(lines):
                 raise UserError(f"{path}:{number} is not JSON: remove the line, or give another run") from error
     if not any("loss" in record for record in records):

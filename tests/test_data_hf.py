@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from smp.data import hf as module
-from smp.data.hf import MappedRows, label_extremes, open_hf
+from smp.data.hf import MappedRows, extremes_of, open_hf
 from smp.data.storage import list_files
-from smp.data.token_cache import cached, recorded
+from smp.data.token_cache import Columns, cached, recorded
 from smp.errors import UserError
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
@@ -145,7 +145,9 @@ def test_a_cache_older_than_the_check_of_labels_is_not_trusted(tmp_path):
     (file,) = list_files(str(tmp_path / "a.parquet"), extensions=(".parquet",))
     labels = np.array([-100, 2, -1])
     key = ["hf", file.url, file.size, file.stamp]
-    cached(cache, file.name, key, lambda w: w.add(np.array([1, 2, 3]), [2, 3], labels=labels), dtype="uint16")
+    store = cached(cache, file.name, key, lambda w: w.add(np.array([1, 2, 3]), [2, 3], labels=labels), dtype="uint16")
+    meta = store.folder / "meta.json"
+    meta.write_text(meta.read_text().replace(', "highest_label": 2', ""))
     for path in (tmp_path / "d", tmp_path / "a.parquet"):
         with pytest.raises(UserError, match="row 2: label -1 is negative"):
             open_all(path, cache)
@@ -153,8 +155,10 @@ def test_a_cache_older_than_the_check_of_labels_is_not_trusted(tmp_path):
 
 def test_labels_are_looked_at_in_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 2)
-    assert label_extremes(np.array([-100, 5, 3, -100, -7])) == [-7, 5]
-    assert label_extremes(np.array([-100, -100, -100])) == label_extremes(None) == [0, 0]
+    ids, offsets = np.array([1, 2, 3, 4, 5]), np.array([0, 5])
+    for labels, found in (([-100, 5, 3, -100, -7], [-7, 5]), ([-100] * 5, [0, 0]), (None, [0, 0])):
+        rows = Columns(ids, offsets, None, None if labels is None else np.array(labels))
+        assert extremes_of(rows) == [[1, 5], found]
 
 
 def test_files_of_another_kind_are_named(tmp_path):

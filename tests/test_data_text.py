@@ -69,7 +69,7 @@ def test_the_sample_has_the_tokens_its_baseline_counts(tmp_path, tokenizer):
 @pytest.mark.parametrize("content", ["word " * 40, "é" * 90, "line one\nline two\n" * 9, "\n" * 50 + "x"])
 def test_large_documents_are_read_in_bounded_pieces(tmp_path, tokenizer, monkeypatch, content):
     """Even a file that is one long line, and whatever bytes a piece ends in."""
-    monkeypatch.setattr(module, "PIECE", 17)
+    monkeypatch.setattr(module, "PART", 17)
     monkeypatch.setattr(module, "BATCH", 40)
     (tmp_path / "a.txt").write_text(content)
     pieces = [len(text) for text, _ in module.read_text(list_files(str(tmp_path), extensions=(".txt",))[0], None)]

@@ -22,7 +22,7 @@ from tests.parity import Layout, tiny_config
 def initialize(model, hf_config, seed=3):
     materialize_(model, torch.device("cpu"))
     rule = functools.partial(init_rule, hf_config=hf_config)
-    initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=seed)
+    initialize_(model, rule, seed=seed)
 
 
 def one_process(name, seed=3):

@@ -25,7 +25,7 @@ from smp.parallel.offload import DiskStore
 from smp.train import report
 from smp.train.lr_schedule import lr_at
 from smp.train.optimizer import build_optimizer
-from smp.train.report import memory_of_step
+from smp.train.report import profile_step
 from smp.train_state import TrainState
 from tests.flags import (
     LLAMA3,
@@ -293,7 +293,7 @@ def test_memory_profiling(tmp_path, monkeypatch):
         plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, logging=logging))
         with (
             one_process([]) as built,
-            memory_of_step(
+            profile_step(
                 plan,
                 SimpleNamespace(progress=TrainState()),
                 built.model,

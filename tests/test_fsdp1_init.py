@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,7 +171,7 @@ def _transformers():
         tie_word_embeddings=True,
     )  # fmt: skip
     plain = LlamaForCausalLM(config)
-    initialize_(plain, lambda module, name: init_rule(module, name, hf_config=config).as_tuple(), seed=5)
+    initialize_(plain, functools.partial(init_rule, hf_config=config), seed=5)
     model = on_meta(LlamaForCausalLM, config=config)
     assert model.model.rotary_emb.inv_freq.is_meta
     _, functions = delayed(model, seed=5)
@@ -356,7 +358,7 @@ def _tensor_parallel_on_meta():
         tie_word_embeddings=True,
     )  # fmt: skip
     plain = LlamaForCausalLM(config)
-    initialize_(plain, lambda module, name: init_rule(module, name, hf_config=config).as_tuple(), seed=5)
+    initialize_(plain, functools.partial(init_rule, hf_config=config), seed=5)
     smp.init({"tensor_parallel_degree": 2})
     model = smp.transform(on_meta(LlamaForCausalLM, config=config))
     initer, functions = delayed(model, seed=5)

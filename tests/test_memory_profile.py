@@ -27,7 +27,7 @@ from smp.parallel.tensor import group as tp_group
 from smp.train import run_plan
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.report import memory_of_step
+from smp.train.report import profile_step
 from smp.train.trainer import train_step
 from smp.train_state import TrainState
 from tests.clock import wait_until
@@ -288,7 +288,7 @@ def test_nothing_is_tracked_unless_asked_for():
     model, record, start = torch.nn.Linear(2, 2), print, SimpleNamespace(progress=TrainState())
     optimizer = torch.optim.SGD(model.parameters())
     for settings, step in (({}, 0), ({"enable_memory_profiling": True}, 0)):  # off; and not the main rank
-        with memory_of_step(plan(**settings), start, model, optimizer, step=step, record=record) as mark:
+        with profile_step(plan(**settings), start, model, optimizer, step=step, record=record) as mark:
             assert mark is record
             assert _get_current_dispatch_mode_stack() == [] and torch.UntypedStorage.resize_ is resize
     with profile_memory(model):

@@ -85,7 +85,7 @@ def test_the_cpu_line(lines, monkeypatch):
     monkeypatch.setattr(memory_tracker, "rss_bytes", lambda: next(sizes))
     tracker = MemoryTracker(CPU, enabled=True, rank=0)
     tracker.record("After forward", 3)
-    tracker.connect(writers)  # what was before comes, too
+    tracker.connect(writers.scalars)  # what was before comes, too
     tracker.record("After train step", 3)
     assert len(lines) == 2
     assert re.fullmatch(
@@ -100,7 +100,7 @@ def test_the_cpu_line(lines, monkeypatch):
 def test_the_gpu_line_and_a_new_peak(lines, fake_cuda):
     writers = FakeWriters()
     tracker = MemoryTracker(CUDA, enabled=True, rank=0)
-    tracker.connect(writers)
+    tracker.connect(writers.scalars)
     tracker.record("After opt step", 12)
     assert re.fullmatch(
         r"\[GPU MEMORY\]@0012 \(torch, rank, device\) = \(\S+, 0, 1\), \(alloc, max_alloc, cache, max_cache\) = "
@@ -118,6 +118,6 @@ def test_the_gpu_line_and_a_new_peak(lines, fake_cuda):
 @pytest.mark.parametrize(("enabled", "rank"), [(False, 0), (True, 1)])
 def test_another_rank_is_silent(lines, enabled, rank):
     tracker, writers = MemoryTracker(CPU, enabled=enabled, rank=rank), FakeWriters()
-    tracker.connect(writers)
+    tracker.connect(writers.scalars)
     tracker.record("After forward", 1)
     assert writers.found == {} and lines == []

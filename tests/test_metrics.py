@@ -169,7 +169,7 @@ def test_tensorboard_has_smp_tags_in_every_folder(tmp_path):
     logger = make(tmp_path, config=LoggingConfig(tensorboard_dir=folders))
     report(logger, 1)
     logger.validation(1, loss=2.0)
-    logger.text("Arguments", "hf_access_token: s3cr3t")
+    logger.writers.text("Arguments", "hf_access_token: s3cr3t")
     logger.finish()
     for folder in folders:
         found = scalars(folder)
@@ -223,7 +223,7 @@ def test_the_twin_writes_nothing(tmp_path, monkeypatch, lines):
     twin = NullMetricsLogger()
     report(twin, 1)
     twin.validation(1, loss=1.0)
-    twin.text("a", "b")
+    twin.writers.text("a", "b")
     twin.writers.scalar("a", 1.0, 1)
     twin.finish()
     assert lines == [] and list(tmp_path.iterdir()) == []

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from smp.errors import ConfigError, UserError
-from smp.models.family import InitRule
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.preset import list_presets, preset_path
 from smp.models.registry import FAMILIES, build_model, count_parameters, family_of, init_rule
@@ -245,7 +244,8 @@ def test_paths_lead_to_the_named_modules(family_name):
     resolved = tiny(family_name)
     model, family = build_model(resolved.hf_config, attn_implementation="sdpa"), resolved.family
     assert type(model).__name__ == family.architecture and type(family_of(model.config)) is type(family)
-    assert [type(block).__name__ for block in model.get_submodule(family.blocks)] == [family.block_class] * 2
+    blocks = [type(block).__name__ for block in model.get_submodule(family.blocks)]
+    assert len(blocks) == 2 and set(blocks) == set(model._no_split_modules)
     assert model.get_submodule(family.embedding) is model.get_input_embeddings()
     assert model.get_submodule(family.head) is model.get_output_embeddings()
     assert "Norm" in type(model.get_submodule(family.final_norm)).__name__
@@ -262,16 +262,16 @@ def test_init_rules_are_hugging_faces(family_name):
     model.init_weights()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            rule = init_rule(module, name, hf_config=config)
-            expected = {"ones": (1.0, 0.0), "zeros": (0.0, 0.0), "normal": (0.0, 0.5)}[rule.kind]
+            kind, _ = init_rule(module, name, hf_config=config)
+            expected = {"ones": (1.0, 0.0), "zeros": (0.0, 0.0), "normal": (0.0, 0.5)}[kind]
             found = (parameter.mean().item(), parameter.std().item())
-            assert found == pytest.approx(expected, abs=0.05 if rule.kind == "normal" else 0), (module, name)
+            assert found == pytest.approx(expected, abs=0.05 if kind == "normal" else 0), (module, name)
 
 
 def test_init_rule_of_biases_and_of_unknown_parameters():
     config = tiny("gpt_neox").hf_config
-    assert init_rule(nn.Linear(2, 2), "bias", hf_config=config) == InitRule("zeros")
-    assert init_rule(nn.Linear(2, 2), "weight", hf_config=config).as_tuple() == ("normal", 0.02)
+    assert init_rule(nn.Linear(2, 2), "bias", hf_config=config) == ("zeros", 0.0)
+    assert init_rule(nn.Linear(2, 2), "weight", hf_config=config) == ("normal", 0.02)
     with pytest.raises(UserError, match="parameter 'scale' of a Linear"):
         init_rule(nn.Linear(2, 2), "scale", hf_config=config)
 

@@ -1,1 +1,1 @@
-"""Where training tokens come from: sources, order, packing, caches."""
+"""Training data: sources, order, packing, caches."""

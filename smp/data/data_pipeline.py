@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ NO_DATA = "no training data: set --training_dir, or --use_synthetic_data 1 for r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Where samples come from and how they are served."""
+    """Sources of samples and their loading."""
 
     dataset_type: Literal["gpt_jsonl", "hf", "text"] = setting(
         "gpt_jsonl",
@@ -80,7 +80,7 @@ class DataConfig(Section):
     )
 
     def problems(self) -> list[str]:
-        """Adds what a source needs to be opened at all."""
+        """Add settings that a source needs."""
         found = super().problems()
         if self.use_synthetic_data:
             return found
@@ -93,7 +93,7 @@ class DataConfig(Section):
         return found
 
     def missing(self) -> list[str]:
-        """Name the data that is needed and not given, beside which a plan can find other problems."""
+        """Name data that is needed and not given, which hides no other problem."""
         found = []
         if self.training_dir is None and not self.use_synthetic_data:
             found.append(NO_DATA)
@@ -104,7 +104,7 @@ class DataConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What the training loop knows and the data must fit.
+    """Shape of the batches, and this rank's part of them.
 
     Attributes:
         sequence_length: tokens per sample.
@@ -114,8 +114,8 @@ class BatchShape:
         data_rank, data_size: this data-parallel rank and their number.
         seed: of the order, and of random tokens; at least 0.
         pin_memory: put batches in page-locked memory, for faster copies to a GPU.
-        eos_token_id: what ends a document, for data without a tokenizer.
-        pad_token_id: what fills short rows; its value never matters. Default: the end-of-sequence id, or 0.
+        eos_token_id: ends a document, for data without a tokenizer.
+        pad_token_id: pads short rows; it is never in the loss. Default: the end-of-sequence id, or 0.
     """
 
     sequence_length: int
@@ -149,7 +149,7 @@ Positions = tuple[np.ndarray, np.ndarray]  # of one micro-batch: stream position
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches(Dataset):
-    """Map-style, with a whole micro-batch as the index; in the same words in a worker and at home."""
+    """Map-style, with a whole micro-batch as the index."""
 
     source: RowSource
     collate: Collator
@@ -163,7 +163,7 @@ class _Microbatches(Dataset):
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """The endless stream of one rank's micro-batches, from any position: what DataLoader calls a sampler."""
+    """DataLoader's sampler: the endless stream of one rank's micro-batches, from any position."""
 
     step: list[np.ndarray]
     global_batch_size: int
@@ -192,11 +192,10 @@ class _Order:
 
 
 def _end_with_parent(worker: int) -> None:
-    """End a worker as soon as the training process is gone, however it went.
+    """End a worker as soon as the training process has ended, even by SIGKILL.
 
-    DataLoader's own watch looks at the worker's parent, which here is the fork server, and that one waits for its
-    workers: after a SIGKILL they would keep each other alive. Signals that ask the whole job to stop leave the worker
-    at work: the training process acts on them at the end of its step.
+    DataLoader watches the worker's parent, which here is the fork server, which waits for its workers. Signals that ask
+    the job to stop are ignored: the training process acts on them at the end of its step.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -210,19 +209,14 @@ def _end_with_parent(worker: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _as_it_is(microbatch: Any) -> Any:
-    return microbatch
-
-
 class DataPipeline:
     """Endless steps of data, from any position of the stream at once.
 
-    Each ``iter()`` begins again at the position of :meth:`seek`, the stream's first by default, and ends the iteration
-    before it.
+    Each ``iter()`` starts at the position of :meth:`seek`, 0 by default, and ends the previous iteration.
 
     Attributes:
         samples_per_epoch: rows of the data; stream position g is in epoch ``g // samples_per_epoch``.
-        fingerprint: names the data and how it is cut into samples, for refusing to resume on other data.
+        fingerprint: changes with the data and its cutting into samples; a resumed run reports a change.
     """
 
     def __init__(self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int):
@@ -252,8 +246,8 @@ class DataPipeline:
     def _loader(self, step: list[np.ndarray]) -> DataLoader:
         batch, workers = self._batch, self._workers
         order = _Order(step, batch.global_batch_size, self.samples_per_epoch, batch.seed, self._shuffle, self._start)
-        # Not fork: the process has threads by now (gloo, NCCL, tokenizers), which a forked child may deadlock on. The
-        # server imports torch once for all workers, which share its memory.
+        # Not fork, which may deadlock on the threads of gloo, NCCL and tokenizers. The server imports torch once for
+        # all workers, which share its memory.
         context = multiprocessing.get_context("forkserver") if workers else None
         if context is not None:
             context.set_forkserver_preload([__name__])
@@ -261,13 +255,12 @@ class DataPipeline:
             self._microbatches,
             sampler=order,  # type: ignore[arg-type]
             batch_size=None,
-            collate_fn=_as_it_is,
             num_workers=workers,
             multiprocessing_context=context,
             worker_init_fn=_end_with_parent,
             prefetch_factor=2 * len(step) if workers else None,
             pin_memory=batch.pin_memory,
-            # Its own: starting an iteration draws a number, which must not come out of the dropout's generator.
+            # Starting an iteration draws a number, which must not come from dropout's generator.
             generator=torch.Generator(),
         )
 
@@ -314,7 +307,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     Args:
         config: the settings.
         split: which data.
-        batch: shape of batches and this rank's place.
+        batch: shape of batches, and this rank's part.
 
     Raises:
         UserError: the data is missing, empty, malformed or does not fit the model; with file and line.
@@ -355,7 +348,7 @@ def _path(config: DataConfig, split: Split) -> str:
 
 
 def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[RowSource, int | None]:
-    """The rows of one split, and the id that ends a document where the source knows it."""
+    """Open the rows of one split; returns them, and the id that ends a document where the source knows it."""
     length, vocab = batch.sequence_length, batch.vocab_size
     tokenizer = None
     if config.tokenizer_name_or_dir is not None and (config.dataset_type == "text" or config.document_mask):

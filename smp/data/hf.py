@@ -6,26 +6,27 @@ to token files. Neither makes a Python object per row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from smp.data.jsonl import beyond_vocabulary
-from smp.data.packing import IGNORED, WindowRows
+from smp.data.packing import WindowRows
 from smp.data.progress import Progress
 from smp.data.storage import PARQUET, DataFile, filesystem_of, list_files, open_file, reading
-from smp.data.token_cache import Columns, TokenWriter, cached, digest_of, recorded, token_dtype
+from smp.data.token_cache import IGNORED, Columns, TokenWriter, cached, digest_of, recorded, token_dtype
 from smp.errors import UserError
 from smp.json_input import MAX_JSON, strict_json
 
-BLOCK = 1 << 22  # labels that are looked at together
+BLOCK = 1 << 22  # labels that are compared at once
 COLUMNS = ("input_ids", "attention_mask", "labels")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
 
 class MappedRows(WindowRows):
-    """Rows of memory-mapped arrow files; pickles as what opens them again."""
+    """Rows of memory-mapped arrow files; pickles as the arguments that open them again."""
 
     def __init__(self, stores: list[Columns], sequence_length: int, fingerprint: str, reopen: tuple[Any, ...]):
         super().__init__(stores, sequence_length, fingerprint)
@@ -36,7 +37,7 @@ class MappedRows(WindowRows):
 
 
 def rows_of(batch: Any, where: str, first_row: int) -> Columns:
-    """A record batch's columns as flat arrays, without a copy where arrow allows it.
+    """Return a record batch's columns as flat arrays, without a copy where arrow allows it.
 
     Args:
         batch: pyarrow.RecordBatch with at least input_ids.
@@ -69,7 +70,7 @@ def rows_of(batch: Any, where: str, first_row: int) -> Columns:
 
 
 def _flat(array: Any, name: str, where: str, first_row: int) -> tuple[np.ndarray, np.ndarray]:
-    """(values, lengths) of a list column."""
+    """Return (values, lengths) of a list column."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -89,30 +90,28 @@ def _flat(array: Any, name: str, where: str, first_row: int) -> tuple[np.ndarray
     return values.to_numpy(zero_copy_only=False), lengths
 
 
-def label_extremes(labels: np.ndarray | None) -> list[int]:
-    """Lowest and highest of the labels (n,) that are in the loss and of 0, in bounded memory."""
+def extremes_of(rows: Columns) -> list[list[int]]:
+    """Return [lowest, highest] of the ids, and of 0 and the labels that are in the loss, in bounded memory."""
     lowest = highest = 0
-    for start in range(0, 0 if labels is None else len(labels), BLOCK):
-        block = labels[start : start + BLOCK]  # type: ignore[index]
+    for start in range(0, 0 if rows.labels is None else len(rows.labels), BLOCK):
+        block = rows.labels[start : start + BLOCK]  # type: ignore[index]
         counted = block[block != IGNORED]
         lowest, highest = min(lowest, int(counted.min(initial=0))), max(highest, int(counted.max(initial=0)))
-    return [lowest, highest]
-
-
-def extremes_of(rows: Columns) -> list[list[int]]:
-    """[lowest, highest] of the ids, and :func:`label_extremes`."""
-    return [[int(rows.tokens.min()), int(rows.tokens.max())], label_extremes(rows.labels)]
+    return [[int(rows.tokens.min()), int(rows.tokens.max())], [lowest, highest]]
 
 
 def check_rows(rows: Columns, extremes: list[list[int]], *, where: str, first_row: int, vocab_size: int) -> None:
-    """Raise a UserError naming the first row with an id, or else a label, that the model does not have.
+    """Refuse ids and labels that the model does not have, naming the first row with one.
 
     Args:
-        rows: one after the other.
-        extremes: theirs, as :func:`extremes_of` gives them.
+        rows: to check.
+        extremes: :func:`extremes_of` of them.
         where: file, for messages.
         first_row: number of rows before these.
         vocab_size: ids must be in [0, vocab_size), labels too or -100.
+
+    Raises:
+        UserError: an id or a label is outside.
     """
     for values, (lowest, highest), is_label in zip((rows.tokens, rows.labels), extremes, (False, True), strict=True):
         if values is None or (lowest >= 0 and highest < vocab_size):
@@ -159,7 +158,7 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
 
 
 def _batches(file: DataFile) -> Iterator[Any]:
-    """Record batches of a parquet or arrow stream file on any file system."""
+    """Yield the record batches of a parquet or arrow stream file on any file system."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -170,7 +169,7 @@ def _batches(file: DataFile) -> Iterator[Any]:
             else:
                 parquet = pq.ParquetFile(content)
                 wanted = [name for name in COLUMNS if name in parquet.schema_arrow.names]
-                # Without input_ids every column is read, so that the complaint can name them.
+                # Without input_ids every column is read, for the error to name them.
                 batches = parquet.iter_batches(batch_size=1024, columns=wanted if "input_ids" in wanted else None)
             for batch in batches:
                 yield batch
@@ -193,24 +192,17 @@ def _convert(file: DataFile, vocab_size: int, writer: TokenWriter) -> None:
 def open_converted(
     files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None
 ) -> WindowRows:
-    """Convert parquet or remote arrow files that are not cached yet, and cut their rows into windows."""
+    """Convert parquet or remote arrow files, unless they are cached, and cut their rows into windows."""
     stores = []
     for file in files:
         store = cached(
             cache_dir,
             file.name,
             ["hf", file.url, file.size, file.stamp],
-            lambda writer, file=file: _convert(file, vocab_size, writer),  # type: ignore[misc]
+            functools.partial(_convert, file, vocab_size),
             dtype=token_dtype(vocab_size),
         )
-        extremes = [[0, store.highest], [0, 0]]
-        if store.labels is not None:  # beside the token file, which may be older than the check of labels
-            extremes[1] = recorded(
-                cache_dir,
-                file.name,
-                ["label extremes", file.url, file.size, file.stamp],
-                lambda store=store: label_extremes(store.labels),  # type: ignore[misc]
-            )
+        extremes = [[0, store.highest], [0, store.highest_label]]
         check_rows(store, extremes, where=file.url, first_row=0, vocab_size=vocab_size)
         stores.append(store)
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
@@ -218,7 +210,7 @@ def open_converted(
 
 
 def saved_files(path: str, split: str) -> list[DataFile] | None:
-    """The arrow files of a dataset saved with ``save_to_disk``, or None where ``path`` is no such folder.
+    """Return the arrow files of a dataset saved with ``save_to_disk``, or None where ``path`` is no such folder.
 
     Raises:
         UserError: it is a saved DatasetDict without that split, or its JSON files are not what ``save_to_disk`` writes.
@@ -242,7 +234,7 @@ def saved_files(path: str, split: str) -> list[DataFile] | None:
 
 
 def _described(path: str, name: str) -> dict[str, Any] | None:
-    """One of the JSON files that ``save_to_disk`` leaves in a folder, or None."""
+    """Read one of the JSON files that ``save_to_disk`` writes into a folder; None where it is missing."""
     fs, inner = filesystem_of(path)
     file = f"{inner.rstrip('/')}/{name}"
     with reading(path):
@@ -259,7 +251,11 @@ def _described(path: str, name: str) -> dict[str, Any] | None:
 
 
 def _plain_names(where: str, names: Any) -> list[str]:
-    """``names`` if they are names of files or folders beside the file ``where`` that lists them.
+    """Return ``names`` if they are plain file names, without a path.
+
+    Args:
+        where: the file that lists them, for messages.
+        names: from JSON.
 
     Raises:
         UserError: they are no list of such names.

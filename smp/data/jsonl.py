@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ MAX_LINE = 64 << 20
 
 
 def read_objects(file: DataFile, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON lines file with their line numbers (from 1); blank lines are skipped.
+    """Yield the objects of a JSON lines file with their line numbers (from 1), without blank lines.
 
     Raises:
         UserError: a line is not JSON, not UTF-8, not an object or longer than ``MAX_LINE`` bytes.
@@ -56,10 +57,10 @@ def read_objects(file: DataFile, what: str) -> Iterator[tuple[int, dict[str, Any
 
 
 def integers(values: Any, key: str, where: str) -> np.ndarray:
-    """A list of whole numbers as an int64 array.
+    """Return a list of whole numbers as an int64 array.
 
     Raises:
-        UserError: it is none, or empty.
+        UserError: it is no such list, or empty.
     """
     array = None
     if isinstance(values, list):
@@ -75,7 +76,7 @@ def integers(values: Any, key: str, where: str) -> np.ndarray:
 
 
 def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """input_ids, attention_mask or None, labels or None of one object.
+    """Return input_ids, attention_mask or None, labels or None of one object.
 
     Args:
         where: file and line, for messages.
@@ -109,7 +110,7 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
 
 
 def beyond_vocabulary(where: str, token: int, vocab_size: int, *, name: str = "token id") -> str:
-    """The sentence for an id, or what else ``name`` calls it, that the model has no embedding for."""
+    """Format the refusal of an id (or a label, by ``name``) outside the vocabulary."""
     return (
         f"{where}: {name} {token} is outside the model's vocabulary of {vocab_size}: set --vocab_size to at least "
         f"{token + 1}, or use data made with the model's tokenizer"
@@ -125,14 +126,14 @@ def _convert(file: DataFile, vocab_size: int, writer: TokenWriter) -> None:
 
 
 def _refuse_beyond_vocabulary(file: DataFile, store: TokenFile, vocab_size: int) -> None:
-    """A cache made for a larger vocabulary: read the file again, up to the line that is wrong for this one."""
-    if store.highest >= vocab_size:
+    """Read the file of a cache that was made for a larger vocabulary again, to name the line that does not fit."""
+    if max(store.highest, store.highest_label) >= vocab_size:
         for number, found in read_objects(file, "checking"):
             checked_row(found, f"{file.url}, line {number}", vocab_size)
 
 
 def open_jsonl(files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None) -> WindowRows:
-    """Convert what is not cached yet and cut every row into windows, in the order of files and lines.
+    """Convert files, unless they are cached, and cut every row into windows, in the order of files and lines.
 
     Raises:
         UserError: a file or one of its lines is unusable, or an id is not in the vocabulary.
@@ -143,7 +144,7 @@ def open_jsonl(files: list[DataFile], *, sequence_length: int, vocab_size: int, 
             cache_dir,
             file.name,
             ["jsonl", file.url, file.size, file.stamp],
-            lambda writer, file=file: _convert(file, vocab_size, writer),  # type: ignore[misc]
+            functools.partial(_convert, file, vocab_size),
             dtype=token_dtype(vocab_size),
         )
         _refuse_beyond_vocabulary(file, store, vocab_size)

@@ -1,7 +1,7 @@
 """From token files to training rows and batches.
 
-Two ways to cut: :class:`WindowRows` keeps every stored row for itself (long ones become consecutive windows, short
-ones are padded), :class:`PackedRows` joins all of them end to end and cuts every ``sequence_length`` tokens.
+Two ways to cut: :class:`WindowRows` keeps stored rows apart (long ones become consecutive windows, short ones are
+padded), :class:`PackedRows` concatenates all of them and cuts every ``sequence_length`` tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp.data.token_cache import Columns
-
-IGNORED = -100
+from smp.data.token_cache import IGNORED, Columns
 
 
 class Row(NamedTuple):
@@ -28,19 +26,19 @@ class Row(NamedTuple):
 
 
 class RowSource(Protocol):
-    """What a pipeline reads: rows by number, and a name for the whole that changes with its content."""
+    """Rows by number, and a fingerprint that changes with their content."""
 
     fingerprint: str
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
 
     def rows(self, indices: np.ndarray) -> list[Row]:
-        """The rows of these numbers, (k,) int64."""
+        """Return the rows of the given numbers, (k,) int64."""
 
 
 class WindowRows:
-    """Stored rows, each cut into windows of at most ``sequence_length`` tokens; nothing is left out."""
+    """Stored rows, each cut into windows of at most ``sequence_length`` tokens; no token is left out."""
 
     def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
@@ -52,7 +50,7 @@ class WindowRows:
         return int(self._first_window[-1])
 
     def rows(self, indices: np.ndarray) -> list[Row]:
-        """Windows by number over all stores."""
+        """Return windows by their number over all stores."""
         rows = np.searchsorted(self._first_window, indices, side="right") - 1
         stores = np.searchsorted(self._first_row, rows, side="right") - 1
         skipped = (indices - self._first_window[rows]) * self.sequence_length
@@ -72,7 +70,7 @@ class WindowRows:
 
 
 class PackedRows:
-    """All tokens of all files end to end, cut every ``sequence_length``; the last row may be shorter."""
+    """All tokens of all files concatenated, cut every ``sequence_length``; the last row may be shorter."""
 
     def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
@@ -82,29 +80,29 @@ class PackedRows:
         return -(-int(self._first_token[-1]) // self.sequence_length)
 
     def rows(self, indices: np.ndarray) -> list[Row]:
-        """Rows by number: the end of one file may share its row with the beginning of the next."""
+        """Return rows by number: the end of one file may share its row with the beginning of the next."""
         starts = indices * self.sequence_length
         stores = np.searchsorted(self._first_token, starts, side="right") - 1
         return [self._cut(*each) for each in zip(stores.tolist(), starts.tolist(), strict=True)]
 
     def _cut(self, which: int, start: int) -> Row:
         stop = min(start + self.sequence_length, int(self._first_token[-1]))
-        pieces = []
+        parts = []
         while start < stop:
             begin, end = int(self._first_token[which]), int(self._first_token[which + 1])
-            pieces.append(self.stores[which].tokens[start - begin : stop - begin])
+            parts.append(self.stores[which].tokens[start - begin : stop - begin])
             start, which = end, which + 1
-        return Row(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        return Row(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collator:
-    """Makes rows into a micro-batch.
+    """Stacks rows into a micro-batch.
 
     Attributes:
         sequence_length: columns of every tensor.
-        pad_token_id: what fills the right of short rows.
-        document_end: the id that ends a document where documents are kept apart; None joins them.
+        pad_token_id: pads short rows on the right.
+        document_end: the id that ends a document where documents are masked from each other; None: they are not.
     """
 
     sequence_length: int
@@ -115,13 +113,13 @@ class Collator:
         """Pad and stack.
 
         Args:
-            rows: B rows; None is a padding row, which no loss sees.
+            rows: B rows; None is a padding row, without labels.
 
         Returns:
-            input_ids (B, S) int64 and labels (B, S) int64, not shifted, -100 where nothing is to be predicted;
-            attention_mask (B, S) only where some row has a masked token before a real one (a causal model never looks
-            right, so padding on the right needs none); with documents kept apart position_ids (B, S) instead, which
-            restart at each document, from which transformers derives a block-diagonal mask.
+            input_ids (B, S) int64 and labels (B, S) int64, not shifted, -100 outside of the loss; attention_mask (B, S)
+            only where some row has a masked token before a real one (causal attention needs none for padding on the
+            right); with ``document_end`` position_ids (B, S) instead, which restart at each document, from which
+            transformers derives a block-diagonal mask.
         """
         shape = (len(rows), self.sequence_length)
         ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
@@ -136,13 +134,13 @@ class Collator:
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def _apply_masks(self, batch: dict[str, np.ndarray], rows: list[Row | None]) -> None:
-        """Take masked tokens and the first ones of documents out of the labels; add what attention needs."""
+        """Ignore the labels of masked tokens and of documents' first tokens; add the attention mask or positions."""
         ids, labels = batch["input_ids"], batch["labels"]
         real = np.zeros(ids.shape, bool)
         for b, row in enumerate(rows):
             if row is not None:
                 real[b, : len(row.tokens)] = True if row.mask is None else row.mask
-        # A token behind a masked one would be predicted from a position that saw nothing.
+        # A token after a masked one would be predicted from a masked position.
         after_masked = np.zeros(ids.shape, bool)
         after_masked[:, 1:] = real[:, 1:] & ~real[:, :-1]
         labels[~real | after_masked] = IGNORED
@@ -153,7 +151,6 @@ class Collator:
             columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
             batch["position_ids"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
         elif after_masked.any():
-            # Rows that are padded on the right keep an unmasked beginning, so no query of theirs is without a key;
-            # a padding row has none at all and is left unmasked for the same reason.
+            # A query without any key gives NaN: a padding row is left unmasked.
             real[~real.any(axis=1)] = True
             batch["attention_mask"] = real.astype(np.int64)

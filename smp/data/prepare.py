@@ -72,7 +72,7 @@ class SplitWriter:
         self._held, self._held_tokens = [tokens[used:]], len(tokens) - used
 
     def close(self) -> None:
-        """Write the last, possibly shorter row and the descriptions."""
+        """Write the last, possibly shorter row and the JSON files."""
         if self._held_tokens:
             self._write(-(-self._held_tokens // self.sequence_length))
         self._stream.close()
@@ -115,9 +115,9 @@ def _holds_ids(file: DataFile) -> bool:
 def documents(
     files: list[DataFile], tokenizer: TextTokenizer, *, input_type: str, text_key: str, separator: str | None
 ) -> Iterator[tuple[np.ndarray, bool]]:
-    """Every document's ids in pieces, as :func:`smp.data.text.tokenized` yields them, in the order of files.
+    """Yield every document's ids in parts, as :func:`smp.data.text.tokenized` does, in the order of files.
 
-    JSON lines hold ``input_ids`` or text under ``text_key``; the first line of each file says which.
+    JSON lines hold ``input_ids`` or text under ``text_key``, as the first line of each file does.
     """
     for file in files:
         if input_type == "text":
@@ -129,14 +129,14 @@ def documents(
 
 
 def in_validation(document: int, fraction: float) -> bool:
-    """Whether a document, by its number from 0, is held out: a hash below ``fraction`` of its range."""
+    """Return whether a document, by its number from 0, is held out: a hash below ``fraction`` of its range."""
     return int(mix64(np.array([document + 1], np.uint64))[0]) < fraction * 2.0**64
 
 
 def write_splits(
-    pieces: Iterator[tuple[np.ndarray, bool]], folder: Path, *, sequence_length: int, validation_fraction: float
+    parts: Iterator[tuple[np.ndarray, bool]], folder: Path, *, sequence_length: int, validation_fraction: float
 ) -> list[SplitWriter]:
-    """Deal documents out to the splits and write them under ``folder``.
+    """Distribute documents over the splits and write them under ``folder``.
 
     Raises:
         UserError: a split that was asked for got no document.
@@ -144,7 +144,7 @@ def write_splits(
     names = SPLITS if validation_fraction > 0 else SPLITS[:1]
     writers = [SplitWriter(folder / name, name, sequence_length) for name in names]
     document = 0
-    for ids, ends in pieces:
+    for ids, ends in parts:
         writer = writers[in_validation(document, validation_fraction)]
         writer.add(ids)
         writer.documents += ends
@@ -184,11 +184,11 @@ def prepare(args: argparse.Namespace) -> list[SplitWriter]:
     except OSError as error:
         raise UserError(f"cannot write {output}: {error}; choose another --output") from error
     try:
-        pieces = documents(
+        parts = documents(
             files, tokenizer, input_type=args.input_type, text_key=args.text_key, separator=args.text_document_separator
         )
         writers = write_splits(
-            pieces, partial, sequence_length=args.sequence_length, validation_fraction=args.validation_fraction
+            parts, partial, sequence_length=args.sequence_length, validation_fraction=args.validation_fraction
         )
         partial.chmod(0o755)  # mkdtemp makes it private
         os.replace(partial, output)
@@ -198,7 +198,7 @@ def prepare(args: argparse.Namespace) -> list[SplitWriter]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 2 for input that cannot be used."""
+    """Run the command line; returns the exit status, 2 for input that cannot be used."""
     parser: Any = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

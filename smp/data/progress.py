@@ -12,7 +12,7 @@ log = logging.getLogger("smp.data")
 
 
 class Progress:
-    """Shows how far a job of known size is.
+    """Progress of a job of known size.
 
     Args:
         what: the job, such as "tokenizing train.txt".
@@ -32,7 +32,7 @@ class Progress:
         return self
 
     def reach(self, done: int) -> None:
-        """Show that ``done`` bytes are behind us."""
+        """Show that ``done`` bytes are processed."""
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         elif (now := time.monotonic()) - self._logged >= SECONDS_BETWEEN_LINES:

@@ -1,6 +1,6 @@
-"""Which sample is trained on when: a pure function of (seed, epoch, position), whatever the layout.
+"""Order of the samples: a pure function of (seed, epoch, position), the same at any layout.
 
-The *stream* numbers every sample of the run from 0: position ``g`` is place ``g % n`` of epoch ``g // n``, and each
+The *stream* numbers every sample of the run from 0: position ``g`` is index ``g % n`` of epoch ``g // n``, and each
 epoch visits the ``n`` samples in an order of its own. A step takes the next ``global_batch_size`` positions, so the
 last batch of an epoch is completed from the next one.
 """
@@ -16,7 +16,7 @@ PADDING = -1
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
 
     Args:
         x: uint64, any shape. A bijection of the 64-bit numbers in which every output bit depends on every input bit.
@@ -26,22 +26,22 @@ def mix64(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def permute(places: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Where a keyed permutation of ``range(n)`` sends each place, in memory independent of ``n``.
+def permute(indices: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Apply a keyed permutation of ``range(n)`` to each index, in memory independent of ``n``.
 
     A Feistel network (Luby, Rackoff: "How to construct pseudorandom permutations", 1988) over the next power of four,
     applied again to results beyond ``n`` ("cycle walking": Black, Rogaway: "Ciphers with arbitrary finite domains",
     2002); ``n`` fills more than a quarter of the domain, which keeps the walks short.
 
     Args:
-        places: (k,) int64 in [0, n).
+        indices: (k,) int64 in [0, n).
         n: at least 1.
         seed, epoch: the key; each pair has an order of its own.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
-    out = places.astype(np.uint64)
+    out = indices.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
         left, right = out[walking] >> half, out[walking] & low
@@ -53,25 +53,25 @@ def permute(places: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:
 
 
 def samples_at(positions: np.ndarray, n: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """The sample at each stream position.
+    """Return the sample at each stream position.
 
     Args:
         positions: (k,) int64, at least 0.
         n: samples per epoch.
-        shuffle: False keeps the data's own order in every epoch.
+        shuffle: False keeps the order of the data in every epoch.
     """
-    epochs, places = np.divmod(positions, n)
+    epochs, indices = np.divmod(positions, n)
     if not shuffle:
-        return places
-    out = np.empty_like(places)
+        return indices
+    out = np.empty_like(indices)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        out[chosen] = permute(places[chosen], n, seed=seed, epoch=int(epoch))
+        out[chosen] = permute(indices[chosen], n, seed=seed, epoch=int(epoch))
     return out
 
 
 def step_positions(*, batch: int, micro: int, rank: int, size: int) -> list[np.ndarray]:
-    """One rank's micro-batches of a step, as positions counted from the step's first.
+    """Return one rank's micro-batches of a step, as positions counted from the step's first.
 
     Every rank gets the same number of micro-batches, so that collectives match; where a rank has no sample for one,
     it holds a single padding row.

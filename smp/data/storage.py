@@ -24,7 +24,7 @@ class DataFile:
     Attributes:
         url: what to open; for a local file its absolute path.
         size: bytes, compressed.
-        stamp: when it was last changed, as the file system tells it.
+        stamp: time of its last change or its tag, from the file system.
     """
 
     url: str
@@ -33,22 +33,22 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last component of the path."""
         return PurePosixPath(self.url).name
 
     @property
     def identity(self) -> tuple[str, int]:
-        """What says that two runs read the same file, wherever it is kept."""
+        """Name and size: equal where two runs read the same file, in whatever folder."""
         return self.name, self.size
 
     @property
     def zipped(self) -> bool:
-        """Whether reading it decompresses."""
+        """True for a ``.gz`` file, which is decompressed when it is read."""
         return self.name.endswith(".gz")
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path inside it.
+    """Return the fsspec file system of a path or URL, and the path inside it.
 
     Raises:
         UserError: the URL's scheme is unknown, or its package is not installed.
@@ -67,7 +67,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn what a file system complains about into a UserError that names ``path``."""
+    """Turn errors of a file system into a UserError that names ``path``."""
     try:
         yield
     except Exception as error:
@@ -78,11 +78,11 @@ def reading(path: str) -> Iterator[None]:
 
 
 def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = None) -> list[DataFile]:
-    """The data files behind a file, a folder (its direct children), a glob or a URL of any of them, sorted by path.
+    """List the data files of a file, a folder (its direct children), a glob or a URL of any of them, sorted by path.
 
     Args:
-        path: what the user gave.
-        extensions: what counts as data in a folder, such as ``(".json", ".jsonl")``; ``.gz`` may follow each.
+        path: as the user gave it.
+        extensions: those of data files in a folder, such as ``(".json", ".jsonl")``; ``.gz`` may follow each.
         zipped: True keeps only ``.gz`` files, False only the others, None both.
 
     Raises:
@@ -108,11 +108,11 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
 
 
 def _candidates(fs: Any, inner: str) -> tuple[list[str], bool]:
-    """Files that a path may mean, and whether the user named them (rather than a folder that holds them)."""
+    """Return the files that a path may mean, and whether the user named them rather than their folder."""
     if fs.isfile(inner):
         return [inner], True
     if fs.isdir(inner):
-        # A folder with nothing in it still exists: an entry that no extension matches stands for it.
+        # An empty folder exists: an entry that no extension matches stands for it.
         children = [entry["name"] for entry in fs.ls(inner, detail=True) if entry["type"] == "file"]
         return children or [inner.rstrip("/") + "/"], False
     if any(character in inner for character in GLOB_CHARACTERS):
@@ -131,7 +131,7 @@ def _nothing_found(path: str, endings: tuple[str, ...], *, filtered: int, zipped
 
 
 def _refuse_twins(path: str, files: list[DataFile]) -> None:
-    """A file beside its own compressed copy would be trained on twice."""
+    """Refuse a file beside its own compressed copy: it would be trained on twice."""
     urls = {file.url for file in files}
     for url in urls:
         if f"{url}.gz" in urls:
@@ -154,10 +154,10 @@ def open_file(file: DataFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a file for reading.
 
     Yields:
-        (content, raw): content is decompressed and buffered; ``raw.tell()`` counts bytes of the file, for progress.
+        (content, raw): content is decompressed and buffered; ``raw.tell()`` is the position in the file, for progress.
 
     Raises:
-        UserError: it is gone, cannot be read, or is a ``.gz`` that is no gzip file or ends too early.
+        UserError: it is missing or unreadable, or is a ``.gz`` that is no gzip file or is truncated.
     """
     fs, inner = filesystem_of(file.url)
     with reading(file.url), fs.open(inner, "rb") as raw:

@@ -29,9 +29,9 @@ class SyntheticRows:
         return self.samples
 
     def rows(self, indices: np.ndarray) -> list[Row]:
-        """Rows by number. Each 64-bit output of splitmix64 makes two tokens, scaled down by multiplication."""
-        words = -(-self.sequence_length // 2)
-        counters = indices.astype(np.uint64)[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)
+        """Return rows by number: each 64-bit output of splitmix64 makes two tokens, scaled by multiplication."""
+        pairs = -(-self.sequence_length // 2)
+        counters = indices.astype(np.uint64)[:, None] * np.uint64(pairs) + np.arange(pairs, dtype=np.uint64)
         halves = mix64(counters * GOLDEN_GAMMA + self._key).view(np.uint32)[:, : self.sequence_length]
         tokens = (halves.astype(np.uint64) * np.uint64(self.vocab_size)) >> np.uint64(32)
         return [Row(each) for each in tokens.astype(np.int64)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -18,16 +19,16 @@ from smp.data.token_cache import TokenWriter, cached, digest_of, token_dtype
 from smp.errors import UserError, hub_advice
 
 MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
-PIECE = 256_000  # characters that are tokenised at once; longer documents are split at a line end
-BATCH = 8_000_000  # characters that are tokenised side by side, on all cores
+PART = 256_000  # characters that are tokenised at once; longer documents are split at a line end
+BATCH = 8_000_000  # characters that are tokenised in parallel, on all cores
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
 
 
 class TextTokenizer:
-    """A Hugging Face tokenizer directory as a function from texts to ids.
+    """A Hugging Face tokenizer, called with texts for their ids.
 
     Attributes:
-        vocab_size: ids are below it. eos_token_id: what ends a document. digest: changes with the files.
+        vocab_size: ids are below it. eos_token_id: ends a document. digest: hash of the files.
 
     Raises:
         UserError: the directory has no usable tokenizer, or the tokenizer no end-of-sequence token.
@@ -50,7 +51,7 @@ class TextTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # of any sort, for files that are not what they should be
+        except Exception as error:  # of any type, for malformed files
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
         if tokenizer.eos_token_id is None:
@@ -59,18 +60,22 @@ class TextTokenizer:
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # not len(): ids may have gaps
         content = b"".join(each.name.encode() + each.read_bytes() for each in files)
         if _keep_documents_whole(tokenizer):
-            content += b"documents whole"  # never what was cached from these files while documents were cut
+            content += b"documents whole"  # not the digest of caches made while documents were truncated
         self.digest = hashlib.sha256(content).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens around them."""
+        """Return the ids of each text, without special tokens around them."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def require_below(self, vocab_size: int) -> None:
-        """Raise a UserError where the model has no embedding for some of the tokenizer's ids."""
+        """Refuse a tokenizer with ids outside the model's vocabulary.
+
+        Raises:
+            UserError: it has some.
+        """
         if self.vocab_size > vocab_size:
             raise UserError(
                 f"the tokenizer in {self.folder} has ids up to {self.vocab_size - 1}, the model's vocabulary is "
@@ -79,7 +84,7 @@ class TextTokenizer:
 
 
 def _keep_documents_whole(tokenizer: Any) -> bool:
-    """Switch off truncation and padding saved in tokenizer.json; whether there were any."""
+    """Switch off truncation and padding saved in tokenizer.json; returns whether there were any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (backend.truncation is None and backend.padding is None):
         return False
@@ -95,15 +100,15 @@ def _belongs_to_tokenizer(name: str) -> bool:
 
 
 def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of documents, in order.
+    """Yield documents in parts, in order.
 
     Args:
-        lines: the file's lines with their ends; over-long ones may come in parts.
+        lines: the file's lines with their ends; a long one may come in several parts.
         separator: a line that separates documents (without surrounding blanks), or None.
         name: for messages.
 
     Yields:
-        (text, ends): at most ``3 * PIECE`` characters, and whether its document ends there.
+        (text, ends): at most ``3 * PART`` characters, and whether its document ends there.
 
     Raises:
         UserError: a line is not UTF-8.
@@ -125,8 +130,8 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
             continue
         held.append(line)
         size += len(line)
-        # Not among blank lines, which tokenizers join; but a file of nothing else has to be split as well.
-        if size >= PIECE and (line.strip() or size >= 2 * PIECE):
+        # Not between blank lines, which tokenizers join, unless there is nothing else.
+        if size >= PART and (line.strip() or size >= 2 * PART):
             yield "".join(held), False
             held, size = [], 0
     try:
@@ -137,38 +142,38 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
 
 
 def read_text(file: DataFile, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """:func:`read_documents` of one file, with progress."""
+    """Read the documents of one file as :func:`read_documents`, with progress."""
     with Progress(f"tokenizing {file.name}", file.size) as progress, open_file(file) as (content, raw):
 
         def lines() -> Iterator[bytes]:
-            while line := content.readline(PIECE):
+            while line := content.readline(PART):
                 yield line
                 progress.reach(raw.tell())
 
         yield from read_documents(lines(), separator, file.url)
 
 
-def tokenized(pieces: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Tokenise pieces of documents side by side, and end each document with the end-of-sequence token.
+def tokenized(parts: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
+    """Tokenise parts of documents in parallel, and end each document with the end-of-sequence token.
 
     Documents of white space only are left out.
 
     Args:
-        pieces: (text, whether its document ends there).
+        parts: (text, whether its document ends there).
 
     Yields:
         (ids, whether the document ends there), ids (n,) int64.
     """
     batch: list[tuple[str, bool]] = []
     size, begun = 0, False
-    for piece in itertools.chain(pieces, [None]):
-        if piece is not None:
-            if not begun and not piece[0].strip():
+    for part in itertools.chain(parts, [None]):
+        if part is not None:
+            if not begun and not part[0].strip():
                 continue
-            batch.append(piece)
-            begun = not piece[1]
-            size += len(piece[0])
-        if batch and (piece is None or size >= BATCH or len(batch) >= MOST_DOCUMENTS):
+            batch.append(part)
+            begun = not part[1]
+            size += len(part[0])
+        if batch and (part is None or size >= BATCH or len(batch) >= MOST_DOCUMENTS):
             for ids, (_, ends) in zip(tokenizer([text for text, _ in batch]), batch, strict=True):
                 yield np.array([*ids, tokenizer.eos_token_id] if ends else ids, np.int64), ends
             batch, size = [], 0
@@ -189,7 +194,7 @@ def open_text(
     separator: str | None,
     cache_dir: str | None,
 ) -> PackedRows:
-    """Tokenise what is not cached yet and pack all files, in the order given.
+    """Tokenise files, unless they are cached, and pack all of them, in the order given.
 
     Raises:
         UserError: a file is unreadable, not UTF-8 or without text.
@@ -199,7 +204,7 @@ def open_text(
             cache_dir,
             file.name,
             ["text", file.url, file.size, file.stamp, tokenizer.digest, separator],
-            lambda writer, file=file: _convert(file, tokenizer, separator, writer),  # type: ignore[misc]
+            functools.partial(_convert, file, tokenizer, separator),
             dtype=token_dtype(tokenizer.vocab_size),
         )
         for file in files

@@ -4,9 +4,9 @@ A token file is a folder::
 
     tokens.bin   every id of every row, one after the other (uint16 or uint32)
     rows.bin     int64, rows + 1 offsets into tokens.bin
-    mask.bin     uint8 beside each token, 1 where it is text; absent when every token is
-    labels.bin   int32 beside each token; absent when labels are the tokens
-    meta.json    counts, number format, highest id
+    mask.bin     uint8 for each token, 1 where it is text; absent when every token is
+    labels.bin   int32 for each token; absent when labels are the tokens
+    meta.json    counts, number format, highest id and label
 
 It is written beside its final name, flushed to disk and renamed, so a folder of that name is whole.
 """
@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from smp.json_input import read_json, read_object
 
 FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
+IGNORED = -100  # a label that is not in the loss
+T = TypeVar("T")
 log = logging.getLogger("smp.data")
 
 
@@ -54,19 +56,21 @@ class TokenFile(Columns):
     """A memory-mapped token file. Pickles as its path, so a worker process maps the same pages.
 
     Attributes:
-        folder: where it is.
+        folder: its path.
         highest: largest id.
+        highest_label: largest label in the loss, of labels that are not the tokens.
     """
 
     folder: Path
     highest: int
+    highest_label: int
 
     @classmethod
     def open(cls, folder: Path) -> TokenFile:
         """Map a folder written by :class:`TokenWriter`.
 
         Raises:
-            ValueError: a part has another length than ``meta.json`` says, or rows that are not its tokens.
+            ValueError: a part's length differs from ``meta.json``, or the rows do not fit the tokens.
             KeyError, TypeError: ``meta.json`` is malformed.
             OSError: a file is missing.
         """
@@ -85,7 +89,9 @@ class TokenFile(Columns):
         besides = [len(part) for part in (mask, labels) if part is not None]
         if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
             raise ValueError(f"{folder} has rows that are not its tokens")
-        return cls(tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]))
+        # Files with labels of earlier versions lack the key, and are built again.
+        highest_label = int(meta["highest_label"]) if labels is not None else 0
+        return cls(tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]), highest_label=highest_label)
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
         return TokenFile.open, (self.folder,)
@@ -102,7 +108,7 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: str):
         self.folder, self.dtype = folder, dtype
         self._parts = {part: open(folder / f"{part}.bin", "wb") for part in ("tokens", "rows")}  # noqa: SIM115
-        self._count, self._rows, self._highest = 0, 0, -1
+        self._count, self._rows, self._highest, self._highest_label = 0, 0, 0, 0
         self._parts["rows"].write(np.zeros(1, np.int64).tobytes())
 
     def add(
@@ -117,8 +123,8 @@ class TokenWriter:
 
         Args:
             ids: (n,) integers that fit ``dtype``.
-            ends: ascending positions in ``ids`` behind which a row ends; tokens after the last stay open for the next
-                call.
+            ends: ascending positions in ``ids`` after which a row ends; tokens after the last belong to a row that a
+                later call ends.
             mask, labels: (n,) or None for "all text" and "the ids".
         """
         for part, values in (("mask", mask), ("labels", labels)):
@@ -128,11 +134,12 @@ class TokenWriter:
         self._parts["rows"].write((self._count + np.asarray(ends, np.int64)).tobytes())
         self._count += len(ids)
         self._rows += len(ends)
-        if len(ids):
-            self._highest = max(self._highest, int(ids.max()))
+        self._highest = max(self._highest, int(ids.max(initial=0)))
+        if labels is not None:
+            self._highest_label = max(self._highest_label, int(labels.max(initial=0)))
 
     def _optional(self, part: str) -> Any:
-        """The file of a column most data does not have; when first needed, what it would have held is made up for."""
+        """Return the file of a column that most data lacks; when it is new, write its default for all earlier rows."""
         if part not in self._parts:
             self._parts["tokens"].flush()
             self._parts[part] = open(self.folder / f"{part}.bin", "wb")  # noqa: SIM115
@@ -150,7 +157,14 @@ class TokenWriter:
         """Flush every part to disk and write ``meta.json``."""
         counts = dict.fromkeys(self._parts, self._count) | {"rows": self._rows + 1}
         (self.folder / "meta.json").write_text(
-            json.dumps({"dtype": self.dtype, "counts": counts, "highest": self._highest})
+            json.dumps(
+                {
+                    "dtype": self.dtype,
+                    "counts": counts,
+                    "highest": self._highest,
+                    "highest_label": self._highest_label,
+                }
+            )
         )
         for handle in self._parts.values():
             handle.flush()
@@ -165,12 +179,12 @@ def _column(part: str, ids: np.ndarray, values: np.ndarray | None) -> bytes:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest format that holds every id of a vocabulary."""
+    """Return the smallest format that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def digest_of(*identity: Any) -> str:
-    """A short stable hash of what JSON can write."""
+    """Return a short stable hash of what JSON can write."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
 
 
@@ -178,8 +192,6 @@ def cached(
     cache_dir: str | None, name: str, key: list[Any], build: Callable[[TokenWriter], None], *, dtype: str
 ) -> TokenFile:
     """Open the token file of ``key``, building it first if nobody has.
-
-    Processes that ask at once wait for one builder. What a killed builder left is removed, never used.
 
     Args:
         cache_dir: the user's folder, or None for ``~/.cache/smp/tokens``.
@@ -191,82 +203,60 @@ def cached(
     Raises:
         UserError: the cache folder cannot be written, or ``build`` refuses the input.
     """
-    final, lock = _place(cache_dir, name, [dtype, *key])
-    if (opened := _open_whole(final)) is not None:  # without the lock: the folder may be read-only
-        return opened
-    try:
-        with lock:
-            if (opened := _open_whole(final)) is not None:
-                return opened
-            shutil.rmtree(final, ignore_errors=True)
-            partial = final.with_name(f"{final.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            try:
-                writer = TokenWriter(partial, dtype)
-                build(writer)
-                writer.close()
-                os.replace(partial, final)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-            return TokenFile.open(final)
-    except OSError as error:
-        raise _unwritable(final.parent, error) from error
+
+    def fill(folder: Path) -> None:
+        folder.mkdir()
+        writer = TokenWriter(folder, dtype)
+        build(writer)
+        writer.close()
+
+    return _make_once(cache_dir, name, [dtype, *key], fill, TokenFile.open)
 
 
 def recorded(cache_dir: str | None, name: str, key: list[Any], compute: Callable[[], Any]) -> Any:
-    """A small result that is slow to compute, kept as JSON in the cache folder.
+    """Return a small result that is slow to compute, kept as JSON in the cache folder.
 
-    Args and errors as :func:`cached`; ``compute`` returns what JSON can hold, and not None.
+    Args and errors as for :func:`cached`; ``compute`` returns what JSON can hold, and not None.
     """
-    final, lock = _place(cache_dir, name, key)
-    if (found := _recorded(final)) is not None:
-        return found
-    try:
-        with lock:
-            if (found := _recorded(final)) is not None:
-                return found
-            value = compute()
-            partial = final.with_name(f"{final.name}.partial")
-            partial.write_text(json.dumps(value))
-            os.replace(partial, final)
-            return value
-    except OSError as error:
-        raise _unwritable(final.parent, error) from error
+    return _make_once(cache_dir, name, key, lambda file: file.write_text(json.dumps(compute())), read_json)
 
 
-def _place(cache_dir: str | None, name: str, key: list[Any]) -> tuple[Path, Any]:
-    """Where a key's content lives, and the lock of those who want it."""
+def _make_once(
+    cache_dir: str | None, name: str, key: list[Any], make: Callable[[Path], Any], read: Callable[[Path], T]
+) -> T:
+    """Read the content of ``key``, after one of the processes that ask at once has made it.
+
+    It is made beside its final name and renamed; leftovers of a killed process are removed, never used.
+    """
     from filelock import FileLock
 
     root = Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "smp" / "tokens"
     final = root / f"{name[:60]}-{digest_of(FORMAT, *key)}"
+    partial = final.with_name(f"{final.name}.partial")
     try:
         root.mkdir(parents=True, exist_ok=True)
+        if (found := _open_whole(final, read)) is not None:  # without the lock: the folder may be read-only
+            return found
+        with FileLock(root / f"{final.name}.lock"):
+            if (found := _open_whole(final, read)) is not None:
+                return found
+            for leftover in (final, partial):
+                shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                make(partial)
+                os.replace(partial, final)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+            return read(final)
     except OSError as error:
-        raise _unwritable(root, error) from error
-    return final, FileLock(root / f"{final.name}.lock")
+        raise UserError(f"cannot write the token cache in {root}: {error}; choose another --data_cache_dir") from error
 
 
-def _unwritable(root: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write the token cache in {root}: {error}; choose another --data_cache_dir")
-
-
-def _open_whole(folder: Path) -> TokenFile | None:
-    if not folder.exists():
+def _open_whole(path: Path, read: Callable[[Path], T]) -> T | None:
+    if not path.exists():
         return None
     try:
-        return TokenFile.open(folder)
+        return read(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        log.warning("token cache %s is damaged (%s); it is built again", folder, error)
-        return None
-
-
-def _recorded(file: Path) -> Any:
-    if not file.exists():
-        return None
-    try:
-        return read_json(file)
-    except (OSError, ValueError) as error:
-        log.warning("token cache %s is damaged (%s); it is built again", file, error)
+        log.warning("token cache %s is damaged (%s); it is built again", path, error)
         return None

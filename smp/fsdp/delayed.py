@@ -158,7 +158,7 @@ class DelayedParamIniter:
             rule = functools.partial(init_rule, hf_config=self._model.config)
             for own, parameter in module.named_parameters(recurse=False):
                 full = f"{name}.{own}" if name else own
-                initialize_parameter_(module, parameter, rule(module, own).as_tuple(), seed=self._seed, name=full)
+                initialize_parameter_(module, parameter, rule(module, own), seed=self._seed, name=full)
             return
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

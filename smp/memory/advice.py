@@ -1,4 +1,4 @@
-"""What to change when memory runs out: the flags that would save most, by prediction."""
+"""Advice when memory runs out: the flags that would save most, by prediction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from smp.config import ActivationConfig, LossConfig
+from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.plan import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
@@ -30,12 +30,12 @@ def changes_that_help(
     legal: Callable[[Mesh], bool] = lambda mesh: True,
     most: int = 3,
 ) -> list[Change]:
-    """The ``most`` changes with the largest predicted saving of a rank, largest first.
+    """Return the ``most`` changes with the largest predicted saving of a rank, largest first.
 
     Args:
         shape, mesh, work: of the job, as for :func:`smp.memory.plan.estimate_memory`.
         accumulation: micro-batches of a step; None: they follow from ``--global_batch_size``.
-        legal: whether the model can be split so.
+        legal: tells whether the model can be laid out over a mesh.
     """
     now = peak_bytes(shape, mesh, work)
     candidates = _candidates(mesh, work, accumulation)
@@ -44,13 +44,13 @@ def changes_that_help(
         for flags, other, changed in candidates
         if other == mesh or legal(other)
     ]
-    # A hundredth of the whole is nothing to restart a job for.
+    # Less than a hundredth is not worth a restart.
     found = [change for change in found if change.saving > now / 100]
     return sorted(found, key=lambda change: -change.saving)[:most]
 
 
 def advice_text(changes: list[Change]) -> str:
-    """The changes, one a line; empty where nothing helps."""
+    """Format the changes, one a line."""
     if not changes:
         return "No single flag would save much: use a smaller model, or more processes on more hosts."
     lines = ["What would help most, and the predicted saving of each process:"]
@@ -58,17 +58,17 @@ def advice_text(changes: list[Change]) -> str:
 
 
 def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:
-    """Flags, the layout that they make, and the workload."""
+    """Yield flags, and the layout and workload that they make."""
     on_cpu = work.device_type == "cpu"
     for flags in _settings_that_save(work):
         note = " --offload_dir DIRECTORY_ON_FAST_DISK" if on_cpu and "offload_activations" in flags else ""
-        words = " ".join(f"--{name} {int(v) if isinstance(v, bool) else v}" for name, v in flags.items())
-        yield words + note, mesh, work.changed(**flags)
+        text = " ".join(f"--{name} {flag_text(value)}" for name, value in flags.items())
+        yield text + note, mesh, work.changed(**flags)
     size, length = work.micro_batch_size, work.sequence_length
     if size > 1:
         half = -(-size // 2)
-        words = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
-        yield f"--train_batch_size {half}{words}", mesh, dataclasses.replace(work, micro_batch_size=half)
+        steps = f" --gradient_accumulation_steps {accumulation * -(-size // half)}" if accumulation else ""
+        yield f"--train_batch_size {half}{steps}", mesh, dataclasses.replace(work, micro_batch_size=half)
     if mesh.replicas.size > 1 or not mesh.reshard_after_forward:
         yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
     if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):
@@ -80,7 +80,7 @@ def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterato
 
 
 def _settings_that_save(work: Workload) -> Iterator[dict[str, Any]]:
-    """Settings of the techniques, by name, that are not as frugal as they could be."""
+    """Yield settings of the techniques, by name, that would take less memory."""
     activation = work.settings[ActivationConfig]
     if not activation.activation_checkpointing:
         yield {"activation_checkpointing": True}

@@ -1,4 +1,4 @@
-"""The categories of memory, and how a storage is told to be of one: by who asks for it, by shape, by place."""
+"""Categories of memory, and the rules by which a storage is of one: allocation site, shape, address."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CATEGORIES = (
     PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, COMMUNICATION, ACTIVATIONS, LOGITS, OTHER
 )  # fmt: skip
 
-# Who asks for memory: the end of a file's path, and the function ("": any other of the file).
+# Allocation sites: the end of a file's path, and the function ("": any other of the file).
 _FSDP, _HERE = "torch/distributed/fsdp/_fully_shard/", "smp/"
-_PLACES: dict[str, dict[str, str]] = {
+_SITES: dict[str, dict[str, str]] = {
     _FSDP + "_fsdp_collectives.py": {"": COMMUNICATION},
     _FSDP + "_fsdp_param.py": {
         "": GATHERED,
@@ -37,7 +37,7 @@ _PLACES: dict[str, dict[str, str]] = {
     _HERE + "comm/symmetric.py": {"": COMMUNICATION},
     _HERE + "parallel/grad_norm.py": {"": GRADIENTS},
     _HERE + "loss.py": {"": LOGITS},
-    # The model itself is called from this file, too.
+    # Other functions of this file call the model.
     _HERE + "parallel/loss.py": {
         "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_add_product": LOGITS,
     },
@@ -48,17 +48,17 @@ _PLACES: dict[str, dict[str, str]] = {
 
 
 @functools.cache
-def _place(filename: str) -> dict[str, str] | None:
+def _site(filename: str) -> dict[str, str] | None:
     path = filename.replace("\\", "/")
-    return next((functions for end, functions in _PLACES.items() if path.endswith("/" + end)), None)
+    return next((functions for end, functions in _SITES.items() if path.endswith("/" + end)), None)
 
 
 def asked_by() -> str | None:
-    """The category of the innermost known function that is running."""
+    """Return the category of the innermost known function on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if functions := _place(code.co_filename):
+        if functions := _site(code.co_filename):
             category = functions.get(code.co_qualname) or functions.get("")
             if category:
                 return category
@@ -67,7 +67,7 @@ def asked_by() -> str | None:
 
 
 def shared_mappings() -> list[range]:
-    """Memory that this process shares with others; empty where the system does not say."""
+    """Return the address ranges of memory shared with other processes; empty without /proc."""
     try:
         lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     except OSError:
@@ -76,7 +76,7 @@ def shared_mappings() -> list[range]:
 
 
 def lies_in(tensor: torch.Tensor, mappings: list[range]) -> bool:
-    """Whether a tensor is in memory of ours that a host's ranks share; a data loader's batches are torch's own."""
+    """Return whether a tensor is in memory that a host's ranks share, other than torch's (a data loader's batches)."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_shared():
         return False
     address = tensor.untyped_storage().data_ptr()
@@ -84,9 +84,9 @@ def lies_in(tensor: torch.Tensor, mappings: list[range]) -> bool:
 
 
 def copied_inside(operation: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that an operation takes while it runs, and that no other operation shows.
+    """Return bytes that an operation allocates internally and frees before it ends.
 
-    gloo's ReduceScatter sums into a copy of its whole input, and its AllGather copies the output from another one.
+    gloo's ReduceScatter copies its whole input, and its AllGather its whole output.
     """
     name = operation._schema.name
     if name == "smp::reduce_tokens":
@@ -94,14 +94,15 @@ def copied_inside(operation: Any, args: tuple[Any, ...]) -> int:
         gloo = ranks > 1 and dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"
     elif name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_"):
         output, tensor, *_ = args
-        tensor, gloo = max(output, tensor, key=torch.Tensor.numel), True  # smddp's do not come by, NCCL's are no CPU's
+        # smddp's are not dispatched, NCCL's are on GPUs.
+        tensor, gloo = max(output, tensor, key=torch.Tensor.numel), True
     else:
         return 0
     return tensor.numel() * tensor.element_size() if gloo and tensor.device.type == "cpu" else 0
 
 
 def head_rows(model: nn.Module) -> set[int]:
-    """Sizes of the vocabulary: whole, and this rank's part of it."""
+    """Return the sizes of the vocabulary: of the model, and of this rank."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
     if weight is None:

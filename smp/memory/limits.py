@@ -1,4 +1,4 @@
-"""What memory a process may use: its GPU's, or its share of the host's within the control group's limit."""
+"""Memory that a process may use: its GPU's, or its share of the host's within the control group's limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUPS = (
 
 
 def control_group(root: Path = Path("/"), controller: str = "") -> PurePosixPath:
-    """This process's control group below ``root``: of version 2, or of a controller of version 1."""
+    """Return this process's control group below ``root``: of version 2, or of a controller of version 1."""
     top = PurePosixPath("sys/fs/cgroup") / controller
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -26,14 +26,14 @@ def control_group(root: Path = Path("/"), controller: str = "") -> PurePosixPath
             own = top / path.lstrip("/")
             if controller in controllers.split(",") and (root / own).is_dir():
                 return own
-    return top  # a container sees its own there
+    return top  # a container's own group is its root
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Bytes that this process's control group may use and bytes that are left, where one limits it.
+    """Return the bytes that this process's control group may use and those left; None without a limit.
 
-    Of it and those above it, the one with the least left. File contents that nobody has read lately do not count as
-    used: the kernel drops them first.
+    Of the group and its parents, the one with the least left counts. Inactive file cache, which the kernel drops first,
+    does not count as used.
     """
     found = []
     for top, controller, limit, used, cached in _GROUPS:
@@ -41,7 +41,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
         for group in (own, *own.parents):
             if not group.is_relative_to(top):
                 break
-            with contextlib.suppress(OSError, ValueError):  # no limit is the word `max`
+            with contextlib.suppress(OSError, ValueError):  # `max`: no limit
                 most, taken = int((root / group / limit).read_text()), 0
                 with contextlib.suppress(OSError):
                     taken = int((root / group / used).read_text())
@@ -52,7 +52,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
 
 
 def _host_free() -> int | None:
-    """Bytes the host has left; all of its memory where the system does not say, as on macOS."""
+    """Return the bytes that the host has left; without /proc, as on macOS, all of its memory."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024
@@ -66,12 +66,12 @@ def _host_free() -> int | None:
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Bytes that one process may use: its GPU's free memory, or its share of what the host has left.
+    """Return the bytes that one process may use: its GPU's free memory, or its share of what the host has left.
 
-    Where no limit can be read, the largest number.
+    Without any known limit, ``sys.maxsize``.
     """
     if device.type == "cuda":
-        # The least of the host's GPUs, so that all its ranks come to the same answer.
+        # The least of the host's GPUs: the same for all its ranks.
         return min(torch.cuda.mem_get_info(index)[0] for index in range(local_world_size))
     group = memory_limit()
     limits = [_host_free(), None if group is None else group[1]]

@@ -1,7 +1,7 @@
-"""What a job needs on each rank, predicted from shapes before anything is allocated.
+"""Memory of each rank, predicted from shapes before anything is allocated.
 
-An estimate, on purpose a simple one: every technique says what it costs, and here alone that is summed. The largest
-terms (parameters, gradients, optimizer state, gathered units, logits) follow exactly from the shapes.
+A simple estimate: the sum of every technique's ``cost``. The largest terms (parameters, gradients, optimizer state,
+gathered units, logits) follow exactly from the shapes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from smp.parallel import parallelize
 
 GIB = 1024**3
 
-# What a process holds before it has a model: interpreter, torch and transformers. Measured on Linux, CPU build.
+# A process without a model: interpreter, torch and transformers. Measured on Linux, CPU build.
 BASE_HOST_BYTES = int(0.45 * GIB)
 
-# In the order of the table; what else a technique names comes after them.
+# In the order of the table; other categories of techniques come after them.
 CATEGORIES = (
     "parameters", "gradients", "optimizer state", "checkpoint copy", "gathered parameters",
     "gradients before reduction", "activations", "logits and loss",
@@ -24,7 +24,7 @@ CATEGORIES = (
 
 
 def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Predicted peak bytes of one rank, by category: the sum of what the techniques cost."""
+    """Predict the peak bytes of one rank, by category: the sum of the techniques' costs."""
     needed = dict.fromkeys(CATEGORIES, 0)
     for technique in parallelize.TECHNIQUES:
         for category, size in technique.cost(shape, mesh, work).items():
@@ -37,15 +37,15 @@ def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, 
 
 
 def peak_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Predicted peak bytes of one rank."""
+    """Predict the peak bytes of one rank."""
     return sum(estimate_memory(shape, mesh, work).values())
 
 
 def check_fits(needed: dict[str, int], available: int, *, model: str, processes: int, advice: str) -> None:
-    """Refuse a job whose predicted peak is more than there is.
+    """Refuse a job whose predicted peak is more than the available memory.
 
     Raises:
-        UserError: saying what each process needs, what there is, and what would help.
+        UserError: with the memory that each process needs and has, and ``advice``.
     """
     total = sum(needed.values())
     if total > available:
@@ -56,7 +56,7 @@ def check_fits(needed: dict[str, int], available: int, *, model: str, processes:
 
 
 def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1) -> int | None:
-    """The fewest fully sharded processes, ``tp`` times a power of two, whose predicted peak fits in ``available``."""
+    """Return the fewest fully sharded processes, ``tp`` times a power of two, whose peak fits in ``available``."""
     for exponent in range(15):
         mesh = lay_out(1, 2**exponent, tp)
         if peak_bytes(shape, mesh, work) <= available:
@@ -65,7 +65,7 @@ def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp:
 
 
 def memory_table(needed: dict[str, int], available: int | None) -> str:
-    """The estimate as text, one category a line."""
+    """Format the estimate, one category a line."""
     lines = [f"{name:>28} {size / GIB:10.3f} GiB" for name, size in needed.items()]
     lines.append(f"{'sum':>28} {sum(needed.values()) / GIB:10.3f} GiB")
     if available is not None:

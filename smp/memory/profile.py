@@ -1,13 +1,12 @@
-"""What holds the memory: bytes of live storages by category, over one training step.
+"""Memory profile: bytes of live storages by category, over one training step.
 
-A dispatch mode sees every storage when an operation makes it, and a weak reference tells when it is gone. A storage's
-category follows from who asked for it (the innermost known function on the stack), and is corrected when more is known:
-a tensor that becomes a parameter's gradient was a gradient from the start. So the account is a log of allocations,
-and is summed up afterwards.
+A dispatch mode sees every storage when an operation makes it, and a weak reference tells when it is freed. A storage's
+category follows from its allocation site (the innermost known function on the stack), and is corrected later: a tensor
+that becomes a parameter's gradient was a gradient from the start. So allocations are logged, and summed afterwards.
 
-Why not torch's own trackers (``torch.distributed._tools``): they know ``fully_shard``'s buffers by torch's collectives
-alone, not by ours or in shared memory, have no category for logits, and stop at a second forward in one step.
-Temporary memory inside one kernel is not seen by either.
+Torch's own trackers (``torch.distributed._tools``) know ``fully_shard``'s buffers by torch's collectives alone, not by
+smddp's or in shared memory, have no category for logits, and stop at a second forward in one step. Neither sees
+temporary memory inside one kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -53,15 +53,15 @@ MIB = 1024**2
 _PLAIN = (torch.Tensor, nn.Parameter)
 _CUDA_BLOCK = 512  # the caching allocator rounds up to it
 
-# What train_step's marks say has ended.
+# train_step's marks: the phase that has ended.
 _PHASES = {
     "Before train step": "before the step", "After forward": "forward", "After train step": "backward",
     "After opt step": "update",
 }  # fmt: skip
 
 
-class _Held:
-    """A storage that lives or has lived; ``category`` may be corrected later."""
+class _Storage:
+    """A storage, live or freed; ``category`` may be corrected later."""
 
     __slots__ = ("category", "nbytes", "reference")
 
@@ -71,14 +71,14 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Live bytes by category at one moment of the profile."""
+    """Live bytes by category at one moment of the profile, and the phase that it is in."""
 
     categories: Mapping[str, int]
     phase: str
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of the categories."""
         return sum(self.categories.values())
 
 
@@ -87,9 +87,9 @@ class Timeline:
     """Live bytes by category over a profile.
 
     Attributes:
-        seconds: of each point, since the beginning. Profiling itself takes part of the time.
+        seconds: of each point, since the beginning; profiling itself takes part of the time.
         categories: bytes at each point.
-        marks: what ended, and when.
+        marks: phases, and the seconds when they ended.
     """
 
     seconds: list[float]
@@ -98,12 +98,12 @@ class Timeline:
 
 
 class MemoryProfile(TorchDispatchMode):
-    """The account of one step; :func:`profile_memory` makes it.
+    """Profile of one step; :func:`profile_memory` makes it.
 
     Args:
-        model: its parameters and their gradients are known; its output embedding tells what logits look like.
-        optimizer: its state is known.
-        device: whose memory; tensors elsewhere are not counted.
+        model: gives parameters and gradients; the shape of its output embedding tells logits.
+        optimizer: gives the optimizer state, or None.
+        device: tensors elsewhere are not counted.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device):
@@ -112,11 +112,11 @@ class MemoryProfile(TorchDispatchMode):
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers())
         self._rows = head_rows(model)
-        self._live: dict[int, _Held] = {}
-        self._log: list[tuple[float, _Held, int]] = []
+        self._live: dict[int, _Storage] = {}
+        self._log: list[tuple[float, _Storage, int]] = []
         self._marks: list[tuple[str, int, float]] = []
         self._start = time.perf_counter()
-        self.measured: int | None = None  # the highest sum that the device's allocator has seen
+        self.measured: int | None = None  # the highest sum by the device's allocator
         self.resident = 0  # the highest resident memory of the process
         gc.collect()
         shared = shared_mappings()
@@ -125,13 +125,13 @@ class MemoryProfile(TorchDispatchMode):
                 self._see(thing, COMMUNICATION if lies_in(thing, shared) else OTHER)
         self._claim()
         if device.type == "cuda":
-            unknown = torch.cuda.memory_allocated(device) - sum(held.nbytes for held in self._live.values())
-            self._change(_Held(OTHER, 0), max(unknown, 0))
+            unknown = torch.cuda.memory_allocated(device) - sum(entry.nbytes for entry in self._live.values())
+            self._change(_Storage(OTHER, 0), max(unknown, 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See what the operation uses and makes."""
+        """Record the storages that the operation uses and makes."""
         if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # DTensor and its like: their parts come by themselves
+            return NotImplemented  # DTensor and other wrappers: their local tensors are dispatched, too
         for thing in tree_leaves((args, kwargs)):
             if type(thing) in _PLAIN:
                 self._see(thing, OTHER, ask=True)
@@ -140,69 +140,56 @@ class MemoryProfile(TorchDispatchMode):
             if type(thing) in _PLAIN:
                 self._see(thing, ACTIVATIONS, ask=True)
         if inside := copied_inside(func, args):
-            self._change(passing := _Held(COMMUNICATION, 0), inside)
+            self._change(passing := _Storage(COMMUNICATION, 0), inside)
             self._change(passing, 0)
         if func.namespace == "fsdp" and "chunk_cat" in func.__name__:
-            for gradient in args[0]:  # whole gradients, on their way into the input of ReduceScatter
+            for gradient in args[0]:  # whole gradients, copied into the input of ReduceScatter
                 self._claim_as(gradient, UNREDUCED)
         return result
 
     def mark(self, ended: str) -> None:
-        """Say what part of the step has just ended, such as ``"forward"``; the peak is given with that name."""
+        """Mark the end of a phase of the step, such as ``"forward"``; the peak is given with its phase."""
         self._claim()
         self._measure()
         self._marks.append((_PHASES.get(ended, ended), len(self._log), time.perf_counter() - self._start))
 
     def peak(self) -> Snapshot:
-        """The moment of the highest sum."""
-        best, best_index, total = -1, 0, 0
-        for index, (_, _, delta) in enumerate(self._log):
-            total += delta
-            if total > best:
-                best, best_index = total, index
-        return self._snapshot(best_index)
+        """Return the live bytes at the highest sum."""
+        return self._snapshot(int(self._totals().sum(axis=1).argmax()))
 
     def latest(self) -> Snapshot:
-        """The last moment: the end of the profile, or now."""
-        return self._snapshot(len(self._log) - 1)
+        """Return the live bytes at the end of the profile, or now."""
+        return self._snapshot(len(self._log))
 
     def at(self, ended: str) -> Snapshot:
-        """The moment when something was last marked as ended.
+        """Return the live bytes when a phase was last marked as ended.
 
         Raises:
             ValueError: it never was.
         """
-        last = [index for name, index, _ in self._marks if name == ended]
+        last = [changes for name, changes, _ in self._marks if name == ended]
         if not last:
             raise ValueError(f"nothing was marked as {ended!r}: the marks are {[name for name, _, _ in self._marks]}")
-        return self._snapshot(last[-1] - 1)
+        return self._snapshot(last[-1])
 
     def timeline(self, points: int = 2000) -> Timeline:
-        """Bytes by category over the profile, thinned out to at most ``points``; the peak stays."""
-        stride = -(-len(self._log) // points)
-        seconds: list[float] = []
-        series: dict[str, list[int]] = {category: [] for category in CATEGORIES}
-        now = dict.fromkeys(CATEGORIES, 0)
-        best, best_now = -1, dict(now)
-        for index, (moment, held, delta) in enumerate(self._log):
-            now[held.category] += delta
-            if (total := sum(now.values())) > best:
-                best, best_now = total, dict(now)
-            if (index + 1) % stride == 0 or index + 1 == len(self._log):
-                seconds.append(moment)
-                for category in CATEGORIES:
-                    series[category].append(best_now[category])
-                best = -1
-        return Timeline(seconds, series, [(ended, moment) for ended, _, moment in self._marks])
+        """Return the bytes by category over the profile, at most ``points`` moments; the peak is one of them."""
+        totals, seconds = self._totals(), [0.0, *(moment for moment, _, _ in self._log)]
+        stride = -(-len(totals) // points)
+        sums = totals.sum(axis=1)
+        chosen = [start + int(sums[start : start + stride].argmax()) for start in range(0, len(totals), stride)]
+        categories = dict(zip(CATEGORIES, totals[chosen].T.tolist(), strict=True))
+        marks = [(ended, moment) for ended, _, moment in self._marks]
+        return Timeline([seconds[index] for index in chosen], categories, marks)
 
     def table(
         self, *, title: str = "What holds the memory at the peak", predicted: Mapping[str, int] | None = None
     ) -> str:
-        """The peak as text, one category a line, in MiB and percent.
+        """Format the peak, one category a line, in MiB and percent.
 
         Args:
             title: the first line.
-            predicted: bytes by category from :func:`smp.memory.plan.estimate_memory`, shown beside.
+            predicted: bytes by category from :func:`smp.memory.plan.estimate_memory`, in a further column.
         """
         peak = self.peak()
         lines = [f"{title} ({peak.phase}):"]
@@ -226,12 +213,17 @@ class MemoryProfile(TorchDispatchMode):
         timeline = self.timeline()
         plot_memory(timeline.seconds, timeline.categories, timeline.marks, png)
 
-    def _snapshot(self, last: int) -> Snapshot:
-        categories = dict.fromkeys(CATEGORIES, 0)
-        for _, held, delta in self._log[: last + 1]:
-            categories[held.category] += delta
-        phase = next((ended for ended, index, _ in self._marks if index > last), "the end")
-        return Snapshot(categories, phase)
+    def _totals(self) -> np.ndarray:
+        """Return live bytes by category before the first and after each change, ``(changes + 1, categories)``."""
+        deltas = np.zeros((len(self._log) + 1, len(CATEGORIES)), np.int64)
+        for row, (_, storage, delta) in zip(deltas[1:], self._log, strict=True):
+            row[CATEGORIES.index(storage.category)] = delta
+        return deltas.cumsum(axis=0)
+
+    def _snapshot(self, changes: int) -> Snapshot:
+        """Return the live bytes after so many changes."""
+        phase = next((ended for ended, index, _ in self._marks if index >= changes), "the end")
+        return Snapshot(dict(zip(CATEGORIES, self._totals()[changes].tolist(), strict=True)), phase)
 
     def _see(self, tensor: torch.Tensor, fallback: str, *, ask: bool = False) -> None:
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
@@ -240,9 +232,9 @@ class MemoryProfile(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        held = self._live[key] = _Held((ask and self._asked_for(tensor)) or fallback, 0)
-        held.reference = weakref.ref(storage, functools.partial(self._gone, key))  # type: ignore[assignment]
-        self._change(held, self._size(storage))
+        entry = self._live[key] = _Storage((ask and self._asked_for(tensor)) or fallback, 0)
+        entry.reference = weakref.ref(storage, functools.partial(self._gone, key))  # type: ignore[assignment]
+        self._change(entry, self._size(storage))
 
     def _asked_for(self, tensor: torch.Tensor) -> str | None:
         category, shape = asked_by(), tensor.shape
@@ -257,22 +249,22 @@ class MemoryProfile(TorchDispatchMode):
         nbytes = storage.nbytes()
         return -(-nbytes // _CUDA_BLOCK) * _CUDA_BLOCK if self._device.type == "cuda" else nbytes
 
-    def _change(self, held: _Held, nbytes: int) -> None:
-        if nbytes != held.nbytes:
-            self._log.append((time.perf_counter() - self._start, held, nbytes - held.nbytes))
-            held.nbytes = nbytes
+    def _change(self, entry: _Storage, nbytes: int) -> None:
+        if nbytes != entry.nbytes:
+            self._log.append((time.perf_counter() - self._start, entry, nbytes - entry.nbytes))
+            entry.nbytes = nbytes
 
     def _gone(self, key: int, reference: Any) -> None:
-        held = self._live.get(key)
-        if held is not None and held.reference is reference:
+        entry = self._live.get(key)
+        if entry is not None and entry.reference is reference:
             del self._live[key]
-            self._change(held, 0)
+            self._change(entry, 0)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        held = self._live.get(storage._cdata)
-        if held is not None:
-            held.category = asked_by() or held.category
-            self._change(held, self._size(storage))
+        entry = self._live.get(storage._cdata)
+        if entry is not None:
+            entry.category = asked_by() or entry.category
+            self._change(entry, self._size(storage))
 
     def _claim_as(self, tensor: Any, category: str) -> None:
         if isinstance(tensor, DTensor):
@@ -280,11 +272,11 @@ class MemoryProfile(TorchDispatchMode):
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device.type:
             return
         self._see(tensor, category)
-        if held := self._live.get(tensor.untyped_storage()._cdata):
-            held.category = category
+        if entry := self._live.get(tensor.untyped_storage()._cdata):
+            entry.category = category
 
     def _claim(self) -> None:
-        """Say what is known by name."""
+        """Correct the categories of parameters, gradients, optimizer state and buffers."""
         for buffer in self._buffers:
             self._claim_as(buffer, OTHER)
         for parameter in self._parameters:
@@ -302,13 +294,13 @@ class MemoryProfile(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Account for what happens inside."""
+        """Profile the ``with`` block."""
         resize, profile = torch.UntypedStorage.resize_, self
         hooks = []
         if self._optimizer is not None:
             hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._claim()))
 
-        # fully_shard frees gathered parameters so, which no dispatch mode sees; torch's own tracker does the same.
+        # fully_shard frees gathered parameters by resizing, which no dispatch mode sees.
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
             profile._resized(storage)
@@ -326,7 +318,7 @@ class MemoryProfile(TorchDispatchMode):
                 hook.remove()
             self._claim()
             self._measure()
-            # The callbacks would go on for as long as the parameters live.
+            # Weak references of live parameters would go on to log.
             self._live = {}
 
 
@@ -334,15 +326,15 @@ class MemoryProfile(TorchDispatchMode):
 def profile_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, device: torch.device | None = None
 ) -> Iterator[MemoryProfile]:
-    """Account for the memory of a training step, or of anything else, that runs inside.
+    """Profile the memory of the ``with`` block, such as a training step.
 
-    It runs slower, and blocks under ``torch.compile`` run uncompiled. If memory runs out inside, the error carries the
-    table as a note.
+    It runs slower, and blocks under ``torch.compile`` run uncompiled. If memory runs out, the error carries the table
+    as a note.
 
     Args:
         model: any module, sharded or not.
-        optimizer: whose state is to be known as such.
-        device: whose memory; None: that of the first parameter.
+        optimizer: to tell its state from other memory.
+        device: to profile; None: that of the first parameter.
     """
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -357,17 +349,17 @@ def profile_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device's or the host's memory is used up."""
+    """Return whether an error means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    words = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    texts = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def rank_table(peaks: list[Snapshot]) -> str:
-    """The peaks of several ranks, one a line, in MiB."""
+    """Format the peaks of several ranks, one a line, in MiB."""
     head = " ".join(f"{name.split()[0][:12]:>12}" for name in CATEGORIES)
     lines = [f"{'rank':>6} {head} {'sum':>12}"]
     for rank, peak in enumerate(peaks):

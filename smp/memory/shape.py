@@ -1,4 +1,4 @@
-"""The sizes that decide a rank's memory: of the model, counted on the meta device, and of one forward pass."""
+"""Sizes that decide a rank's memory: of the model, counted on the meta device, and of one forward pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from smp.models.registry import build_model
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide memory, counted on the meta device."""
+    """Sizes of the model, counted on the meta device."""
 
-    parameters: int  # all of them, tied ones once
+    parameters: int  # tied ones count once
     largest_unit: int  # parameters of the largest sharding unit (embedding, a block, or norm and head)
     block: int  # parameters of one block
     layers: int
@@ -31,17 +31,17 @@ class ModelShape:
     key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
-        """What a tensor-parallel rank holds of ``parameters``, which contain so many blocks.
+        """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
 
-        Each holds all key and value projections where there are fewer heads than ranks.
+        Key and value projections are replicated where there are fewer heads than ranks.
         """
-        whole = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
-        return whole + -(-(parameters - whole) // tp)
+        replicated = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
+        return replicated + -(-(parameters - replicated) // tp)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one forward pass holds.
+    """Sizes of one forward pass.
 
     Attributes:
         sequence_length: tokens of a sample.
@@ -49,9 +49,9 @@ class Workload:
         compute_bytes: of an element: 4 for fp32, 2 for bf16.
         settings: of the techniques; each reads its own.
         device_type: ``cpu`` or ``cuda``.
-        attention_matrix: whether scores of the whole sequence exist (eager attention).
+        attention_matrix: whether all attention scores exist at once (eager attention).
         checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
-        unused_heap: what the C library holds in free blocks, of the tensors' bytes: ``malloc.unused_heap()``.
+        unused_heap: free blocks of the C library's heap, as a fraction of the tensors' bytes: ``malloc.unused_heap()``.
     """
 
     sequence_length: int
@@ -65,11 +65,11 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of the forward pass."""
+        """Tokens of the forward pass."""
         return self.micro_batch_size * self.sequence_length
 
     def changed(self, **values: Any) -> Workload:
-        """The same with other settings of the techniques, by name."""
+        """Return a copy with other settings of the techniques, by name."""
         return dataclasses.replace(self, settings=self.settings.changed(**values))
 
 
@@ -82,14 +82,10 @@ def workload(
     device_type: str,
     is_async: bool = False,
 ) -> Workload:
-    """What one forward pass of a job holds.
+    """Return the workload of one forward pass of a job.
 
     Args:
-        model: that is trained.
-        settings: of the techniques.
         batch: samples of a forward pass.
-        compute_bytes: of an element.
-        device_type: ``cpu`` or ``cuda``.
         is_async: whether checkpoints are written in the background, which on a CPU takes a copy.
     """
     on_cpu = device_type == "cpu"
@@ -106,7 +102,7 @@ def workload(
 
 
 def model_shape(model: ResolvedModel) -> ModelShape:
-    """Build a model on the meta device, and count."""
+    """Count the parameters of a model on the meta device."""
 
     def count(module: torch.nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -136,12 +132,12 @@ def model_shape(model: ResolvedModel) -> ModelShape:
 
 
 def splits_tokens(mesh: Mesh, work: Workload) -> bool:
-    """Whether tensor-parallel ranks hold parts of the tokens between the split layers."""
+    """Return whether sequence parallelism shards the tokens between the split layers."""
     return mesh.tp.size > 1 and work.settings[ParallelConfig].sequence_parallel
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of activations of one block on a rank: its input, and all that backward needs."""
+    """Bytes of activations of one block on a rank: its input, and everything saved for backward."""
 
     input: int
     inside: int

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -19,10 +18,10 @@ GIB = 1024**3
 
 
 def memory_stats(device: torch.device) -> dict[str, float | None]:
-    """Memory now, cheap enough for every step.
+    """Read the memory in use, cheap enough for every step.
 
     Returns:
-        ``mem_allocated_gib``: bytes of live tensors on the device; None on a CPU, where nothing keeps that account.
+        ``mem_allocated_gib``: live tensors on the device; None on a CPU.
         ``mem_peak_gib``: their highest sum so far (since the last record where memory is profiled); on a CPU, the
         highest resident memory of the process. ``host_rss_gib``: resident memory of the process now.
     """
@@ -35,7 +34,7 @@ def memory_stats(device: torch.device) -> dict[str, float | None]:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now; where the system does not tell (no /proc), its highest so far."""
+    """Return the resident memory of this process; without /proc, its highest so far."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -44,20 +43,20 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The highest resident memory of this process so far."""
+    """Return the highest resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def cpu_tensor_bytes() -> int:
-    """Bytes of the storages behind all CPU tensors that Python knows, each counted once.
+    """Sum the storages of all CPU tensors that Python knows, each counted once.
 
-    Tensors that only autograd holds (saved for backward) are not seen. It walks every object: for profiling only.
+    Tensors that only autograd holds (saved for backward) are not seen. Slow: every Python object is visited.
     """
     gc.collect()
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
-        # By type: DTensor and other wrappers hold a plain tensor, which is found by itself.
+        # Wrappers such as DTensor hold a plain tensor, which is an object of its own.
         plain = type(thing) in (torch.Tensor, torch.nn.Parameter)
         if plain and thing.device.type == "cpu" and thing.layout is torch.strided:
             storage = thing.untyped_storage()
@@ -65,15 +64,8 @@ def cpu_tensor_bytes() -> int:
     return sum(sizes.values())
 
 
-class ScalarWriters(Protocol):
-    """Where curves go; ``smp.train.metrics.Writers`` is one."""
-
-    def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        """Several curves in one chart."""
-
-
 class MemoryTracker:
-    """Logs SMP v2's memory lines at marked places of a run, on rank 0; nothing unless it is enabled.
+    """Logs SMP v2's memory lines at marked points of a run, on rank 0, if it is enabled.
 
     Args:
         device: the device of this rank; its line is left out on a CPU.
@@ -84,17 +76,17 @@ class MemoryTracker:
     def __init__(self, device: torch.device, *, enabled: bool, rank: int):
         self._device, self._enabled = device, enabled and rank == 0
         self._base = self._last = rss_bytes()
-        self._held: list[tuple[str, Mapping[str, float], int]] = []  # before there is a run directory to write to
-        self._writers: ScalarWriters | None = None
+        self._held: list[tuple[str, Mapping[str, float], int]] = []  # until connect()
+        self._write: Callable[[str, Mapping[str, float], int], None] | None = None
 
-    def connect(self, writers: ScalarWriters) -> None:
-        """Send the numbers to ``writers``, too, from the first on."""
-        self._writers = writers
+    def connect(self, write: Callable[[str, Mapping[str, float], int], None]) -> None:
+        """Pass tag, values in GiB by name, and step of each record to ``write``, too, those of earlier ones first."""
+        self._write = write
         for entry in self._held:
-            writers.scalars(*entry)
+            write(*entry)
 
     def record(self, tag: str, step: int) -> None:
-        """Log the memory now under ``tag``, such as "After forward", and start a new peak."""
+        """Log the memory under ``tag``, such as "After forward", and reset the peak."""
         if not self._enabled:
             return
         if self._device.type == "cuda":
@@ -102,10 +94,10 @@ class MemoryTracker:
         self._record_cpu(tag, step)
 
     def _send(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        if self._writers is None:
+        if self._write is None:
             self._held.append((tag, values, step))
         else:
-            self._writers.scalars(tag, values, step)
+            self._write(tag, values, step)
 
     def _where(self) -> str:
         return f"(torch, rank, device) = ({torch.__version__}, 0, {self._device.index or 0})"

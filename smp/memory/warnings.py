@@ -14,41 +14,37 @@ logger = get_logger(__name__)
 _RETRIES, _FAILURES = "num_alloc_retries", "num_ooms"  # since the process began
 
 
-class _CacheFlushes:
-    """What the allocator of a device has had to do, read before each forward that trains."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._before = self._counts()
-
-    def _counts(self) -> tuple[int, int]:
-        # Counters that the host keeps: reading them waits for nothing.
-        found = torch.cuda.memory_stats(self._device)
-        return found.get(_RETRIES, 0), found.get(_FAILURES, 0)
-
-    def __call__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not model.training:
-            return
-        before, now = self._before, self._counts()
-        self._before = now
-        flushes, failures = now[0] - before[0], now[1] - before[1]
-        if flushes <= 0 and failures <= 0:  # below: the counters were set back
-            return
-        logger.warning(
-            "%s was short of memory since the last forward: flushes of its allocator's cache, which stall it: %d (%d "
-            "in all); failed allocations: %d. Shard over more ranks (--hybrid_shard_degree) or hold less: "
-            "docs/memory.md says how.", self._device, max(flushes, 0), now[0], max(failures, 0),
-        )  # fmt: skip
-
-
 def warn_of_cache_flushes(model: nn.Module, device_type: str) -> None:
     """Log a warning before a training forward if the CUDA allocator has flushed its cache since the one before.
 
     Args:
         model: the whole model.
-        device_type: where it computes; a CPU's allocator keeps no cache, and nothing is watched.
+        device_type: ``cpu``, whose allocator has no cache, does nothing.
 
     Source: ``fsdp_cache_flush_warnings`` of SMP v2.
     """
-    if device_type == "cuda":
-        model.register_forward_pre_hook(_CacheFlushes(torch.device("cuda", torch.cuda.current_device())))
+    if device_type != "cuda":
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def counts() -> tuple[int, int]:
+        found = torch.cuda.memory_stats(device)  # counters of the host: no synchronisation
+        return found.get(_RETRIES, 0), found.get(_FAILURES, 0)
+
+    before = counts()
+
+    def warn(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal before
+        if not model.training:
+            return
+        now = counts()
+        flushes, failures = now[0] - before[0], now[1] - before[1]
+        before = now
+        if flushes > 0 or failures > 0:  # negative: the counters were reset
+            logger.warning(
+                "%s was short of memory since the last forward: flushes of its allocator's cache, which stall it: %d "
+                "(%d in all); failed allocations: %d. Shard over more ranks (--hybrid_shard_degree) or hold less: "
+                "docs/memory.md says how.", device, max(flushes, 0), now[0], max(failures, 0),
+            )  # fmt: skip
+
+    model.register_forward_pre_hook(warn)

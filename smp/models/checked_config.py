@@ -1,4 +1,4 @@
-"""Hugging Face configurations that somebody else has written."""
+"""Checks of Hugging Face configurations from outside."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from smp.models.registry import count_parameters, family_of
 
 
 def checked_config(where: object, content: Mapping[str, Any], load: Callable[[], Any]) -> Any:
-    """A configuration from which a model of a supported family can be built; nothing in it is run or fetched.
+    """Return a configuration from which a model of a supported family can be built; nothing in it is run or fetched.
 
     Args:
-        where: the file or directory it is from, for messages.
+        where: its file or directory, for messages.
         content: its JSON object.
-        load: makes Hugging Face's object of it; called once the content has been looked at.
+        load: returns Hugging Face's configuration object; called after the checks of ``content``.
 
     Raises:
         UserError: it asks to run code, is of an unknown architecture or of quantised weights, or no model can be built.
@@ -39,7 +39,7 @@ def checked_config(where: object, content: Mapping[str, Any], load: Callable[[],
         count_parameters(hf_config)
     except UserError:
         raise
-    except Exception as error:  # of any sort, for values that are not what they should be
+    except Exception as error:  # of any type, for malformed values
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{where} is refused by transformers ({reason}): mend it or give another directory") from error
     return hf_config

@@ -1,10 +1,10 @@
-"""What differs between model families, as data: module paths, config keys, file keys."""
+"""Differences between model families, as data: module paths, config keys, file keys."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from smp.models.tensor_plan import TensorPlan
 
@@ -39,7 +39,7 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture of Hugging Face, described for the parts that must find their way in it.
+    """One architecture of Hugging Face, described by paths and keys.
 
     Attributes:
         name: the name in messages and presets.
@@ -50,7 +50,6 @@ class Family:
         embedding: path of the token embedding.
         final_norm: path of the norm after the last block.
         head: path of the output projection.
-        block_class: class name of a block.
         gated_mlp: whether the MLP has three matrices (SwiGLU) or two.
         settings: setting name -> config.json key; settings not named here do not exist in the family.
         defaults: config.json values that ``--model_type`` starts from.
@@ -67,7 +66,6 @@ class Family:
     embedding: str
     final_norm: str
     head: str
-    block_class: str
     gated_mlp: bool
     settings: Mapping[str, str]
     defaults: Mapping[str, Any]
@@ -76,27 +74,15 @@ class Family:
     old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
 
     def module_key(self, file_key: str) -> str:
-        """The parameter name of a key in a checkpoint file."""
+        """Return the parameter name of a key in a checkpoint file."""
         for in_file, in_module in self.file_prefixes:
             if file_key.startswith(in_file):
                 return in_module + file_key.removeprefix(in_file)
         return file_key
 
     def file_key(self, module_key: str) -> str:
-        """The key in a checkpoint file of a parameter name."""
+        """Return the key in a checkpoint file of a parameter name."""
         for in_file, in_module in self.file_prefixes:
             if module_key.startswith(in_module):
                 return in_file + module_key.removeprefix(in_module)
         return module_key
-
-
-@dataclasses.dataclass(frozen=True)
-class InitRule:
-    """How a parameter gets its first values: ``normal`` with mean 0 and ``std``, ``ones`` or ``zeros``."""
-
-    kind: Literal["normal", "ones", "zeros"]
-    std: float = 0.0
-
-    def as_tuple(self) -> tuple[str, float]:
-        """``(kind, std)``."""
-        return self.kind, self.std

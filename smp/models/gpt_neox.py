@@ -12,7 +12,6 @@ FAMILY = Family(
     embedding="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
     head="lm_head",
-    block_class="GPTNeoXLayer",
     gated_mlp=False,
     settings={
         **COMMON_SETTINGS,

@@ -1,4 +1,4 @@
-"""From settings to the values of a Hugging Face config, and what is wrong with them."""
+"""Values of a Hugging Face config from settings, and their checks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FIXED_BY_WEIGHTS = (
 )  # fmt: skip
 
 
-# What a config.json may say of a shape. The upper bounds are those of the settings: beyond them building the model
-# alone, without any memory for it, takes minutes.
+# Bounds of the sizes in a config.json. The upper ones are those of the settings: beyond them building the model on the
+# meta device takes minutes.
 _RANGES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 24),
     "hidden_size": (1, 1 << 20),
@@ -38,7 +38,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 
 
 def range_problems(content: Mapping[str, Any]) -> list[str]:
-    """One sentence for each size in a config.json that is no whole number, or out of all reason."""
+    """Return one sentence for each size in a config.json that is no whole number, or out of bounds."""
     found = []
     for key, (lowest, highest) in _RANGES.items():
         value = content.get(key)
@@ -55,7 +55,7 @@ def _write(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _derived(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Values that follow from others unless they are given."""
+    """Return the values that follow from others unless they are given."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     found = {"head_dim": hidden // heads}
     if "num_key_value_heads" in family.settings:
@@ -87,9 +87,9 @@ def apply_settings(
 
     Args:
         base: config.json values of the preset, the directory or the family's defaults; complete.
-        family: says which settings exist and which key each one sets.
+        family: maps settings to keys.
         given: settings by name, only those that were given.
-        pretrained: weights will be loaded, so the shape must stay what ``base`` says.
+        pretrained: weights will be loaded, so the shape must stay that of ``base``.
 
     Returns:
         The new values, and one sentence for each setting that cannot be used.
@@ -97,7 +97,7 @@ def apply_settings(
     values, found = copy.deepcopy(dict(base)), []
     if not pretrained:
         for key, value in _derived(base, family).items():
-            if values.get(key) == value:  # it followed from the base's width; now it follows from the given one
+            if values.get(key) == value:  # derived from the base's width; derived again below
                 del values[key]
     for name, value in given.items():
         if name not in family.settings:
@@ -120,7 +120,7 @@ def apply_settings(
 
 
 def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
-    """One sentence for each combination of config values that no model can be built from."""
+    """Return one sentence for each combination of config values that no model can be built from."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     key_value_heads = values.get("num_key_value_heads", heads)
     found = []

@@ -12,7 +12,6 @@ FAMILY = Family(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     head="lm_head",
-    block_class="LlamaDecoderLayer",
     gated_mlp=True,
     settings={
         **COMMON_SETTINGS,

@@ -1,4 +1,4 @@
-"""The settings that choose a model, and the model they choose."""
+"""Settings that choose a model, and the model that they choose."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ModelConfig(Section):
     moe_fp8_checkpoint_moe: bool = setting(True, "Checkpoint experts on their own.", only=(True,), otherwise=_NO_MOE)
 
     def problems(self) -> list[str]:
-        """Adds the rules of finetuning."""
+        """Add the rules of finetuning."""
         found = super().problems()
         name, file = self.pretrained_model_name, self.pretrained_checkpoint_file
         directory, folder = self.hf_pretrained_model_name_or_dir, self.finetune_checkpoint_load_dir
@@ -164,7 +164,7 @@ class ModelConfig(Section):
 
     @property
     def weights_path(self) -> pathlib.Path | None:
-        """Where the pretrained weights are; None when the model starts from initial values."""
+        """Path of the pretrained weights; None: the model starts from initial values."""
         path = (
             self.hf_pretrained_model_name_or_dir or self.pretrained_checkpoint_file or self.finetune_checkpoint_load_dir
         )
@@ -173,11 +173,11 @@ class ModelConfig(Section):
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedModel:
-    """The model a :class:`ModelConfig` stands for.
+    """The model of a :class:`ModelConfig`.
 
     Attributes:
         name: for directories and checkpoints: preset, base name of the directory, or model_type.
-        family: where things are in the model.
+        family: of the architecture.
         hf_config: Hugging Face's config object.
         sequence_length: tokens per sample.
         weights: pretrained weights, checked to be readable safetensors; None: start from initial values.
@@ -198,13 +198,13 @@ class ResolvedModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where the config values come from, before settings change them."""
+    """Source of the config values, before settings change them."""
 
     name: str
     hf_config: Any
     sequence_length: int
     directory: pathlib.Path | None = None
-    from_settings: bool = False  # nothing but settings describes the model
+    from_settings: bool = False  # the model has no config of its own
 
 
 def _new_config(family: Family, values: dict[str, Any]) -> Any:
@@ -215,7 +215,8 @@ def _new_config(family: Family, values: dict[str, Any]) -> Any:
 
 def _preset_source(name: str) -> _Source:
     preset = load_preset(name)
-    return _Source(name, _new_config(preset.family, preset.config), preset.sequence_length)
+    config = _new_config(FAMILIES[preset["family"]], preset["config"])
+    return _Source(name, config, preset["sequence_length"])
 
 
 def _directory_source(directory: pathlib.Path) -> _Source:
@@ -242,7 +243,7 @@ def _type_source(model_type: str) -> _Source:
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
-    """The source a name stands for: a preset, or else a local directory."""
+    """Return the source of a name: a preset, or else a local directory."""
     if name in list_presets():
         return _preset_source(name)
     directory = pathlib.Path(name).expanduser()
@@ -258,12 +259,16 @@ def _named_source(name: str, *, flag: str) -> _Source:
     )
 
 
+def _directory_of(weights: pathlib.Path | None) -> pathlib.Path | None:
+    return weights.parent if weights is not None and not weights.is_dir() else weights
+
+
 def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
     if config.hf_pretrained_model_name_or_dir is not None:
         return _named_source(config.hf_pretrained_model_name_or_dir, flag="hf_pretrained_model_name_or_dir")
     if config.model is not None:
         return _named_source(config.model, flag="model")
-    beside = None if weights is None else weights if weights.is_dir() else weights.parent
+    beside = _directory_of(weights)
     has_config = beside is not None and (beside / "config.json").is_file()
     if config.pretrained_model_name is not None:
         try:
@@ -297,7 +302,7 @@ def _attention_problem(config: ModelConfig, dropout: float) -> str | None:
 
 
 def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
-    """The first of them that holds a tokenizer."""
+    """Return the first directory that holds a tokenizer."""
     for directory in directories:
         if directory is not None and any(
             (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -328,7 +333,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
             found.append(str(error))
     known = {name for member in FAMILIES.values() for name in member.settings}
     given = {name: value for name in sorted(known) if (value := getattr(config, name)) is not None}
-    # Without a config of their own, the weights' shape is what the settings say.
+    # Without a config beside the weights, the settings give their shape.
     fixed = weights is not None and not source.from_settings
     values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)
     found += problems + value_problems(values, family)
@@ -349,9 +354,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         hf_config=_new_config(family, values),
         sequence_length=length,
         weights=weights,
-        tokenizer_dir=tokenizer_dir_of(
-            source.directory, None if weights is None else weights if weights.is_dir() else weights.parent
-        ),
+        tokenizer_dir=tokenizer_dir_of(source.directory, _directory_of(weights)),
         attn_implementation=config.attn_implementation,
         delayed_param=config.delayed_param,
     )

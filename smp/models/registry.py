@@ -1,4 +1,4 @@
-"""The families, and what follows from one: the model, its size, the rule of each initial value."""
+"""The families, and for each the model, its size and the initial values of its parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models import gpt_neox, llama, mistral
-from smp.models.family import Family, InitRule
+from smp.models.family import Family
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt_neox.FAMILY)}
 
@@ -25,7 +25,7 @@ MODEL_TYPES: Mapping[str, str] = {
 
 
 def family_of(hf_config: Any) -> Family:
-    """The family of a Hugging Face config.
+    """Return the family of a Hugging Face config.
 
     Args:
         hf_config: a ``PreTrainedConfig``, or its ``model_type``.
@@ -42,7 +42,7 @@ def family_of(hf_config: Any) -> Family:
 
 
 def register_family(family: Family) -> None:
-    """Make another architecture known to ``smp.transform`` and ``smp.parallelize``.
+    """Register another architecture with ``smp.transform`` and ``smp.parallelize``.
 
     Raises:
         UserError: its name or ``hf_model_type`` is taken.
@@ -53,13 +53,16 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> InitRule:
-    """How Hugging Face's ``_init_weights`` of the supported families starts this parameter.
+def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> tuple[str, float]:
+    """Return how Hugging Face's ``_init_weights`` of the supported families initialises a parameter.
 
     Args:
         module: the module that owns the parameter (not an ancestor of it).
         parameter_name: its name in ``module``, such as ``weight``.
         hf_config: gives ``initializer_range``.
+
+    Returns:
+        ``normal`` (of mean 0), ``ones`` or ``zeros``, and the standard deviation.
 
     Raises:
         UserError: there is no rule for the parameter.
@@ -67,13 +70,13 @@ def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> Init
     is_bias = parameter_name == "bias"
     if parameter_name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
         # Hugging Face reads an initializer_range of 0 as "not set".
-        return InitRule("normal", hf_config.initializer_range or 0.02)
+        return "normal", hf_config.initializer_range or 0.02
     if is_bias and isinstance(module, nn.Linear):
-        return InitRule("zeros")
+        return "zeros", 0.0
     # By name: each family has a norm class of its own, and sharding prefixes class names.
     class_name = type(module).__name__
     if parameter_name in ("weight", "bias") and ("LayerNorm" in class_name or "RMSNorm" in class_name):
-        return InitRule("zeros" if is_bias else "ones")
+        return ("zeros" if is_bias else "ones"), 0.0
     raise UserError(
         f"parameter {parameter_name!r} of a {class_name} has no initialisation rule: only linear, embedding and norm "
         f"weights and biases of the supported families can be initialised"
@@ -107,7 +110,7 @@ def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
 
 
 def count_parameters(hf_config: Any) -> int:
-    """Number of parameters of the model, a tied weight counted once; nothing is allocated."""
+    """Count the parameters of the model, a tied weight once; nothing is allocated."""
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
     return sum(parameter.numel() for parameter in model.parameters())

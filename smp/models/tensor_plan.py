@@ -1,11 +1,9 @@
-"""Tensor-parallel plans, as data: which linear layers of a block are split, and how."""
+"""Tensor-parallel plans, as data: the linear layers of a block that are split, by outputs or by inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
-
-from smp.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +13,9 @@ class Part:
     Attributes:
         module: path in the block. Its first argument (or ``hidden_states``) is gathered over the sequence.
         columns: paths in ``module`` of the linear layers that read the input, split by their outputs.
-        row: path in ``module`` of the linear layer that makes the output, split by its inputs.
-        heads: whether the columns' outputs are attention heads, which are split whole.
-        key_value: those of ``columns`` that make keys and values alone, and may have fewer heads.
+        row: path in ``module`` of the linear layer of the output, split by its inputs.
+        heads: whether the columns' outputs are attention heads, none of which is cut.
+        key_value: those of ``columns`` for keys and values alone, which may have fewer heads.
     """
 
     module: str
@@ -29,10 +27,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlan:
-    """How the blocks of an architecture are split; embedding and head are split by the vocabulary.
+    """Split of the blocks of an architecture; embedding and head are split by the vocabulary.
 
-    What no part names (norms, dropouts, residuals) must compute each token by itself: it runs on a rank's part of
-    the tokens.
+    Modules outside the parts (norms, dropouts, residuals) must compute each token by itself: with sequence parallelism
+    they run on a rank's tokens.
 
     Attributes:
         parts: in the order of the forward.
@@ -63,12 +61,12 @@ GPT_NEOX_PLAN = TensorPlan(
 
 
 def leaves_a_rank_empty(total: int, size: int) -> bool:
-    """Whether ``torch.chunk`` of ``total`` rows gives some of ``size`` ranks none."""
+    """Return whether ``torch.chunk`` of ``total`` rows gives some of ``size`` ranks none."""
     return (size - 1) * -(-total // size) >= total
 
 
 def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> list[str]:
-    """What stands against a degree above 1."""
+    """Return the reasons against a degree above 1."""
     heads, hidden = getattr(hf_config, plan.heads), hf_config.hidden_size
     key_value = getattr(hf_config, plan.key_value_heads, heads)
     found = []
@@ -88,7 +86,7 @@ def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> li
 
 
 def tensor_parallel_problems(plan: TensorPlan | None, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
-    """One sentence for each reason why the model cannot be split over ``degree`` ranks.
+    """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.
 
     Args:
         plan: of the model's family; None if it has none.
@@ -107,14 +105,3 @@ def tensor_parallel_problems(plan: TensorPlan | None, hf_config: Any, *, degree:
     higher = range(2, getattr(hf_config, plan.heads) + 1)
     legal = [1, *(d for d in higher if not _reasons(plan, hf_config, degree=d, shard=shard))]
     return [f"{name} {reason}: choose one of {', '.join(map(str, legal))}" for reason in found]
-
-
-def require_tensor_plan(plan: TensorPlan | None, hf_config: Any) -> TensorPlan:
-    """The plan.
-
-    Raises:
-        UserError: there is none.
-    """
-    if plan is None:
-        raise UserError(tensor_parallel_problems(None, hf_config, degree=2)[0].partition(": ")[2])
-    return plan

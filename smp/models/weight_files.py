@@ -1,4 +1,4 @@
-"""Where a checkpoint's weights are: one safetensors file, several with an index, or a directory of either."""
+"""Files of a checkpoint's weights: one safetensors file, several with an index, or a directory of either."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _refuse_pickle(path: pathlib.Path) -> UserError:
 
 
 def find_weights(path: pathlib.Path) -> pathlib.Path:
-    """The safetensors file or the index JSON that ``path`` (either of them, or their directory) stands for.
+    """Return the safetensors file or the index JSON of ``path`` (either of them, or their directory).
 
     Raises:
-        UserError: nothing there, pickles only, or several candidates.
+        UserError: none is there, pickles only, or several candidates.
     """
     if not path.exists():
         raise UserError(f"no weights at {path}: give a .safetensors file, its .index.json or their directory")
@@ -52,7 +52,7 @@ def _check_header(file: pathlib.Path) -> None:
     """Refuse names that appear twice, of which safetensors takes the last.
 
     Raises:
-        ValueError: the header cannot be read, or has some.
+        ValueError: the header cannot be read, or has such names.
     """
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
@@ -74,14 +74,13 @@ def _keys_of(file: pathlib.Path) -> list[str]:
 
 
 def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Key in the checkpoint -> the safetensors file that holds it; only headers are read.
+    """Map each key in the checkpoint to its safetensors file; only headers are read.
 
     Args:
         path: as for :func:`find_weights`.
 
     Raises:
-        UserError: nothing usable there, a damaged file, a shard that the index names and is missing, or shards that
-            do not hold what the index says.
+        UserError: no usable file, a damaged or missing shard, or shards whose keys differ from the index.
     """
     path = find_weights(path)
     if path.suffix == ".safetensors":

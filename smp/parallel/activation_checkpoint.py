@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep little of a block in forward, recompute the rest in backward."""
+"""Activation checkpointing: save a block's input in forward, recompute the rest in backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARK = "_smp_block"
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
-# What is dear to compute and small to keep: attention as a whole, and exchanges between ranks.
+# Expensive to compute and small: the outputs of attention and of collectives.
 _KEPT = {
     getattr(_aten, name).default
     for name in (
@@ -41,7 +41,7 @@ _KEPT_NAMESPACES = ("_c10d_functional", "smp")
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:
-    """Keep attention, exchanges and every other matrix product; what is left is cheap, or half of the products.
+    """Save attention, collectives and every other matrix product; recompute the rest.
 
     Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
     """
@@ -75,7 +75,7 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that :func:`apply_activation_checkpointing` was given, in order."""
+    """Return the modules that :func:`apply_activation_checkpointing` was given, in order."""
     return [module for module in model.modules() if hasattr(module, _MARK)]
 
 
@@ -88,16 +88,16 @@ def apply_activation_checkpointing(
 ) -> None:
     """Recompute blocks in backward (non-reentrant), with the dropout masks of their forward.
 
-    The block's ``forward`` is wrapped, not the module: parameter names stay those of Hugging Face, and the hooks of
-    ``fully_shard`` stay outside, so that recomputation does not gather parameters again.
+    The block's ``forward`` is wrapped, not the module: parameter names stay Hugging Face's, and recomputation runs
+    inside the hooks of ``fully_shard``, without another gather of the parameters.
 
     Args:
         model: the blocks in the order of the forward, or a model and ``check_fn``. Blocks must not fill a cache of keys
             and values.
-        check_fn: which of the model's modules are blocks, as for torch's function of this name:
+        check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
-        mode: ``full`` keeps a block's input alone; ``selective`` also attention, exchanges between ranks and every
-            other matrix product.
+        mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of collectives and of
+            every other matrix product.
         every: recompute every n-th block only, beginning with the first.
 
     Raises:
@@ -130,7 +130,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 
 def waiting_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, blocks: int) -> int:
-    """Bytes that so many blocks keep for backward, of which a checkpointed one keeps its input alone."""
+    """Count the bytes that so many blocks save for backward; a checkpointed one saves its input alone."""
     config, block = work.settings[Config], block_bytes(shape, mesh, work)
     per_block = float(block.inside)
     if config.activation_checkpointing:
@@ -144,11 +144,11 @@ def _recomputed(shape: ModelShape, config: ActivationConfig) -> int:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count what waits for backward, and the block that computes, or is computed again."""
+    """Count the saved activations, and those of the block that is computed or recomputed."""
     config = work.settings[Config]
     held = waiting_bytes(shape, mesh, work, blocks=shape.layers) + block_bytes(shape, mesh, work).inside
     if config.activation_checkpointing and config.activation_checkpointing_mode == "selective":
-        # Attention's output, and of each part's products every other one; these are not offloaded.
+        # The outputs of attention and of every other product; these are not offloaded.
         kept = work.tokens * (3 * shape.hidden + shape.intermediate) // mesh.tp.size * work.compute_bytes
         held += _recomputed(shape, config) * kept
     return {"activations": held}

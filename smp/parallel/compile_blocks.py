@@ -14,7 +14,7 @@ cost = no_cost
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
-    """Compile the blocks; before checkpointing, into which compilation does not look: it would compile nothing."""
+    """Compile the blocks; before checkpointing, whose wrapper compilation does not trace."""
     if setup.settings[Config].compile:
         for block in model_blocks(model, setup.family):
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

@@ -12,37 +12,38 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.parallel.linear import local_tensor
 
 
 def _sharded_groups(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which a gradient is split; a replicated one has none."""
+    """Return the process groups over which a gradient is sharded; a replicated one has none."""
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        # Not `is_shard`: a DTensor that is split twice along one axis has a placement that is no Shard.
+        # Not `is_shard`: a DTensor that is sharded twice along one axis has a placement that is no Shard.
         if not placement.is_replicate() and mesh.size(axis) > 1
     )
 
 
-def _place(groups: tuple[dist.ProcessGroup, ...]) -> list[tuple[int, int, str]]:
-    """What orders sets of groups alike on every rank: the axes of the mesh, by stride and size."""
+def _order(groups: tuple[dist.ProcessGroup, ...]) -> list[tuple[int, int, str]]:
+    """Return a sort key of sets of groups, the same on every rank: stride and size of the mesh's axes."""
     ranks = [dist.get_process_group_ranks(group) for group in groups]
     return [(own[1] - own[0], len(own), group.group_name) for own, group in zip(ranks, groups, strict=True)]
 
 
 def _computing_device(gradient: torch.Tensor) -> torch.device:
-    """Where a norm is reduced: on the GPU, if the gradient is kept on the CPU for it."""
+    """Return the device that a norm is reduced on: the GPU also for gradients that are offloaded to the CPU."""
     if isinstance(gradient, DTensor) and gradient.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return gradient.device
 
 
 def _norm_power(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The ``norm_type``-th power of the norm of some local gradients (for infinity: the norm), 0-d, fp32 or finer."""
-    if math.isinf(norm_type):  # of nothing, which a rank may hold of a parameter, it is undefined
+    """Return the ``norm_type``-th power of the norm of local gradients (for infinity: the norm), 0-d, fp32 or finer."""
+    if math.isinf(norm_type):  # undefined for an empty shard
         gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -76,7 +77,7 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d tensor, the same on every rank. If it is not finite, nothing is scaled.
 
     Raises:
-        UserError: a number that is no bound, or no p.
+        UserError: ``max_norm`` below 0, or ``norm_type`` not above 0.
     """
     if not max_norm >= 0:
         raise UserError(f"clip_grad_norm_: max_norm is {max_norm}: give a number from 0")
@@ -84,19 +85,19 @@ def clip_grad_norm_(
         raise UserError(f"clip_grad_norm_: norm_type is {norm_type}: give a number above 0, or infinity")
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    local: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    by_groups: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     device = None
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             found = _computing_device(gradient)
             device = found if device is None or found.type == "cuda" else device
-            local[_sharded_groups(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-    if not local:
+            by_groups[_sharded_groups(gradient)].append(local_tensor(gradient))
+    if not by_groups:
         return torch.tensor(0.0)
     largest = math.isinf(norm_type)
     powers = []
-    for groups in sorted(local, key=_place):  # ranks may give their parameters in orders of their own
-        power = _norm_power(local[groups], norm_type).to(device)
+    for groups in sorted(by_groups, key=_order):  # the order of parameters may differ between ranks
+        power = _norm_power(by_groups[groups], norm_type).to(device)
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         powers.append(power)
@@ -105,8 +106,8 @@ def clip_grad_norm_(
     if max_norm > 0 and not math.isinf(max_norm):
         # The same formula as torch.nn.utils.clip_grad_norm_, so that runs compare with other trainers.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        # Left as they are, they still tell where it came from.
+        # Unscaled gradients still show which parameter is not finite.
         scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
-        for gradients in local.values():
+        for gradients in by_groups.values():
             torch._foreach_mul_(gradients, scale.to(gradients[0]))
     return norm

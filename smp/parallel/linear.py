@@ -1,26 +1,34 @@
-"""How a linear layer multiplies: as torch does, or by a product that a technique has put in its place.
+"""The product of a linear layer: torch's, or the one that a technique has put in its place.
 
-Tensor parallelism says which slice of the weight a rank holds and which collective follows; what is computed with the
-slice is said here alone, so that low precision, adapters and quantised weights work at any layout.
+Tensor parallelism decides a rank's slice of the weight and the collective that follows; the product with the slice is
+computed here alone, so that low precision, adapters and quantised weights work at any layout.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-# (layer, input, weight, bias) -> output. Weight and bias are this rank's, the layer is what other settings are read of.
+# (layer, input, weight, bias) -> output. Weight and bias are this rank's; the layer gives other settings.
 Product = Callable[[nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 _PRODUCT = "_smp_product"
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
+
+
+def local_tensor(tensor: T) -> T:
+    """Return the local tensor of a DTensor, through which gradients flow back; others as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def replace_product(module: nn.Linear, product: Product) -> None:
-    """Let a layer multiply by ``product``, in place; before or after the layer is split.
+    """Let a layer compute ``product``, in place; before or after the layer is split.
 
     Args:
         module: the layer.
@@ -29,17 +37,17 @@ def replace_product(module: nn.Linear, product: Product) -> None:
             parallel) or of the inputs (row parallel, without bias).
     """
     setattr(module, _PRODUCT, product)
-    if "forward" not in vars(module):  # else it is split, and calls linear() itself
-        module.forward = functools.partial(_whole, module)  # type: ignore[method-assign]
+    if "forward" not in vars(module):  # a split layer calls linear() itself
+        module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
 
 
 def has_product(module: nn.Module) -> bool:
-    """Whether the layer multiplies by a product of its own."""
+    """Return whether :func:`replace_product` was applied to the layer."""
     return hasattr(module, _PRODUCT)
 
 
 def linear(module: nn.Linear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply as the layer does, with this rank's part of its parameters.
+    """Compute the layer's product with this rank's part of its parameters.
 
     Args:
         module: the layer.
@@ -51,5 +59,5 @@ def linear(module: nn.Linear, x: torch.Tensor, weight: torch.Tensor, bias: torch
     return F.linear(x, weight, bias) if product is None else product(module, x, weight, bias)
 
 
-def _whole(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return linear(module, x, module.weight, module.bias)

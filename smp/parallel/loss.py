@@ -1,8 +1,8 @@
-"""Head and cross entropy together, by chunks of tokens: the logits of a whole sequence exist at no time.
+"""Head and cross entropy fused, by chunks of tokens: the logits of a whole sequence never exist.
 
-Forward computes a chunk's logits, its loss, and at once the gradients that follow from them, so that nothing of the
-chunk is kept and nothing is computed twice. What stays until backward is the gradient of the hidden states and of
-the head's weights, which backward would make then anyway.
+Forward computes a chunk's logits, its loss and its gradients at once, so that nothing of the chunk is saved or
+recomputed. Only the gradients of the hidden states and of the head's weights, which backward would compute anyway, are
+kept until backward.
 
 Source: the fused linear cross entropy of Liger Kernel, arXiv:2410.10989, without its kernels.
 """
@@ -18,14 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor
 
 from smp.config import LossConfig
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
-from smp.parallel.linear import has_product
+from smp.parallel.linear import has_product, local_tensor
 from smp.parallel.technique import Setup, no_problems
 
 Config = LossConfig
@@ -33,7 +32,7 @@ problems = no_problems
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
-SPLIT_HEAD = "_smp_split_head"  # where tensor parallelism leaves a model's SplitHead
+SPLIT_HEAD = "_smp_split_head"  # attribute of a split model: its SplitHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ class _LinearLoss(Function):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         first, group = (0, None) if split is None else (split.first, split.group)
         loss = torch.zeros((), dtype=exact, device=hidden.device)
-        # In at least fp32: the sum over chunks would lose what bf16 cannot hold.
+        # In at least fp32: bf16 would lose precision in the sum over chunks.
         into_weight = torch.zeros_like(weight, dtype=exact) if needs[1] else None
         into_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and needs[2] else None
         into_tokens = torch.empty_like(tokens) if needs[0] else None
@@ -130,7 +129,7 @@ def linear_cross_entropy(
     split: SplitHead | None = None,
     vocabulary: int | None = None,
 ) -> torch.Tensor:
-    """Sum of the token losses of a causal language model, from its last hidden states; see the module.
+    """Return the sum of the token losses of a causal language model, from its last hidden states; see the module.
 
     Args:
         hidden: ``(batch, sequence, hidden)``, after the final norm.
@@ -158,10 +157,6 @@ def linear_cross_entropy(
 def _check_chunk(tokens: int) -> None:
     if tokens < 1:
         raise UserError(f"chunk_tokens must be at least 1, got {tokens}: {CHUNK_TOKENS} is a good number")
-
-
-def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def chunk_loss(
@@ -200,7 +195,7 @@ def chunk_loss(
                 f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
             )
         return linear_cross_entropy(
-            hidden, _local(projection.weight), asked[-1], bias=_local(projection.bias),  # type: ignore[arg-type]
+            hidden, local_tensor(projection.weight), asked[-1], bias=local_tensor(projection.bias),  # type: ignore[arg-type,type-var]
             chunk_tokens=chunk_tokens, z_loss=z_loss if model.training else 0.0, split=split,
             vocabulary=projection.weight.shape[0],  # type: ignore[index,arg-type]
         )  # fmt: skip
@@ -216,7 +211,7 @@ def chunk_loss(
         finally:
             asked.pop()
         count = (shift_labels(labels) != IGNORE_INDEX).sum() if items is None else items
-        # Made anew: what is set later comes last in a tuple.
+        # A new object: an attribute that is set later would come last in a tuple.
         found = type(found)(**{**found, "loss": found.logits / count, "logits": None})
         return found.to_tuple() if as_tuple else found
 
@@ -227,7 +222,7 @@ def chunk_loss(
 
 
 def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
+    """Return the sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
 
     Args:
         model: a causal language model of Hugging Face.
@@ -240,14 +235,14 @@ def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels:
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
-    """Let the model make its loss in chunks."""
+    """Let the model compute its loss in chunks."""
     config = setup.settings[Config]
     if config.loss_chunk_tokens:
         chunk_loss(model, head=setup.family.head, chunk_tokens=config.loss_chunk_tokens, z_loss=config.z_loss)
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count logits, their log-softmax and their gradient, in fp32; in chunks they turn into their gradient in place."""
+    """Count logits, their log-softmax and their gradient, in fp32; a chunk's gradient overwrites its logits."""
     fp32, chunk = 4, work.settings[Config].loss_chunk_tokens
     of_logit = 3 * fp32
     if chunk:

@@ -1,4 +1,4 @@
-"""From a resolved model to one that trains: build (meta) -> apply the techniques in order -> materialise -> fill."""
+"""Preparation of a model: build (meta) -> apply the techniques in order -> materialise -> fill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, Settings
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import ConfigError
 from smp.mesh import Mesh
@@ -33,7 +33,7 @@ TECHNIQUES: list[Technique] = [
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward: bf16 on an accelerator and fp32 on a CPU unless ``--bf16`` says otherwise.
+    """Return the dtype of forward and backward: that of ``--bf16``, else bf16 on an accelerator and fp32 on a CPU.
 
     CPUs without fast bf16 units are slower in bf16 than in fp32.
     """
@@ -42,18 +42,15 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 
 
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
-    """One sentence for each reason why a technique cannot be applied as it is asked for."""
+    """Return one sentence for each reason why a technique cannot be applied."""
     return [problem for technique in TECHNIQUES for problem in technique.problems(hf_config, setup)]
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
-    """The techniques' sections, from all settings by name."""
+    """Build the techniques' sections from all settings by name."""
     kinds = dict.fromkeys(technique.Config for technique in TECHNIQUES)
-    return Settings(tuple(_section(kind, values) for kind in kinds))
-
-
-def _section(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
+    names = {kind: {field.name for field in dataclasses.fields(kind)} & values.keys() for kind in kinds}
+    return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 
 
 def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
@@ -109,10 +106,10 @@ def prepare_model(
     load_weights: bool,
     record: Callable[[str], None] = lambda tag: None,
 ) -> nn.Module:
-    """Build the model on the meta device, shard it, and give each rank's part its values.
+    """Build the model on the meta device, apply the techniques, and fill each rank's shards.
 
     Args:
-        resolved: architecture and, when finetuning, where the weights are.
+        resolved: architecture and, when finetuning, the path of the weights.
         mesh: joined.
         settings: of the techniques.
         dtype: dtype to compute in; parameters are fp32.
@@ -127,7 +124,7 @@ def prepare_model(
     apply_techniques(model, Setup(resolved.family, mesh, settings, dtype, device.type))
     cpu_offload = settings[ActivationConfig].cpu_offload
     materialize_(model, torch.device("cpu") if cpu_offload else device)
-    if cpu_offload:  # buffers are computed with on the device
+    if cpu_offload:  # buffers stay on the device
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
@@ -135,6 +132,6 @@ def prepare_model(
         load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
     else:
         rule = functools.partial(init_rule, hf_config=resolved.hf_config)
-        initialize_(model, lambda module, name: rule(module, name).as_tuple(), seed=seed)
+        initialize_(model, rule, seed=seed)
     record("After FSDP wrapper")
     return model.train()

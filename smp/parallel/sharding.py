@@ -40,11 +40,11 @@ class Unit(NamedTuple):
 def transformer_units(
     *, embedding: nn.Module, blocks: list[nn.Module], final: list[nn.Module], tied: bool, reshard: bool
 ) -> list[Unit]:
-    """Units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
+    """List the units of a transformer, in the order of the forward: embedding, each block, (final norm, head).
 
-    The last unit is used again at once by backward, so it is never freed in between. The embedding is freed at any
-    strategy, and not gathered again: the gradient of a look-up needs no weights. A head that shares the embedding's
-    weight makes one unit with it: two units would gather it twice and own it twice.
+    The last unit is used first by backward, so it is not freed in between. The embedding is freed at any strategy, and
+    not gathered again: the gradient of a look-up needs no weights. A tied head is in one unit with the embedding: two
+    units would own and gather the weight twice.
     """
     middle = [Unit([block], reshard) for block in blocks]
     if tied:
@@ -53,7 +53,7 @@ def transformer_units(
 
 
 def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:
-    """FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters of its own is a unit.
+    """Apply FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters is a unit.
 
     Containers that are only iterated over, never called, cannot be units. ``parts`` must not hold one of two modules
     that share a weight: a unit with only one of them would untie them.
@@ -73,7 +73,7 @@ def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int)
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that ``fully_shard`` was applied to, outermost first."""
+    """Return every module that ``fully_shard`` was applied to, outermost first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -93,7 +93,7 @@ def shard_model(
 
     Args:
         model: parameters real or on the meta device.
-        units: from :func:`transformer_units` or :func:`size_based_units`; what they leave is the root's.
+        units: from :func:`transformer_units` or :func:`size_based_units`; the root takes the rest.
         mesh: the job's mesh.
         parallel: prefetch and buffer settings.
         param_dtype: dtype to compute in; None keeps the parameters' own. Reduction is in fp32.
@@ -105,7 +105,7 @@ def shard_model(
         reduce_dtype=torch.float32 if reduced else None,
         cast_forward_inputs=False,
     )
-    # Pinned memory is a GPU's.
+    # Memory is pinned for copies to a GPU.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     shard = functools.partial(
         fully_shard, mesh=mesh.fsdp_mesh, mp_policy=policy, shard_placement_fn=placement, offload_policy=offload
@@ -125,9 +125,9 @@ def shard_model(
 
 
 def placement(parameter: nn.Parameter) -> Shard | None:
-    """Along which axis to shard: the first, unless tensor parallelism has split that one unevenly.
+    """Return the placement that shards a parameter: None, the first axis, unless tensor parallelism splits it unevenly.
 
-    A DTensor that is split twice along one axis says where its parts lie only if the first split is even.
+    A DTensor that is sharded twice along one axis knows its offsets only if the first sharding is even.
     """
     if isinstance(parameter, DTensor):
         for placement in parameter.placements:
@@ -143,13 +143,13 @@ def placement(parameter: nn.Parameter) -> Shard | None:
 def install_collectives(
     module: FSDPModule, group: dist.ProcessGroup, device_type: str, *, shared_buffers: bool = True
 ) -> None:
-    """Replace torch's collectives where the backend of ``group`` has something better for ``fully_shard``.
+    """Replace torch's collectives of ``fully_shard`` where smp has faster ones for the backend of ``group``.
 
     Args:
         module: ``fully_shard`` was applied to it.
-        group: what its parameters are sharded over.
+        group: ranks that its parameters are sharded over.
         device_type: ``cpu`` or ``cuda``.
-        shared_buffers: with backend smddp, exchange through memory that the host's ranks share.
+        shared_buffers: with backend smddp, use memory that the host's ranks share.
     """
     backend = dist.get_backend(group)
     if backend == "gloo" and device_type == "cpu":  # gloo sends no GPU memory by itself
@@ -164,8 +164,7 @@ def _set_prefetch(units: list[FSDPModule], parallel: ParallelConfig) -> None:
             unit.set_modules_to_forward_prefetch([following])
     if parallel.backward_fetch_policy == "backward_post":
         for unit in units:
-            # An explicit list replaces the default (the unit before this one); a unit that is gathered already is
-            # left alone, so naming itself means no prefetch.
+            # An explicit list replaces the default (the unit before this one); itself is gathered already: no prefetch.
             unit.set_modules_to_backward_prefetch([unit])
 
 
@@ -179,13 +178,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
-    """Say what backward of the next micro-batch reduces.
+    """Choose the reductions of the next micro-batch's backward.
 
-    Before the last micro-batch of a step only the sharding group reduces; the all-reduce over replicas waits. With
-    ``defer`` nothing is reduced before the last one, at the price of holding whole gradients.
+    Before the last micro-batch of a step gradients are reduced over the sharding group alone, not over replicas. With
+    ``defer`` nothing is reduced before the last one, and unsharded gradients are kept.
 
-    ``set_is_last_backward(False)`` is left alone on purpose: it keeps the forward order of the micro-batch before,
-    and the first unit's backward then prefetches a unit that nothing needs (one all-gather per micro-batch).
+    ``set_is_last_backward(False)`` is not used: it keeps the forward order of the previous micro-batch, and the first
+    unit's backward then prefetches a unit that is not needed (one all-gather per micro-batch).
     """
     root = cast(FSDPModule, model)
     if defer:
@@ -205,7 +204,7 @@ def _units(model: nn.Module, family: Family, parallel: ParallelConfig, *, reshar
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
-    """Shard the model; last, so that the gathering of parameters lies outside of what the others have wrapped.
+    """Shard the model; last, so that parameters are gathered outside of the other techniques' wrappers.
 
     Raises:
         UserError: a defect of smp has untied the head from the embedding.
@@ -222,11 +221,11 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count the sharded states, and the units that are whole.
+    """Count the sharded states and the gathered units.
 
-    Parameters, gradients and AdamW's two moments are fp32, and split over sharding and tensor-parallel ranks. Gathered
-    parameters: two units at a time (the current one and the one fetched ahead) when they are freed after forward, all
-    of them otherwise; also in a group of one, where gathering is a copy.
+    Parameters, gradients and AdamW's two moments are fp32, and sharded over sharding and tensor-parallel ranks.
+    Gathered parameters: two units (the current and the prefetched one) with resharding after forward, else all; also in
+    a group of one, where gathering is a copy.
     """
     fp32, tp = 4, mesh.tp.size
     held = shape.of_rank(shape.parameters, shape.layers, tp)

@@ -1,4 +1,4 @@
-"""What a technique is: a file or folder of this package with the four members of :class:`Technique`."""
+"""Techniques: files or folders of this package with the four members of :class:`Technique`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from smp.models.family import Family
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a model is prepared for.
+    """Target of the preparation of a model.
 
     Attributes:
-        family: where things are in the model.
+        family: the model's architecture.
         mesh: laid out, which is enough for ``problems``, or joined.
         settings: each technique reads its own section.
         dtype: to compute in; None keeps the parameters' own.
-        device_type: ``cpu`` or ``cuda``; None where it is not known yet, as in a dry run.
+        device_type: ``cpu`` or ``cuda``; None where it is not known, as in a dry run.
     """
 
     family: Family
@@ -38,28 +38,28 @@ class Technique(Protocol):
 
     @property
     def Config(self) -> type[Section]:  # noqa: N802
-        """The section that it reads."""
+        """Section of its settings."""
 
     def problems(self, hf_config: Any, setup: Setup, /) -> list[str]:
-        """One sentence for each reason why it cannot be applied as it is asked for; nothing is built yet."""
+        """Return one sentence for each reason why it cannot be applied; nothing is built yet."""
 
     def apply(self, model: nn.Module, setup: Setup, /) -> None:
-        """Do it, in place, if it is asked for; the model is real or on the meta device."""
+        """Apply it in place, if its settings ask for it; the model is real or on the meta device."""
 
     def cost(self, shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
-        """Bytes that it adds to a rank's peak, by category; below 0 for what it saves."""
+        """Return the bytes that it adds to a rank's peak, by category; negative: that it saves."""
 
 
 def no_problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Of a technique that fits any model and mesh."""
+    """Implement ``problems`` of a technique that fits any model and mesh."""
     return []
 
 
 def no_cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Of a technique that takes no memory worth counting."""
+    """Implement ``cost`` of a technique with negligible memory."""
     return {}
 
 
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
-    """The transformer blocks, in order."""
+    """Return the transformer blocks, in order."""
     return list(model.get_submodule(family.blocks).children())

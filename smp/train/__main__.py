@@ -26,17 +26,11 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end
-from smp.train.lr_schedule import LRSchedule
 from smp.train.optimizer import build_optimizer
-from smp.train.report import (
-    announce,
-    arguments_table,
-    begin_files,
-)
+from smp.train.report import announce, arguments_table, begin_files
 from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
 from smp.train.start import agree_on_start
 from smp.train.trainer import Trainer, finish, train
-from smp.train_state import TrainState
 
 logger = get_logger("train")
 
@@ -75,7 +69,6 @@ def run(plan: RunPlan, guard: Guard) -> int:
         if start.checkpoint is not None and start.saved is not None:
             seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{state.step}:{mesh.data.rank}"
             restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
-        schedule = LRSchedule(config.lr, optimizer, max_steps=start.max_steps)
         saver = Saver(
             config.checkpoint,
             plan.checkpoint_dirs,
@@ -84,23 +77,19 @@ def run(plan: RunPlan, guard: Guard) -> int:
             model_name=plan.model.name,
             first_step=state.step,
             max_steps=start.max_steps,
-            record=functools.partial(_record_checkpoint, memory, state),
+            record=lambda tag: memory.record(tag, state.step),
         )
         together(saver.prepare)
-        # All is well: only now is anything written, or anything of an earlier run touched.
+        # Nothing could be refused any more: from here on files are written.
         metrics = together(lambda: begin_files(plan, start))
-        memory.connect(metrics.writers)
-        trainer = Trainer(plan, start, model, optimizer, schedule, state, metrics, memory, mesh, saver, guard)
+        memory.connect(metrics.writers.scalars)
+        trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard)
         announce(plan, start)
-        metrics.text("Arguments", arguments_table(config))
+        metrics.writers.text("Arguments", arguments_table(config))
         with saver.finishing(guard.enter):
             status = train(trainer)
         finish(trainer, status)
     return status
-
-
-def _record_checkpoint(memory: MemoryTracker, state: TrainState, tag: str) -> None:
-    memory.record(tag, state.step)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             dry_run(plan)
             return 0
     except UserError as error:
-        # Every rank finds the same problems; one of each host says so.
+        # Every rank finds the same problems; one of each host prints them.
         if launch.local_rank == 0 and not isinstance(error, PeerError):
             print_problems(error)
         return 2
@@ -131,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def log_to_console() -> None:
-    """Show what planning has to say, such as the progress of a conversion; the log files come with the run."""
-    with contextlib.suppress(UserError):  # said again, as an error, by main
+    """Log planning, such as the progress of a conversion, to the console; the log files come with the run."""
+    with contextlib.suppress(UserError):  # main raises it again
         launch = read_launch()
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
 

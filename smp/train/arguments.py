@@ -19,7 +19,16 @@ from typing import Any, Literal
 import yaml
 
 from smp.checkpoint.config import CheckpointConfig
-from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, setting
+from smp.config import (
+    ActivationConfig,
+    CommConfig,
+    LossConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Section,
+    flag_text,
+    setting,
+)
 from smp.data.data_pipeline import DataConfig
 from smp.errors import ConfigError, UserError
 from smp.faults.config import FaultConfig
@@ -38,7 +47,7 @@ CHANNELS = {"training_dir": "train", "test_dir": "test"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """How long, how much per step, and where to write."""
+    """Length of the run, batch, output and planning."""
 
     output_dir: str | None = setting(
         None, "Run directory: configuration, metrics, logs, checkpoints. Default: runs/<model>."
@@ -68,7 +77,7 @@ class RunConfig(Section):
     profile_nsys: bool = setting(False, "Start the CUDA profiler (nsys) at the third step; needs a GPU.")
 
     def problems(self) -> list[str]:
-        """Adds settings that need one another."""
+        """Add settings that need or exclude one another."""
         found = super().problems()
         if self.dry_run_world_size is not None and not self.dry_run:
             found.append("--dry_run_world_size has a meaning only with --dry_run 1: add it, or leave it out")
@@ -100,7 +109,7 @@ class TrainConfig:
     given: frozenset[str] = frozenset()  # settings named by a flag or the file
 
     def flat(self) -> dict[str, Any]:
-        """Every setting by name, as YAML can hold it; readable again by ``--config``."""
+        """Return every setting by name, in types of YAML, for ``--config`` to read again."""
         values = {}
         for name in SECTIONS:
             for key, value in dataclasses.asdict(getattr(self, name)).items():
@@ -108,7 +117,7 @@ class TrainConfig:
         return values
 
     def without_effect(self) -> Iterator[str]:
-        """One sentence for each given setting that changes nothing here by construction."""
+        """Yield one sentence for each given setting without effect."""
         for flag in FLAGS.values():
             if flag.field.name in self.given and (reason := flag.field.metadata["no_effect"]):
                 yield f"--{flag.field.name} has no effect: {reason}"
@@ -123,21 +132,18 @@ SECTIONS: dict[str, type[Section]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One setting as the command line sees it."""
+    """One setting on the command line."""
 
     section: str
     field: dataclasses.Field
-    hint: Any
+    kind: Any  # type of the value, or of each item of a list
+    is_list: bool
+    optional: bool
 
     @property
     def allowed(self) -> str:
-        """The accepted values, in words."""
-        kind, _ = _unwrap(self.hint)
-        if typing.get_origin(kind) is Literal:
-            return ", ".join(typing.get_args(kind))
-        if typing.get_origin(kind) is tuple:
-            return f"one or more of {_noun(typing.get_args(kind)[0])}"
-        return _noun(kind)
+        """Description of the accepted values."""
+        return f"one or more of {_noun(self.kind)}" if self.is_list else _noun(self.kind)
 
 
 _NOUNS = {bool: "0 or 1", int: "a whole number", float: "a number", str: "text"}
@@ -154,15 +160,18 @@ def _collect_flags() -> dict[str, Flag]:
     for section, cls in SECTIONS.items():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
+            kind, optional = _unwrap(hints[field.name])
+            is_list = typing.get_origin(kind) is tuple
+            item = typing.get_args(kind)[0] if is_list else kind
             for name in (field.name, *field.metadata["aliases"]):
                 if name in flags:
                     raise ValueError(f"setting {name} is declared twice: in {flags[name].section} and {section}")
-                flags[name] = Flag(section, field, hints[field.name])
+                flags[name] = Flag(section, field, item, is_list, optional)
     return flags
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """``X | None`` -> (X, True); anything else -> (itself, False)."""
+    """Return (X, True) for ``X | None``, and (hint, False) for any other hint."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         return inner[0], True
@@ -198,32 +207,29 @@ def _convert_one(kind: Any, text: str) -> Any:
 
 
 def _convert(name: str, values: list[Any]) -> Any:
-    """Turn the words given for a setting into its value.
+    """Convert the arguments of a setting into its value.
 
     Raises:
-        UserError: a word does not fit the setting's type.
+        UserError: an argument does not fit the setting's type.
     """
     flag = FLAGS[name]
-    kind, optional = _unwrap(flag.hint)
-    if optional and values == [None]:
+    if flag.optional and values == [None]:
         return None
-    is_list = typing.get_origin(kind) is tuple
-    item = typing.get_args(kind)[0] if is_list else kind
-    if not values or (len(values) > 1 and not is_list):
+    if not values or (len(values) > 1 and not flag.is_list):
         got = " ".join(map(str, values)) or "nothing"
         raise UserError(f"--{name} takes {flag.allowed}, got {got}")
     converted = []
     for value in values:
         text = "null" if value is None else str(value)
         try:
-            if value is None or isinstance(value, (dict, list)):  # YAML knows more than words
+            if value is None or isinstance(value, (dict, list)):  # types that only YAML has
                 raise ValueError
-            converted.append(_convert_one(item, text))
+            converted.append(_convert_one(flag.kind, text))
         except ValueError:
-            near = difflib.get_close_matches(text, [a for a in typing.get_args(item) if isinstance(a, str)], n=1)
+            near = difflib.get_close_matches(text, [a for a in typing.get_args(flag.kind) if isinstance(a, str)], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"--{name} takes {flag.allowed}, got {text!r}{hint}") from None
-    return tuple(converted) if is_list else converted[0]
+    return tuple(converted) if flag.is_list else converted[0]
 
 
 def _unknown(name: str, where: str) -> str:
@@ -285,60 +291,58 @@ def _default_text(flag: Flag) -> str:
     default = flag.field.default
     if default is None:
         return "none"
-    if isinstance(default, bool):
-        return str(int(default))
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or "none"
-    return str(default) if default != "" else "empty"
+    return flag_text(default) or "empty"
 
 
-def _read_words(argv: Sequence[str] | None, problems: list[str]) -> dict[str, list[Any]]:
-    """Settings given by the file and the flags, unconverted; what is unknown goes to ``problems``."""
+def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, list[Any]]:
+    """Read the settings of the file and the flags, unconverted; unknown ones are added to ``problems``."""
     namespace, extra = _build_parser().parse_known_args(own_words(argv))
     flags = vars(namespace)
-    words: dict[str, list[Any]] = {}
+    given: dict[str, list[Any]] = {}
     path = flags.pop("config")
     if path is not None:
         try:
             for key, value in _read_yaml(path).items():
                 if key in FLAGS and value == [] and FLAGS[key].field.default == ():
-                    continue  # how an empty list is written by flat()
+                    continue  # an empty list, as written by flat()
                 if key in FLAGS:
-                    words[FLAGS[key].field.name] = value if isinstance(value, list) else [value]
+                    given[FLAGS[key].field.name] = value if isinstance(value, list) else [value]
                 else:
                     problems.append(f"{path}: {_unknown(key, key)}")
         except UserError as error:
             problems.append(str(error))
     after_unknown = False
-    for word in extra:
-        if word.startswith("--") and word != "--":
-            name = word[2:].split("=")[0]
+    for argument in extra:
+        if argument.startswith("--") and argument != "--":
+            name = argument[2:].split("=")[0]
             problems.append(_unknown(name, f"--{name}"))
             after_unknown = True
         elif not after_unknown:  # else it is a value of the unknown flag
-            problems.append(f"{word!r} belongs to no flag: flags are written --name value")
-    words.update(flags)
+            problems.append(f"{argument!r} belongs to no flag: flags are written --name value")
+    given.update(flags)
     for name, channel in CHANNELS.items():
-        if name not in words and (path := data_channel(channel)):
-            words[name] = [path]
-    return words
+        if name not in given and (path := data_channel(channel)):
+            given[name] = [path]
+    return given
 
 
 def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
     """Build the configuration from the command line.
 
     Args:
-        argv: words after the program's name; None reads ``sys.argv``.
+        argv: arguments after the program's name; None reads ``sys.argv``.
 
     Raises:
         ConfigError: with every problem found: unknown names, wrong types, values out of bounds, contradictions.
     """
     problems: list[str] = []
-    words = _read_words(argv, problems)
+    given = _read_given(argv, problems)
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for name, given in words.items():
+    for name, arguments in given.items():
         try:
-            values[FLAGS[name].section][name] = _convert(name, given)
+            values[FLAGS[name].section][name] = _convert(name, arguments)
         except UserError as error:
             problems.append(str(error))
     sections, unread = dict[str, Any](), [*problems]
@@ -349,11 +353,11 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
             problems.extend(cls.independent(error.problems, unread))
     if problems:
         raise ConfigError([*problems, *(sections["data"].missing() if "data" in sections else [])])
-    return TrainConfig(**sections, given=frozenset(words))
+    return TrainConfig(**sections, given=frozenset(given))
 
 
 def flags_markdown() -> str:
-    """``docs/flags.md``: every flag with its type, default and meaning, generated from the sections."""
+    """Generate ``docs/flags.md`` from the sections: every flag with its type, default and meaning."""
     lines = [
         "# Flags",
         "",

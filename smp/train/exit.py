@@ -1,4 +1,4 @@
-"""How a run ends: what is said of it, once for the whole job, and with which exit status."""
+"""The end of a run: its message, printed once for the whole job, and its exit status."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from smp.errors import ConfigError, PeerError, RankError, RunError, UserError
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
 from smp.memory.profile import is_out_of_memory
-from smp.train.report import say_out_of_memory
+from smp.train.report import print_out_of_memory
 from smp.train.run_plan import RunPlan
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """Call a program's ``main``; what it does not handle goes to the launcher's error file too."""
+    """Call a program's ``main``; write unhandled exceptions to the launcher's error file, too."""
     handler = get_error_handler()
     handler.initialize()
     try:
         return main()
-    except KeyboardInterrupt:  # before there is anything to save
+    except KeyboardInterrupt:  # before the first step
         print("Interrupted before the first step: nothing was saved.", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
@@ -31,9 +31,9 @@ def exit_status(main: Callable[[], int]) -> int:
 
 
 def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
-    """Call ``run`` and say why it failed, if it does; returns the exit status.
+    """Call ``run`` and print why it failed, if it does; returns the exit status.
 
-    Of a failure of one rank, that rank says everything, and each other one in a line that it lost it.
+    The rank that failed prints everything, each other rank one line that it lost that rank.
     """
     try:
         return run()
@@ -56,12 +56,12 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
             traceback.print_exception(error)
             return 1
         failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
-    say_out_of_memory(plan, failure, tables)  # not before the error is gone, with the frames that hold the memory
+    print_out_of_memory(plan, failure, tables)  # after the error is gone, with the frames that hold the memory
     return 1
 
 
 def print_problems(error: UserError) -> None:
-    """Every problem as a line of its own."""
+    """Print every problem on a line of its own."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Model FLOPs of one token, and what devices can do: the two halves of model FLOPs utilisation.
+"""Model FLOPs of one token, and the peak FLOP/s of devices: the two halves of model FLOPs utilisation.
 
 Model FLOPs are those of forward and backward by the mathematics of the model: activations that are recomputed are not
 counted twice, and the attention square is counted whole although a causal mask hides half of it (as SMP v2 and
@@ -12,8 +12,9 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 
-from smp.models.registry import family_of
+from smp.models.registry import build_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,42 +25,14 @@ class Flops:
     formula: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The numbers of a Hugging Face config that a formula needs."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    gated: bool
-
-    @classmethod
-    def of(cls, config: Any) -> _Shape:
-        heads = config.num_attention_heads
-        return cls(
-            hidden=config.hidden_size,
-            layers=config.num_hidden_layers,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate=config.intermediate_size,
-            vocabulary=config.vocab_size,
-            gated=family_of(config).gated_mlp,
-        )
-
-
 def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
-    """Model FLOPs of one token of training (forward and backward).
+    """Count the model FLOPs of one token of training (forward and backward).
 
-    6 for each weight that takes part in a matrix product, which includes the output head (tied or not) and leaves out
-    the embedding, a look-up; and for attention 12 x layers x query heads x head width x sequence length.
+    6 for each weight of a linear layer, which includes the output head (tied or not) and leaves out the embedding, a
+    look-up; and for attention 12 x layers x query heads x head width x sequence length.
 
     Args:
-        hf_config: config of a supported family (grouped query heads, gated or plain MLP).
+        hf_config: config of a supported family.
         sequence_length: tokens that attend to each other.
 
     Raises:
@@ -67,38 +40,17 @@ def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
 
     Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
     """
-    s = _Shape.of(hf_config)
-    attention_weights = s.hidden * s.head_dim * 2 * (s.heads + s.kv_heads)  # query and output; key and value
-    mlp_weights = (3 if s.gated else 2) * s.hidden * s.intermediate
-    weights = s.layers * (attention_weights + mlp_weights) + s.hidden * s.vocabulary
-    attention = 12 * s.layers * s.heads * s.head_dim * sequence_length
+    with torch.device("meta"):
+        model = build_model(hf_config, attn_implementation="eager")
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
+    layers, heads = hf_config.num_hidden_layers, hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     formula = (
-        f"6 x {weights} matmul weights (head included, embedding not) + 12 x {s.layers} layers x {s.heads} query heads "
-        f"x {s.head_dim} head width x {sequence_length} tokens (full attention square), forward and backward, without "
+        f"6 x {weights} matmul weights (head included, embedding not) + 12 x {layers} layers x {heads} query heads "
+        f"x {head_dim} head width x {sequence_length} tokens (full attention square), forward and backward, without "
         f"recomputation (PaLM, appendix B)"
     )
-    return Flops(6.0 * weights + attention, formula)
-
-
-def smp_v2_flops(hf_config: Any, sequence_length: int) -> Flops:
-    """SMP v2's later formula, per token, with the model's own MLP width and a gated MLP counted as three matrices.
-
-    The original put ``--intermediate_size`` (14336 unless given) in for every model and ignored the gate of dense
-    ones, so its printed TFLOPS differ. Mended like this it counts what :func:`model_flops_per_token` counts.
-    """
-    s = _Shape.of(hf_config)
-    query_ratio = s.heads * s.head_dim / s.hidden
-    gate = 1.5 if s.gated else 1.0
-    attention = (1 + s.kv_heads / s.heads + sequence_length / s.hidden) * query_ratio
-    mlp = s.intermediate / s.hidden * gate
-    head = s.vocabulary / (2 * s.layers * s.hidden)
-    formula = "12 L h^2 ((1 + kv/heads + s/h) q/h + (I/h) g + V/(2 L h)), g = 3/2 with a gated MLP (SMP v2, mended)"
-    return Flops(12.0 * s.layers * s.hidden**2 * (attention + mlp + head), formula)
-
-
-def six_n_flops(parameters: int) -> Flops:
-    """The rule of thumb of SMP v2's first versions: 6 for every parameter, attention left out."""
-    return Flops(6.0 * parameters, "6 N")
+    return Flops(6.0 * weights + 12 * layers * heads * head_dim * sequence_length, formula)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +81,7 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """FLOP/s that one device can do in dense matrix products, or None where that is not known.
+    """Return the FLOP/s of one device in dense matrix products, or None where they are not known.
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it.

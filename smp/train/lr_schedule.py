@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -39,7 +39,7 @@ class LRConfig(Section):
     )
 
     def problems(self) -> list[str]:
-        """Adds values that contradict each other or the style."""
+        """Add values that contradict each other or the style."""
         found = super().problems()
         style = self.lr_decay_style
         if math.isinf(self.lr):
@@ -64,7 +64,7 @@ class LRConfig(Section):
 
 
 def lr_at(config: LRConfig, step: int, *, max_steps: int) -> float:
-    """The learning rate of update number ``step + 1``.
+    """Return the learning rate of update number ``step + 1``.
 
     With N the horizon and W = ceil(warmup N): update i uses lr i/W up to W, then falls so that update N uses exactly
     min_lr, and so do all after it.
@@ -101,12 +101,12 @@ def lr_at(config: LRConfig, step: int, *, max_steps: int) -> float:
 
 
 def _updates(fraction: float, horizon: int) -> int:
-    """``fraction`` of ``horizon`` rounded up; the small term keeps 0.07 x 100 = 7.000000000000001 at 7."""
+    """Round ``fraction`` of ``horizon`` up; the small term keeps 0.07 x 100 = 7.000000000000001 at 7."""
     return min(horizon, math.ceil(fraction * horizon - 1e-9))
 
 
 def _smp_v2_lr(config: LRConfig, step: int) -> float:
-    """SMP v2's ``AnnealingLR``, itself Megatron-LM's: its numbers to the last bit, not a schedule to choose anew."""
+    """Compute SMP v2's ``AnnealingLR``, itself Megatron-LM's, to the last bit."""
     lr, style = config.lr, config.lr_decay_style
     horizon = config.lr_decay_iters or SMP_V2_DECAY_ITERS
     warmup = config.warmup * horizon
@@ -127,29 +127,9 @@ def _smp_v2_lr(config: LRConfig, step: int) -> float:
     return max(value, config.min_lr)
 
 
-class LRSchedule:
-    """Sets an optimizer's learning rate before each update.
-
-    It keeps no position of its own: resuming needs only the number of updates done.
-
-    Args:
-        config: the settings.
-        optimizer: all its parameter groups get the same rate.
-        max_steps: the run's length in updates.
-    """
-
-    def __init__(self, config: LRConfig, optimizer: torch.optim.Optimizer, max_steps: int):
-        self.config = config
-        self.max_steps = max_steps
-        self._optimizer = optimizer
-
-    def apply(self, step: int) -> float:
-        """Set and return the rate of the update that follows ``step`` updates done."""
-        lr = lr_at(self.config, step, max_steps=self.max_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
-
-    def state_dict(self) -> dict[str, Any]:
-        """The settings and the run's length, as JSON: all the rate depends on besides the step."""
-        return {**dataclasses.asdict(self.config), "max_steps": self.max_steps}
+def set_lr(optimizer: torch.optim.Optimizer, config: LRConfig, step: int, *, max_steps: int) -> float:
+    """Set and return the rate of the update that follows ``step`` updates, in every parameter group."""
+    lr = lr_at(config, step, max_steps=max_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr

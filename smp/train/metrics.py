@@ -1,4 +1,4 @@
-"""What a run reports: the console line, ``metrics.jsonl`` and TensorBoard, written by rank 0 alone."""
+"""Metrics of a run: the console line, ``metrics.jsonl`` and TensorBoard, written by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from smp.config import Section, setting
 from smp.errors import UserError
 from smp.log import get_logger, redact
+from smp.train_state import TrainState
 
 logger = get_logger(__name__)
 
@@ -28,7 +29,7 @@ _GET_TENSORBOARD = "pip install 'smp[tensorboard]'"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
-    """What is reported, how often and where."""
+    """Metrics, logs and profiles."""
 
     logging_freq: int = setting(1, "Steps between log lines.", minimum=1)
     logging_freq_for_avg: int = setting(50, "Steps between lines of running averages.", minimum=1)
@@ -48,7 +49,7 @@ class LoggingConfig(Section):
     nccl_test_log: str = setting("", "Output of nccl-tests whose average bus bandwidths TensorBoard shows.")
 
     def problems(self) -> list[str]:
-        """Adds a TensorBoard folder where TensorBoard is missing."""
+        """Add settings that need TensorBoard, one another, or a readable file."""
         found = super().problems()
         if self.tensorboard_dir and not _has_tensorboard():
             found.append(f"--tensorboard_dir needs TensorBoard: {_GET_TENSORBOARD}, or leave the flag out")
@@ -62,7 +63,7 @@ class LoggingConfig(Section):
         return found
 
     def due(self, step: int, *, max_steps: int) -> bool:
-        """Whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""
+        """Return whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""
         return step % self.logging_freq == 0 or step == max_steps
 
 
@@ -70,20 +71,12 @@ def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-class Progress(Protocol):
-    """Where a run stands: updates done, and global samples and tokens consumed."""
-
-    step: int
-    samples: int
-    tokens: int
-
-
 class Writers:
-    """The same values to every TensorBoard folder; with no folder, nothing.
+    """TensorBoard writers of several folders, or of none.
 
     Args:
-        folders: one event file each.
-        first_step: events of this step and later, left by a run that went further than its checkpoint, are hidden.
+        folders: each gets an event file with all curves.
+        first_step: older events of this step and later, beyond the checkpoint that is resumed, are hidden.
     """
 
     def __init__(self, folders: list[Path], first_step: int):
@@ -94,29 +87,29 @@ class Writers:
             self._writers = [SummaryWriter(str(folder), purge_step=first_step) for folder in folders]
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """One value of one curve."""
+        """Write one value of one curve."""
         for writer in self._writers:
             writer.add_scalar(tag, value, step)
 
     def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        """Several curves in one chart."""
+        """Write a value of several curves of one chart."""
         for writer in self._writers:
             writer.add_scalars(tag, dict(values), step)
 
     def text(self, tag: str, text: str) -> None:
-        """A text (markdown), secrets hidden."""
+        """Write a text (markdown), secrets redacted."""
         for writer in self._writers:
             writer.add_text(tag, redact(text))
 
     def close(self) -> None:
-        """Write what is buffered and close."""
+        """Flush and close."""
         for writer in self._writers:
             writer.close()
 
 
 @dataclasses.dataclass
 class _Speed:
-    """Work done in some seconds of training."""
+    """Samples and tokens of some seconds of training."""
 
     samples: int = 0
     tokens: int = 0
@@ -137,7 +130,7 @@ class _Speed:
 
 
 class NullMetricsLogger:
-    """The twin of :class:`MetricsLogger` on every rank but 0: accepts the calls, does nothing."""
+    """Stands in for :class:`MetricsLogger` on every rank but 0: accepts the calls, does nothing."""
 
     def __init__(self) -> None:
         self.writers = Writers([], 0)
@@ -146,9 +139,6 @@ class NullMetricsLogger:
         """Do nothing."""
 
     def validation(self, step: int, *, loss: float) -> None:
-        """Do nothing."""
-
-    def text(self, tag: str, text: str) -> None:
         """Do nothing."""
 
     def finish(self) -> None:
@@ -165,8 +155,8 @@ class MetricsLogger:
         peak_flops: FLOP/s one device can do in the format computed in; None, where it is unknown, makes ``mfu`` null.
         world_size: number of devices.
         max_steps: the run's length in updates.
-        resume_from: where the run resumes; lines beyond it, from the stretch that was lost, are dropped. None: a new
-            run, which must not find a ``metrics.jsonl``.
+        resume_from: progress at which the run resumes; lines of later steps are dropped. None: a new run, which must
+            not find a ``metrics.jsonl``.
 
     Raises:
         UserError: ``metrics.jsonl`` exists in a new run, ``run_dir`` cannot be written, or the nccl-tests log is
@@ -182,15 +172,15 @@ class MetricsLogger:
         peak_flops: float | None,
         world_size: int,
         max_steps: int,
-        resume_from: Progress | None = None,
+        resume_from: TrainState | None = None,
     ):
         self._config = config
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._world_size = world_size
         self._max_steps = max_steps
-        position = (resume_from.step, resume_from.samples, resume_from.tokens) if resume_from else (0, 0, 0)
-        self._step, self._samples, self._tokens = position
+        begin = resume_from or TrainState()
+        self._step, self._samples, self._tokens = begin.step, begin.samples, begin.tokens
         bandwidths = _nccl_bandwidths(config.nccl_test_log)
         self._file = _open_metrics(run_dir / "metrics.jsonl", keep_until=resume_from.step if resume_from else None)
         folders = [Path(folder) for folder in config.tensorboard_dir]
@@ -203,7 +193,7 @@ class MetricsLogger:
             self.writers.scalar("NCCLTest/len", len(bandwidths), self._step)
             self.writers.scalars("NCCLTest/stats", _spread(bandwidths), self._step)
         self._average = _Speed()
-        # A run too short to leave that many steps out leaves out half of them.
+        # A shorter run leaves out half of its steps.
         self._average_after = min(self._step + STEPS_BEFORE_AVERAGE, (self._step + max_steps) // 2)
         self._recent: collections.deque[float] = collections.deque(maxlen=51)
         self._started = time.monotonic()
@@ -272,7 +262,7 @@ class MetricsLogger:
         self._step, self._samples, self._tokens = step, samples, tokens
 
     def _running_average(self, step: int, speed: _Speed) -> None:
-        """Take in the steps since the last call if all lie beyond the first ones; say the average when it is time."""
+        """Add the steps since the last call, once past the first ones, and log the average when it is due."""
         average = self._average
         if self._step >= self._average_after:
             if not average.seconds:
@@ -290,17 +280,13 @@ class MetricsLogger:
 
     def validation(self, step: int, *, loss: float) -> None:
         """Report a validation after ``step`` updates; ``loss`` is the mean over its valid tokens."""
-        # A diverged run: e to the power of a loss beyond 709 has no double.
+        # Beyond 709, as in a diverged run, exp overflows a double.
         perplexity = math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
         self._write({"step": step, "val_loss": loss, "val_ppl": perplexity})
         self.writers.scalar("Loss/val", loss, step)
         self.writers.scalar("Loss/perplexity", perplexity, step)
         logger.info("Batch %d Validation loss: %s", step, f"{loss:.5f}")
         logger.info("Batch %d Validation perplexity: %s", step, f"{perplexity:.4f}")
-
-    def text(self, tag: str, text: str) -> None:
-        """A text for TensorBoard, such as the arguments as a markdown table; secrets are hidden."""
-        self.writers.text(tag, text)
 
     def finish(self) -> None:
         """Write the run's seconds, in total and in training steps, and close the files."""
@@ -340,7 +326,7 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
 
 
 def last_logged_step(path: Path) -> int:
-    """The last step that a ``metrics.jsonl`` speaks of; 0 where there is none."""
+    """Return the last step of a ``metrics.jsonl``; 0 where there is none."""
     if not path.is_file():
         return 0
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -348,7 +334,7 @@ def last_logged_step(path: Path) -> int:
 
 
 def _step_of(line: str) -> int:
-    """The step of a line; 0 for one that a crash cut off."""
+    """Return the step of a line; 0 for one that a crash has truncated."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -356,7 +342,7 @@ def _step_of(line: str) -> int:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no NaN: a diverged run's numbers become the strings that ``float`` reads back."""
+    """Replace NaN and infinity, which JSON lacks, by strings that ``float`` reads back."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -371,7 +357,7 @@ def _clock(seconds: float) -> str:
 
 
 def _nccl_bandwidths(path: str) -> list[float]:
-    """The average bus bandwidths (GB/s) that nccl-tests wrote into ``path``, in order; none for no path."""
+    """Read the average bus bandwidths (GB/s) from the output of nccl-tests, in order; none for no path."""
     if not path:
         return []
     try:

@@ -24,7 +24,7 @@ class OptimConfig(Section):
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, *, lr: float) -> torch.optim.AdamW:
-    """AdamW over a sharded model, made after sharding so that its state is sharded alike.
+    """Build AdamW over a sharded model; its state is sharded like the parameters.
 
     Norm weights and biases are the one-dimensional parameters of these models; they get no weight decay (the
     originals matched norm classes by name and missed some).

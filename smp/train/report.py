@@ -1,4 +1,4 @@
-"""What a run says of itself, beside its metrics: the start, the settings, the curves and what can be done next."""
+"""Reports of a run beside its metrics: the start, the settings, the curves, memory and the next commands."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from smp.train_state import TrainState
 
 logger = get_logger("train")
 
-# Settings that say where and how long, not what is trained; a resumed run may change them without a word.
+# Settings of where and how long, not of what is trained; a change of them on resume is not logged.
 WHERE_AND_HOW_LONG = {
     "output_dir", "max_steps", "epochs", "dry_run", "dry_run_world_size", "profile_nsys", "data_cache_dir",
     "data_num_workers", "validation_freq", "validation_batches", "val_batch_size", "fast_validation",
-    # What follows from these is said where the global batch is.
+    # Logged as the global batch.
     "train_batch_size", "gradient_accumulation_steps", "global_batch_size",
 }  # fmt: skip
-# The first makes the optimizer's state in its update; from the second on it is there at the peak.
+# The first update allocates the optimizer's state; from the second step on it is there at the peak.
 PROFILED_STEPS = 2
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
 def announce(plan: RunPlan, start: Start) -> None:
-    """Log what is about to be trained, on what, and what a resumed run does otherwise than before."""
+    """Log the model, the layout, the batch, and the changes of a resumed run."""
     parameters = count_parameters(plan.model.hf_config)
     logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
     logger.info(
@@ -79,14 +79,14 @@ def announce(plan: RunPlan, start: Start) -> None:
             logger.warning("Changed since the checkpoint: %s", change)
 
 
-def say_how_ranks_exchanged() -> None:
-    """Log what the ``smddp`` backend did and, where it left something to another backend, why."""
+def log_collectives() -> None:
+    """Log the ``smddp`` backend's collectives and, where it delegated some to another backend, why."""
     if report := comm.report():
         logger.info("Collectives of this rank:\n%s", report)
 
 
 def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[str]:
-    """What a resumed run does otherwise than the one that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
+    """List what differs from the run that wrote the checkpoint; ``saved`` is its manifest's ``run``."""
     now, before = plan.config.flat(), saved.get("config", {})
     names = [f.name for section in TRAINED for f in dataclasses.fields(SECTIONS[section])]
     found = [
@@ -105,7 +105,7 @@ def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[st
 
 
 def describe(plan: RunPlan, start: Start, state: TrainState, val_loss: float | None) -> Manifest:
-    """The manifest of a checkpoint of now, but for files and tensors; ``val_loss`` is of this very step."""
+    """Return the manifest of a checkpoint now, without files and tensors; ``val_loss`` is of this step."""
     return Manifest(
         step=state.step,
         world_size=plan.launch.world_size,
@@ -125,7 +125,7 @@ def describe(plan: RunPlan, start: Start, state: TrainState, val_loss: float | N
 
 
 def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogger:
-    """Write what a run has from its start on: log files, configuration, metrics."""
+    """Open log files and metrics, and write the configuration where ``--config`` can read it again."""
     launch = plan.launch
     configure_logging(
         rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=plan.run_dir / "logs"
@@ -133,47 +133,37 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
     if not launch.is_main:
         return NullMetricsLogger()
     flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
-    write_config(plan, flops.formula)
-    return build_metrics(plan, start, flops.total)
-
-
-def write_config(plan: RunPlan, formula: str) -> None:
-    """Write the resolved configuration where ``--config`` can read it again, the FLOP formula in its first line."""
     text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
-    (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {formula}\n{text}", encoding="utf-8")
-
-
-def build_metrics(plan: RunPlan, start: Start, flops_per_token: float) -> MetricsLogger:
-    """What rank 0 logs with."""
+    (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {flops.formula}\n{text}", encoding="utf-8")
     device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
     continues = plan.config.checkpoint.resume_from_checkpoint is not None
     return MetricsLogger(
         plan.config.logging,
         run_dir=plan.run_dir,
-        flops_per_token=flops_per_token,
+        flops_per_token=flops.total,
         peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
         world_size=plan.launch.world_size,
         max_steps=start.max_steps,
-        # "latest" without a checkpoint starts afresh, over what a run left that died before its first one.
+        # "latest" without a checkpoint starts anew, over the metrics of a run that died before its first one.
         resume_from=start.progress if continues else None,
     )
 
 
 def arguments_table(config: TrainConfig) -> str:
-    """Every setting as a markdown table, for TensorBoard."""
+    """Format every setting as a markdown table, for TensorBoard."""
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in config.flat().items())])
 
 
 def draw_curves(plan: RunPlan) -> None:
-    """Write ``curves.png``, or say why there is none."""
+    """Write ``curves.png``, or log why there is none."""
     try:
         plot_metrics(plan.run_dir / "metrics.jsonl", plan.run_dir / "curves.png")
     except UserError as error:  # no matplotlib, or a run that ended before its first logged step
         logger.info("No curves.png: %s", error)
 
 
-def say_what_next(plan: RunPlan, start: Start, step: int, final: Path | None) -> None:
-    """The commands a user is likely to want now; ``final`` is the exported model, if there is one."""
+def log_next_commands(plan: RunPlan, start: Start, step: int, final: Path | None) -> None:
+    """Log the commands a user is likely to want next; ``final`` is the exported model, if there is one."""
     run_dir = _shown(plan.run_dir)
     logger.info("Done: step %d of %d. What next (with make train, flags go into ARGS='...'):", step, start.max_steps)
     logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
@@ -187,7 +177,7 @@ def say_what_next(plan: RunPlan, start: Start, step: int, final: Path | None) ->
 
 
 @contextlib.contextmanager
-def memory_of_step(
+def profile_step(
     plan: RunPlan,
     start: Start,
     model: nn.Module,
@@ -196,14 +186,14 @@ def memory_of_step(
     step: int,
     record: Callable[[str], None],
 ) -> Iterator[Callable[[str], None]]:
-    """Account for the memory of a step, if that is asked for, and log what held it; collective for all ranks.
+    """Profile the memory of a step, if that is asked for, and log it by category; collective for all ranks.
 
     Args:
         step: updates done.
         record: the memory tracker's.
 
     Yields:
-        What the step is to call at its marked places; ``record`` itself where nothing is asked for.
+        The function that the step calls with each phase that has ended; ``record`` where nothing is asked for.
     """
     settings = plan.config.logging
     wanted = plan.launch.is_main or settings.memory_profiling_all_ranks
@@ -220,10 +210,10 @@ def memory_of_step(
             record(tag)
 
         yield both
-    _say_what_holds_memory(plan, profile, step + 1)
+    _log_memory(plan, profile, step + 1)
 
 
-def _say_what_holds_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
+def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
     if plan.launch.is_main:
         shape, work = sizes(plan)
         title = f"What holds the memory of rank 0 at the peak of step {step}"
@@ -241,28 +231,22 @@ def _say_what_holds_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> 
 
 @contextlib.contextmanager
 def _allocator_history(path: Path) -> Iterator[None]:
-    """Write CUDA's allocations, with stacks, for https://pytorch.org/memory_viz."""
-    history = getattr(torch.cuda.memory, "_record_memory_history", None)
-    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if history is None or dump is None:
-        logger.warning("No %s: this torch cannot record the allocator's history.", path.name)
-        yield
-        return
-    history(max_entries=200_000)
+    """Write CUDA's allocation history, with stacks, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
         yield
     finally:
-        dump(str(path))
-        history(enabled=None)
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("Wrote %s: open it at https://pytorch.org/memory_viz", path)
 
 
-def say_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
-    """Print what held the memory, or was predicted to, and what would help most.
+def print_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
+    """Print memory by category, measured or predicted, and the flags that would help most.
 
     Args:
-        failure: what the allocator said.
-        tables: what was measured; empty where nothing was.
+        failure: the allocator's message.
+        tables: measured memory; empty where nothing was measured.
     """
     shape, work = sizes(plan)
     run, setup = plan.config.run, plan.setup
@@ -285,5 +269,5 @@ def say_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
 
 
 def _shown(path: Path) -> str:
-    """A path as the user would type it from here."""
+    """Format a path relative to the working directory, if it is inside."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""The job before it is built: everything that can be refused, checked before any allocation or process group."""
+"""Plan of a job: every check that needs neither memory nor a process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
-from smp.config import Settings
+from smp.config import Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
 from smp.errors import ConfigError, UserError
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained, how, and on what: all that decides the memory of a rank."""
+    """Model, configuration, devices and layout: all that decides the memory of a rank."""
 
     config: TrainConfig
     launch: Launch
@@ -49,14 +49,14 @@ class Job:
 
     @property
     def setup(self) -> Setup:
-        """What the techniques are told."""
+        """Setup of the techniques."""
         settings = Settings(tuple(getattr(self.config, name) for name in SECTIONS))
         return Setup(self.model.family, self.mesh, settings, self.dtype, self.device.type)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan(Job):
-    """A job that has been checked, with its data open; ``smp.train.start`` chooses where it starts, in the group."""
+    """A checked job, with its data open; ``smp.train.start`` chooses its start, in the process group."""
 
     run_dir: Path
     checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
@@ -71,10 +71,10 @@ class RunPlan(Job):
 
 
 class _Problems(list[str]):
-    """Every problem that steps of planning raise."""
+    """Problems that steps of planning raise."""
 
     def attempt(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """The result of ``step``, or None and its problems kept."""
+        """Return the result of ``step``, or None after adding its problems."""
         try:
             return step(*args, **kwargs)
         except ConfigError as error:
@@ -87,7 +87,7 @@ class _Problems(list[str]):
 def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     """Check everything that can be checked without allocating a model or starting a process group.
 
-    It opens the data, and so may fill the token cache; nothing else is written, and no checkpoint is looked at.
+    It opens the data, and so may fill the token cache; nothing else is written, and no checkpoint is read.
 
     Raises:
         ConfigError: with every problem found.
@@ -133,7 +133,7 @@ def _checkpoint_dirs(config: TrainConfig, launch: Launch, run_dir: Path) -> list
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
-    """The pipelines of both splits.
+    """Open the pipelines of both splits.
 
     Raises:
         ConfigError: with every problem of either.
@@ -161,23 +161,17 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
     places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
     places += [("model_dir", Path(folder).resolve().parent) for folder in final]
-    problems = []
+    problems = _Problems()
     for flag, directory in places:
-        try:
-            _probe_directory(flag, directory)
-        except UserError as error:
-            problems.append(str(error))
+        problems.attempt(_probe_directory, flag, directory)
     if config.checkpoint.save_final_model:
-        try:
-            refuse_foreign_files(Path(config.checkpoint.model_dir or run_dir / "final").absolute())
-        except UserError as error:
-            problems.append(str(error))
+        problems.attempt(refuse_foreign_files, Path(config.checkpoint.model_dir or run_dir / "final").absolute())
     if problems:
         raise ConfigError(problems)
 
 
 def _probe_directory(flag: str, directory: Path) -> None:
-    """Make a nameless file, where there is no such directory yet in the one that it would be made in."""
+    """Create an unnamed file in the directory, or in the nearest one above it that exists."""
     try:
         tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
     except OSError as error:
@@ -187,7 +181,7 @@ def _probe_directory(flag: str, directory: Path) -> None:
 
 
 def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
-    """Problems of settings that need a device, or one another across sections."""
+    """Return problems of settings that need a device, or one another across sections."""
     problems = []
     if config.run.profile_nsys and device.type != "cuda":
         problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
@@ -225,7 +219,7 @@ def check_global_batch(size: int, mesh: Mesh) -> int:
 
 
 def batch_of_flags(config: TrainConfig, mesh: Mesh) -> int:
-    """Samples per step that follow from the batch of a rank, the data ranks and accumulation."""
+    """Compute the samples per step from the batch of a rank, the data ranks and accumulation."""
     return config.run.train_batch_size * mesh.data.size * config.run.gradient_accumulation_steps
 
 
@@ -243,13 +237,13 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
 
 
 def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
-    """The processes to plan for: those started, or as many as ``--dry_run_world_size`` says, eight to a host."""
+    """Return the processes to plan for: those started, or ``--dry_run_world_size``, eight to a host."""
     world = config.run.dry_run_world_size
     return Launch(0, world, 0, min(world, 8)) if world else launch
 
 
 def sizes(job: Job) -> tuple[ModelShape, Workload]:
-    """What decides the memory of a rank."""
+    """Return the sizes that decide the memory of a rank."""
     work = workload(
         job.model,
         job.setup.settings,
@@ -262,10 +256,10 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
 
 
 def refuse_too_large(job: Job) -> None:
-    """Refuse a job whose predicted peak is more memory than there is, before allocating.
+    """Refuse a job whose predicted peak exceeds the available memory, before allocating.
 
     Raises:
-        UserError: saying what each process needs, what there is, and how many processes would do.
+        UserError: with the memory that each process needs and has, and the number of processes that would fit.
     """
     shape, work = sizes(job)
     available = available_memory(job.device, job.launch.local_world_size)
@@ -275,7 +269,7 @@ def refuse_too_large(job: Job) -> None:
 
 
 def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
-    """What to do about a job that is too large: here, and on a cluster."""
+    """Advise on a job that is too large: here, and on a cluster."""
     tp, flat = job.mesh.tp.size, job.config.flat()
     enough = processes_that_fit(shape, work, available, tp=tp)
     parts = [f"use {enough} such processes with full sharding"] if enough else []
@@ -283,17 +277,17 @@ def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
     if preset := _preset_that_fits(job, available):
         parts.append(f"--model {preset}, which fits here")
     others = ("sharding_strategy", "hybrid_shard_degree", "dry_run", "dry_run_world_size", "output_dir")
-    words = ["python", "-m", "smp.train"]
+    command = ["python", "-m", "smp.train"]
     for name in (name for name in flat if name in job.config.given and name not in others):
-        words += [f"--{name}", *map(_word, flat[name] if isinstance(flat[name], list) else [flat[name]])]
-    words += ["--use_synthetic_data", "1"] if job.config.data.missing() else []
+        command += [f"--{name}", *map(flag_text, flat[name] if isinstance(flat[name], list) else [flat[name]])]
+    command += ["--use_synthetic_data", "1"] if job.config.data.missing() else []
     world = processes_that_fit(shape, work, _GPU_BYTES, tp=tp) or 1024
-    words += ["--sharding_strategy", "full_shard", "--dry_run", "1", "--dry_run_world_size", str(world)]
-    return f"{', or '.join(parts)}; `{shlex.join(words)}` shows what {world} GPUs of 80 GiB would hold"
+    command += ["--sharding_strategy", "full_shard", "--dry_run", "1", "--dry_run_world_size", str(world)]
+    return f"{', or '.join(parts)}; `{shlex.join(command)}` shows what {world} GPUs of 80 GiB would hold"
 
 
 def _preset_that_fits(job: Job, available: int) -> str:
-    """The largest one, of the same family if there is one; empty if none fits."""
+    """Return the largest preset that fits, of the same family if there is one; empty if none fits."""
     best = (False, 0, "")
     for name in list_presets():
         other = dataclasses.replace(job, model=resolve_model(ModelConfig(model=name)))
@@ -303,12 +297,8 @@ def _preset_that_fits(job: Job, available: int) -> str:
     return best[2]
 
 
-def _word(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
 def dry_run(plan: RunPlan) -> None:
-    """Print what the job would be."""
+    """Print the report of a dry run."""
     if plan.launch.rank == 0:
         shape, work = sizes(plan)
         planned_here = plan.config.run.dry_run_world_size is None

@@ -1,4 +1,4 @@
-"""Where a run starts from: chosen by all ranks together, with the run's directories locked."""
+"""Start of a run: its checkpoint, chosen by all ranks together, with the run's directories locked."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = get_logger("train")
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a checkpoint, or none, decides of a run.
+    """Start of a run, as a checkpoint, or none, decides it.
 
     Attributes:
         checkpoint: to resume from, or None.
         saved: its manifest.
-        progress: where the run begins.
+        progress: at which the run begins.
         global_batch_size: samples of a step over all ranks.
         max_steps: the step to stop at.
     """
@@ -51,7 +51,7 @@ class Start:
 
 
 def resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
-    """Fill in what a checkpoint decides; nothing else of a plan depends on it.
+    """Return the start from a checkpoint, or from none.
 
     Raises:
         UserError: it is damaged, of another model or kind, or was not written by a training job.
@@ -102,23 +102,23 @@ def agree_on_start(plan: RunPlan) -> Start:
 
 
 def _common_start(plan: RunPlan) -> Path | None:
-    """The newest local checkpoint that every rank has; collective."""
+    """Return the newest local checkpoint that every rank has; collective."""
     chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name))
     if chosen is None:
         together(lambda: _refuse_logged(plan, fresh=True))
-        for directory in plan.checkpoint_dirs:  # of a run that was ended in its first save
+        for directory in plan.checkpoint_dirs:  # of a run that ended in its first save
             set_aside(directory, plan.model.name, after=0)
     return chosen
 
 
 def choose_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
-    """The checkpoint to resume from, or None; refuses whatever would write over another run or another branch of it.
+    """Return the checkpoint to resume from, or None; refuses to overwrite another run or branch.
 
     Args:
         damaged: checkpoints that are not to be resumed from.
 
     Raises:
-        UserError: the run directory holds something that the wanted start does not continue.
+        UserError: the run directory holds a run that this start does not continue.
     """
     settings, directories = plan.config.checkpoint, plan.checkpoint_dirs
     shared = [directory.parent if settings.is_local else directory for directory in directories]
@@ -144,7 +144,7 @@ def choose_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
 
 
 def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
-    """Refuse to write over the metrics of a run that is not continued.
+    """Refuse to overwrite the metrics of a run that is not continued.
 
     Args:
         fresh: whether the run starts at step 0.
@@ -155,7 +155,7 @@ def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
     settings = plan.config.checkpoint
     metrics = plan.run_dir / "metrics.jsonl"
     logged = last_logged_step(metrics)
-    # "latest" may start over what a run left that died before its first checkpoint.
+    # "latest" may overwrite a run that died before its first checkpoint.
     first_due = min(MEASURED_STEPS if every == "auto" else every for every in settings.checkpoint_freq)
     interrupted = any(path for directory in plan.checkpoint_dirs for path in directory.glob(f"*-*steps*{TEMPORARY}"))
     latest = settings.resume_from_checkpoint == LATEST
@@ -177,10 +177,10 @@ def _is_job(manifest: Manifest) -> bool:
 
 
 def _check_script(path: Path, manifest: Manifest, *, reset: bool) -> None:
-    """Refuse a script's checkpoint of which the job can take nothing, or is not told to.
+    """Refuse a script's checkpoint of another optimizer, or without ``--reset_progress 1``.
 
     Raises:
-        UserError: saying what can be done.
+        UserError: naming the alternative.
     """
     optimizer = manifest.run["optimizer"].get("class")
     if optimizer != "AdamW":
@@ -196,10 +196,10 @@ def _check_script(path: Path, manifest: Manifest, *, reset: bool) -> None:
 
 
 def read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
-    """The manifest of the checkpoint to resume from.
+    """Return the manifest of the checkpoint to resume from.
 
     Args:
-        reset: begin anew: the manifest is returned as that of a run that has done nothing yet.
+        reset: replace its progress by that of a new run.
 
     Raises:
         UserError: it is damaged, needs ``reset``, or is of the other kind.
@@ -218,10 +218,10 @@ def read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
 
 
 def require_agreement(plan: RunPlan, start: Start) -> None:
-    """Check that all ranks are about to do the same job; collective.
+    """Check that all ranks are about to run the same job; collective.
 
-    They read flags, data and checkpoints alone, and a host with another or a stale file system would go on otherwise:
-    mismatched collectives, or wrong numbers.
+    Each reads flags, data and checkpoints by itself; a host with another or a stale file system would cause mismatched
+    collectives or wrong numbers.
 
     Raises:
         UserError: on every rank, naming the first difference.

@@ -14,7 +14,7 @@ class Stopwatch:
         self._step, self._start = step, time.perf_counter()
 
     def mean_seconds(self, step: int) -> float:
-        """Mean over the steps since the last call; starts anew."""
+        """Return the mean over the steps since the last call, and restart."""
         now = time.perf_counter()
         mean = (now - self._start) / (step - self._step)
         self._step, self._start = step, now
@@ -22,7 +22,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside out."""
+        """Leave out the time of the ``with`` block."""
         before = time.perf_counter()
         yield
         self._start += time.perf_counter() - before

@@ -1,4 +1,4 @@
-"""The training loop, one step of it, validation, and what is written at the end."""
+"""The training loop: steps, validation, checkpoints, and the final model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import reshard, set_gradient_sync
 from smp.runtime import release_cache
-from smp.train.lr_schedule import LRSchedule
+from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.report import (
     describe,
     draw_curves,
-    memory_of_step,
-    say_how_ranks_exchanged,
-    say_what_next,
+    log_collectives,
+    log_next_commands,
+    profile_step,
 )
 from smp.train.run_plan import RunPlan
 from smp.train.start import Start
@@ -50,18 +50,17 @@ class Trainer:
     start: Start
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: LRSchedule
     state: TrainState
     metrics: MetricsLogger | NullMetricsLogger
     memory: MemoryTracker
     mesh: Mesh
     saver: Saver
     guard: Guard
-    val_loss: float | None = None  # of the present step, if it was validated
+    val_loss: float | None = None  # of the current step, if it was validated
 
 
 def train(trainer: Trainer) -> int:
-    """The loop: only what happens when. Returns the exit status: 0, or that of a request to stop."""
+    """Run the training loop; returns the exit status: 0, or that of a request to stop."""
     plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
     if state.step >= start.max_steps:
         logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, start.max_steps)
@@ -71,13 +70,13 @@ def train(trainer: Trainer) -> int:
     while state.step < start.max_steps:
         if config.run.profile_nsys and state.step == start.progress.step + 2:
             torch.cuda.profiler.start()
-        # As SMP v2: the first steps show where memory goes, later ones would only repeat it.
+        # As in SMP v2: later steps would repeat the first ones.
         early = state.step < start.progress.step + 5
-        lr = trainer.schedule.apply(state.step)
+        lr = set_lr(trainer.optimizer, config.lr, state.step, max_steps=start.max_steps)
         record = functools.partial(trainer.memory.record, step=state.step) if early else _nothing
         guard.enter("data", state.step + 1)
         batch = next(batches)
-        with memory_of_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
+        with profile_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
             result = train_step(
                 trainer.model,
                 trainer.optimizer,
@@ -143,16 +142,16 @@ def _nothing(tag: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What one step leaves for the log: device tensors, read only when logged."""
+    """Results of one step for the log: device tensors, read only when logged."""
 
     loss_sum: torch.Tensor  # 0-d, this rank's sum of token losses
     tokens: int  # valid tokens of the whole global batch
     grad_norm: torch.Tensor  # 0-d
     loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
-    nonfinite: list[str] | None = None  # parameters of this rank's whose gradient is; None: all was well
+    nonfinite: list[str] | None = None  # parameters of this rank with such a gradient; None: none on any rank
 
     def loss(self) -> float:
-        """Mean loss over the global batch's valid tokens; collective."""
+        """Return the mean loss over the global batch's valid tokens; collective."""
         total = self.loss_sum.clone()
         dist.all_reduce(total, group=self.loss_group)
         return float(total) / max(self.tokens, 1)
@@ -170,10 +169,10 @@ def train_step(
     record: Callable[[str], None] = _nothing,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
-    """One optimizer step: count tokens, accumulate gradients, clip, update; collective.
+    """Run one optimizer step: count tokens, accumulate gradients, clip, update; collective.
 
     Args:
-        model: that the techniques were applied to.
+        model: the prepared model.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
         loss_group: the ranks over which losses and token counts are summed; None: all.
@@ -202,14 +201,14 @@ def train_step(
     nonfinite = None if bool(grad_norm.isfinite()) else nonfinite_gradients(model)
     if tokens and nonfinite is None:
         optimizer.step()
-    # Before the next forward, so that gradients and activations are never held together.
+    # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
     return StepResult(loss_sum, tokens, grad_norm, loss_group, nonfinite)
 
 
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of the token losses of one micro-batch, 0-d."""
+    """Return the sum of the token losses of one micro-batch, 0-d."""
     tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key != "sample_ids"}
     labels = tensors.pop("labels")
     return model_loss_sum(model, tensors, labels)
@@ -217,7 +216,7 @@ def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch
 
 @torch.no_grad()
 def validate(trainer: Trainer) -> float:
-    """Mean loss over the valid tokens of the first ``validation_batches``, the same ones every time; collective."""
+    """Return the mean loss over the valid tokens of the first ``validation_batches``; collective."""
     plan = trainer.plan
     assert plan.validation_data is not None  # validation_freq is refused without validation data
     settings = plan.config.data
@@ -247,9 +246,9 @@ def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> Non
 
 
 def finish(trainer: Trainer, status: int) -> None:
-    """Write the final model and the curves, and say what can be done next; collective.
+    """Write the final model and the curves, and log the next commands; collective.
 
-    A run that was asked to stop, which ``status`` tells, only closes its files.
+    A run that was asked to stop (``status``) only closes its files.
     """
     plan = trainer.plan
     settings = plan.config.checkpoint
@@ -271,5 +270,5 @@ def finish(trainer: Trainer, status: int) -> None:
     trainer.guard.part(status)
     if plan.launch.is_main and not status:
         draw_curves(plan)
-        say_how_ranks_exchanged()
-        say_what_next(plan, trainer.start, trainer.state.step, final if settings.save_final_model else None)
+        log_collectives()
+        log_next_commands(plan, trainer.start, trainer.state.step, final if settings.save_final_model else None)

@@ -164,13 +164,12 @@ def test_a_flush_of_the_cache_is_said(caplog, monkeypatch):
 def test_the_lines_of_smp():
     found = {}
 
-    class Writers:
-        def scalars(self, tag, values, step):
-            found[tag, step] = values
+    def write(tag, values, step):
+        found[tag, step] = values
 
     device = torch.device("cuda", torch.cuda.current_device())
     tracker = MemoryTracker(device, enabled=True, rank=0)
-    tracker.connect(Writers())
+    tracker.connect(write)
     held = torch.empty(2**28, dtype=torch.uint8, device=device)
     tracker.record("After forward", 1)
     usage = found["GPUMemoryGB/After forward", 1]

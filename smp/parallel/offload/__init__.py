@@ -1,4 +1,4 @@
-"""Activation offloading: what backward needs leaves the device in forward and comes back ahead of use."""
+"""Activation offloading: saved tensors leave the device in forward and return before backward uses them."""
 
 from smp.parallel.offload.offload import apply_activation_offload
 from smp.parallel.offload.stores import DiskStore, HostStore, Store, build_store, require_directory

@@ -1,11 +1,11 @@
 """Offloading block by block, through autograd's hooks for saved tensors.
 
-Forward moves what a block saves out while the next blocks compute. Backward of block i asks for its tensors, and has
-those of the ``horizon`` blocks before it on their way. The last ``horizon`` blocks of a forward keep theirs: they would
-be asked for at once. So a device holds, besides the block that computes, at most ``horizon`` blocks' worth ahead of it,
-and in forward what has not left yet, two blocks at most.
+Forward offloads the tensors that a block saves while the next blocks compute. Backward of block i prefetches those of
+the ``horizon`` blocks before it. The last ``horizon`` blocks of a forward keep theirs, which backward needs at once. So
+a device holds, besides the computing block, at most ``horizon`` blocks ahead of it, and in forward at most two blocks
+whose transfer has not ended.
 
-With activation checkpointing a block saves its input alone. Without, it saves much, of which the small is kept.
+With activation checkpointing a block saves its input alone. Without, it saves many tensors, of which small ones stay.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp.errors import UserError
 from smp.log import get_logger
+from smp.parallel.linear import local_tensor
 from smp.parallel.offload.stores import Store, Stored
 
 logger = get_logger(__name__)
 
 MINIMUM_BYTES = 64 * 1024
-_LEAVING_BLOCKS = 2  # blocks whose tensors may be on their way out while the next one computes
+_LEAVING_BLOCKS = 2  # blocks whose tensors may be in transfer while the next one computes
 
 
 class _Entry:
-    """A saved tensor that is offloaded; autograd holds it.
+    """A saved tensor that is offloaded; autograd references it.
 
     Args:
         group: of its block.
-        stored: it, in the store.
-        origin: the memory that it was in. While this is held no other tensor gets the same one, though it is free.
+        stored: the tensor in the store.
+        origin: its storage, whose address is not reused while this reference lives.
     """
 
     def __init__(self, group: _Group, stored: Stored, origin: StorageWeakRef):
         self.group, self.stored, self.origin = group, stored, origin
-        self.saved = 0  # how often autograd has saved it, and so will ask for it
-        self._coming: Callable[[], torch.Tensor] | None = None
-        self._here: torch.Tensor | None = None
+        self.saved = 0  # times that autograd has saved it, and so will unpack it
+        self._loading: Callable[[], torch.Tensor] | None = None
+        self._loaded: torch.Tensor | None = None
         weakref.finalize(self, stored.free)
 
     def fetch(self) -> None:
-        """Begin to bring it back, if nobody has."""
-        if self._coming is None and self._here is None:
+        """Start the transfer to the device, unless it was started."""
+        if self._loading is None and self._loaded is None:
             self.settle()
-            self._coming = self.stored.load()
+            self._loading = self.stored.load()
 
     def settle(self) -> None:
-        """Wait until it has left the device."""
+        """Wait for the transfer to the store."""
         if not self.stored.written():
             raise RuntimeError(
                 "a tensor that backward needs was changed in place while it was being offloaded: change a copy"
             )
 
     def tensor(self) -> torch.Tensor:
-        """It, on the device; kept there until it has been asked for as often as it was saved."""
-        if self._here is None:
+        """Return the tensor on the device; hold it until every saved reference is unpacked."""
+        if self._loaded is None:
             self.fetch()
-            coming, self._coming = self._coming, None
-            self._here = coming()  # type: ignore[misc]
-            self._wanted = self.saved
-        tensor, self._wanted = self._here, self._wanted - 1
-        if not self._wanted:
-            self._here = None
+            loading, self._loading = self._loading, None
+            self._loaded = loading()  # type: ignore[misc]
+            self._references = self.saved
+        tensor, self._references = self._loaded, self._references - 1
+        if not self._references:
+            self._loaded = None
         return tensor
 
 
 class _Kept(NamedTuple):
-    """A saved tensor of one of the last blocks: it stays, but when it is asked for, others must come."""
+    """A saved tensor of one of the last blocks: it stays, but unpacking it starts the prefetch of others."""
 
     run: _Run
     block: int
@@ -80,17 +80,17 @@ class _Kept(NamedTuple):
 
 
 class _Group:
-    """What one block saved in one forward."""
+    """Offloaded tensors of one block in one forward."""
 
     def __init__(self, run: _Run, index: int):
         self.run, self.index, self._fetched = run, index, False
         self._entries: weakref.WeakValueDictionary[tuple[Any, ...], _Entry] = weakref.WeakValueDictionary()
 
     def put(self, tensor: torch.Tensor, store: Store) -> _Entry:
-        """Offload a tensor, once however often it is saved."""
+        """Offload a tensor, once for all times that it is saved."""
         origin = StorageWeakRef(tensor.untyped_storage())
-        place = (origin.cdata, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        key = (*place, tensor._version)
+        view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = (origin.cdata, *view, tensor._version)
         entry = self._entries.get(key)
         if entry is None or entry.origin.expired():
             entry = self._entries[key] = _Entry(self, store.put(tensor), origin)
@@ -98,12 +98,12 @@ class _Group:
         return entry
 
     def settle(self) -> None:
-        """Wait until all has left the device."""
+        """Wait for all transfers to the store."""
         for entry in list(self._entries.values()):
             entry.settle()
 
     def fetch(self) -> None:
-        """Begin to bring all of it back, the first time; what is asked for once more comes by itself."""
+        """Start all transfers to the device, the first time; a second backward fetches tensors one by one."""
         if self._fetched:
             return
         self._fetched = True
@@ -119,7 +119,7 @@ class _Run:
         self.groups: dict[int, weakref.ref[_Group]] = {}
 
     def reached(self, index: int) -> None:
-        """Backward is at this block: let the ones before it come."""
+        """Prefetch the blocks before this one, which backward has reached."""
         for ahead in range(index, max(-1, index - self.horizon - 1), -1):
             group = self.groups.get(ahead, lambda: None)()
             if group is not None:
@@ -164,14 +164,11 @@ class _Offloader:
 
     @staticmethod
     def _kept(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-        """Storages that stay: parameters, and inputs that all blocks share (all but the first)."""
+        """Return the storages that stay: parameters, and inputs that all blocks share (all but the first)."""
         first = kwargs.get("hidden_states", args[0] if args else None)
         shared = [value for value in (*args, *kwargs.values()) if value is not first]
         found = {storage for value in shared for storage in _storages(value)}
-        for parameter in block.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            found.add(local.untyped_storage().data_ptr())
-        return found
+        return found | {local_tensor(p).untyped_storage().data_ptr() for p in block.parameters()}
 
 
 def _storages(value: Any) -> list[int]:
@@ -193,12 +190,12 @@ def _unpack(saved: Any) -> torch.Tensor:
 def apply_activation_offload(
     blocks: Sequence[nn.Module], store: Store, *, horizon: int = 2, minimum_bytes: int = MINIMUM_BYTES
 ) -> None:
-    """Offload what backward needs of each block, in place; after activation checkpointing, before sharding.
+    """Offload the tensors that each block saves for backward, in place; after checkpointing, before sharding.
 
     Args:
         blocks: in the order of the forward; each gets its hidden states as its first argument.
-        store: where to.
-        horizon: blocks ahead of the one that computes whose tensors may be back on the device; at least 1.
+        store: holds them meanwhile.
+        horizon: blocks ahead of the computing one whose tensors may be on the device; at least 1.
         minimum_bytes: smaller tensors stay.
 
     Raises:

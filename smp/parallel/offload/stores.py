@@ -1,7 +1,7 @@
-"""Where offloaded tensors wait: host memory, or a file on fast disk.
+"""Stores of offloaded tensors: host memory, or a file on fast disk.
 
-A trace of torch's profiler shows what moves when: ranges ``smp::offload_write``, ``smp::offload_read`` and, where
-somebody waits for one of them, ``smp::offload_wait``.
+A trace of torch's profiler shows the transfers: ranges ``smp::offload_write``, ``smp::offload_read``, and
+``smp::offload_wait`` where the computation waits for one of them.
 """
 
 from __future__ import annotations
@@ -29,33 +29,35 @@ _T = TypeVar("_T")
 
 
 class Stored(Protocol):
-    """A tensor that has left the device, or is about to."""
+    """A tensor in a store, or in transfer to it."""
 
     def written(self) -> bool:
-        """Wait until the device's copy is not needed any more; whether it was left alone meanwhile."""
+        """Wait for the transfer; returns whether the tensor was not changed meanwhile."""
 
     def load(self) -> Callable[[], torch.Tensor]:
-        """Begin to bring it back; the result waits for the end and gives the tensor."""
+        """Start the transfer to the device; the returned function waits for its end and returns the tensor."""
 
     def free(self) -> None:
-        """Its place may be used again."""
+        """Let the store reuse its memory."""
 
 
 class Store(Protocol):
-    """Keeps tensors for one rank."""
+    """Holds tensors of one rank."""
 
     def put(self, tensor: torch.Tensor) -> Stored:
-        """Begin to move a tensor out. It must not be changed until :meth:`Stored.written`."""
+        """Start the transfer of a tensor. It must not be changed until :meth:`Stored.written`."""
 
 
 def _gapless(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a range of memory, in whatever order."""
+    """Return whether its elements fill a range of memory, in any order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _kept_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """What it comes back as, on the meta device: with its strides, so that kernels do the same with it, or without its
-    gaps."""
+    """Return the tensor's shape and strides on the meta device; a tensor with gaps gets contiguous strides.
+
+    Equal strides make kernels compute the same bits.
+    """
     if _gapless(tensor):
         return torch.empty_like(tensor, device="meta")
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -67,7 +69,7 @@ def _kept_layout(tensor: torch.Tensor) -> torch.Tensor:
 class HostStore:
     """Host memory: pinned and through side streams for a GPU's tensors, plain copies for a CPU's.
 
-    The copies of a GPU's tensors are ordered by events; the host waits for nothing. Buffers are used again.
+    The copies of a GPU's tensors are ordered by events; the host never waits. Buffers are reused.
     """
 
     def __init__(self) -> None:
@@ -75,22 +77,22 @@ class HostStore:
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
     def put(self, tensor: torch.Tensor) -> Stored:
-        """See :class:`Store`."""
+        """Start the transfer of a tensor; see :class:`Store`."""
         return _OnHost(self, tensor)
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:
-        """The streams to and from the host."""
+        """Return the streams to and from the host."""
         if device not in self._streams:
             self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return self._streams[device]
 
     def take(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> tuple[torch.Tensor, Any]:
-        """A buffer, and the event after which it may be written to (None: now)."""
+        """Return a buffer, and the event after which it may be overwritten (None: now)."""
         free = self._free[numel, dtype]
         return free.pop() if free else (torch.empty(numel, dtype=dtype, pin_memory=pinned), None)
 
     def give_back(self, buffer: torch.Tensor, event: Any) -> None:
-        """The buffer may be used again after ``event``."""
+        """Let a buffer be reused after ``event``."""
         self._free[buffer.numel(), buffer.dtype].append((buffer, event))
 
 
@@ -119,7 +121,7 @@ class _OnHost:
         if tensor is None:
             return True
         if self._last is not None:
-            # What the device does from here on may write to the tensor's memory. The host still waits for nothing.
+            # Later kernels may write to the tensor's memory; the host does not wait.
             torch.cuda.current_stream(self._device).wait_event(self._last)
         return tensor._version == self._version
 
@@ -131,7 +133,7 @@ class _OnHost:
                 flat.copy_(self._buffer)
             return lambda: tensor
         _, back = self._store.streams(self._device)
-        back.wait_stream(torch.cuda.current_stream(self._device))  # where the memory comes from
+        back.wait_stream(torch.cuda.current_stream(self._device))  # which allocated the memory
         with torch.cuda.stream(back), record_function(READ):
             back.wait_event(self._last)
             flat.copy_(self._buffer, non_blocking=True)
@@ -163,7 +165,7 @@ def _nameless_file(directory: Path) -> int:
 
 
 def require_directory(directory: Path) -> None:
-    """Check that activations could be offloaded there.
+    """Check that activations can be offloaded to a directory.
 
     Raises:
         UserError: it is missing or cannot be written.
@@ -172,15 +174,15 @@ def require_directory(directory: Path) -> None:
 
 
 class DiskStore:
-    """A file in a directory on fast disk, written and read by threads of its own.
+    """A file in a directory on fast disk, written and read by its own threads.
 
-    The file has no name once it is open: the system frees it with the store or the process, however that one ends.
+    The file is unlinked once it is open: the system frees it with the store or the process, even one that is killed.
 
     Args:
         directory: on a disk with room for the activations of this rank.
 
     Attributes:
-        waits: how often backward asked for a tensor that was still on its way.
+        waits: times that backward waited for a tensor.
 
     Raises:
         UserError: the directory is missing or cannot be written.
@@ -189,7 +191,7 @@ class DiskStore:
     def __init__(self, directory: Path):
         self.directory, self.descriptor = directory, _nameless_file(directory)
         weakref.finalize(self, os.close, self.descriptor)
-        # Of the thread that has it already, too: a garbage collection inside may free tensors, and give back.
+        # Reentrant: a garbage collection while it is held may free tensors, which calls give_back.
         self._lock = threading.RLock()
         self.waits = 0
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # by bytes
@@ -198,11 +200,11 @@ class DiskStore:
         self.reader = concurrent.futures.ThreadPoolExecutor(1, "smp-offload-read")
 
     def put(self, tensor: torch.Tensor) -> Stored:
-        """See :class:`Store`."""
+        """Start the transfer of a tensor; see :class:`Store`."""
         return _OnDisk(self, tensor)
 
     def take(self, nbytes: int) -> int:
-        """Offset of a free range."""
+        """Return the offset of a free range."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             if self._free[size]:
@@ -211,12 +213,12 @@ class DiskStore:
             return self._end - size
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """The range may be used again."""
+        """Let a range be reused."""
         with self._lock:
             self._free[-(-nbytes // _ALIGNMENT) * _ALIGNMENT].append(offset)
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Write all of it, or raise."""
+        """Write all of ``memory``, or raise."""
         try:
             while memory:
                 done = os.pwrite(self.descriptor, memory, offset)
@@ -231,7 +233,7 @@ class DiskStore:
             ) from None
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fill all of it."""
+        """Fill all of ``memory``."""
         while memory:
             done = os.preadv(self.descriptor, [memory], offset)
             if not done:
@@ -247,7 +249,7 @@ class _OnDisk:
         self._nbytes = tensor.numel() * tensor.element_size()
         self._offset = store.take(self._nbytes)
         self._direct = _gapless(tensor) and tensor.device.type == "cpu"
-        # A GPU's tensor, or one with gaps, is copied first.
+        # A GPU's tensor, or one with gaps, is copied to the host first.
         source = tensor if self._direct else torch.empty_like(self._like, device="cpu").copy_(tensor)
         self._writing = store.writer.submit(self._write, source)
 
@@ -278,7 +280,7 @@ class _OnDisk:
         return ready
 
     def free(self) -> None:
-        # Not before the write has ended: the range would be written twice.
+        # After the write has ended: a later one of the same range must not overlap it.
         self._writing.add_done_callback(lambda _: self._store.give_back(self._offset, self._nbytes))
 
 
@@ -290,11 +292,11 @@ def _wait(transfer: concurrent.futures.Future[_T]) -> _T:
 
 
 def _memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """The memory of a tensor without gaps; the tensor must live as long."""
+    """Return the memory of a tensor without gaps; the tensor must live as long."""
     buffer = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     return memoryview(buffer).cast("B")
 
 
 def build_store(directory: str | None) -> Store:
-    """A store on disk, or in host memory."""
+    """Build a store on disk, or in host memory without a directory."""
     return HostStore() if directory is None else DiskStore(Path(directory))

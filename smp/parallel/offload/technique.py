@@ -1,4 +1,4 @@
-"""Activation offloading as one of the techniques."""
+"""Activation offloading as a technique."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Config = ActivationConfig
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Say why activations would go nowhere: a CPU without a directory, or one that cannot be written."""
+    """Refuse a CPU without a directory to offload to, and a directory that cannot be written."""
     config = setup.settings[Config]
     if not config.offload_activations:
         return []
@@ -37,7 +37,7 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
-    """Offload what the model's blocks keep for backward."""
+    """Offload the tensors that the model's blocks save for backward."""
     config = setup.settings[Config]
     if config.offload_activations:
         store = build_store(config.offload_dir)
@@ -45,7 +45,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count what leaves the device: all but the blocks that stay, the one that computes, and two that are leaving."""
+    """Count the offloaded activations: all but the last blocks, the computing one, and two in transfer."""
     config = work.settings[Config]
     if not config.offload_activations:
         return {}

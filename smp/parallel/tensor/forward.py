@@ -1,7 +1,7 @@
-"""A split model's forward: what must be known of whole sequences is made here, before Hugging Face sees parts of them.
+"""Forward of a split model: positions and masks of full sequences.
 
-Hugging Face derives positions and causal masks from the length of the hidden states, which is a part of the sequence
-with sequence parallelism.
+Hugging Face would derive them from the length of the hidden states, which are sharded by tokens with sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from smp.parallel.tensor.group import TPGroup
 
 
 def _padded(tensor: torch.Tensor | None, extra: int, value: int) -> torch.Tensor | None:
-    """Rows ``(batch, sequence)`` with ``extra`` positions more."""
+    """Pad rows ``(batch, sequence)`` by ``extra`` positions."""
     return tensor if tensor is None or not extra else F.pad(tensor, (0, extra), value=value)
 
 
 def _positions(position_ids: torch.Tensor | None, ids: torch.Tensor, extra: int) -> torch.Tensor:
-    """Positions of all tokens, ``(1 or batch, sequence + extra)``; added ones go on counting."""
+    """Return positions of all tokens, ``(1 or batch, sequence + extra)``; padding continues them."""
     if position_ids is None:
         return torch.arange(ids.shape[1] + extra, device=ids.device).unsqueeze(0)
     more = torch.arange(1, extra + 1, device=ids.device)
@@ -33,7 +33,7 @@ def _positions(position_ids: torch.Tensor | None, ids: torch.Tensor, extra: int)
 
 
 def _mask(config: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
-    """The mask of whole sequences, in the form of the model's attention."""
+    """Make the mask of full sequences, in the format of the model's attention."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     if config._attn_implementation == "flash_attention_2":
@@ -44,7 +44,7 @@ def _mask(config: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: 
             )
         return None
     make = create_causal_mask if getattr(config, "sliding_window", None) is None else create_sliding_window_causal_mask
-    # Only the batch, the length and the device are read of it.
+    # Gives the batch size, the length and the device.
     like = torch.empty((*ids.shape, 1), device=ids.device)
     return make(config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions)
 
@@ -102,11 +102,11 @@ def split_forward(model: nn.Module, tp: TPGroup) -> None:
             found = forward(
                 input_ids=ids, attention_mask=mask, position_ids=positions, **{**kwargs, "use_cache": False}
             )
-        if not found.logits.ndim:  # the head has made the loss of it, in chunks
+        if not found.logits.ndim:  # the loss, computed in chunks by the head
             return found
         logits = _as_dtensor(found.logits[:, :length], config.vocab_size, tp)
         loss = None if labels is None else _mean_loss(logits, labels, items)
-        found = type(found)(loss=loss, logits=logits)  # made anew: what is set later comes last in a tuple
+        found = type(found)(loss=loss, logits=logits)  # a new object, for the order in a tuple
         return found.to_tuple() if as_tuple else found
 
     model.forward = split  # type: ignore[method-assign]
@@ -121,6 +121,6 @@ def _as_dtensor(logits: torch.Tensor, vocabulary: int, tp: TPGroup) -> DTensor:
 
 
 def _mean_loss(logits: DTensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    """Hugging Face's: the mean over valid tokens, or the sum over ``num_items_in_batch``."""
+    """Return Hugging Face's loss: the mean over valid tokens, or the sum over ``num_items_in_batch``."""
     count = (shift_labels(labels) != IGNORE_INDEX).sum() if items is None else items
     return causal_lm_loss_sum(logits, labels) / count

@@ -1,8 +1,8 @@
-"""Split linear layers with their exchanges, forward and backward, as autograd functions.
+"""Split linear layers with their collectives, forward and backward, as autograd functions.
 
 Per block and micro-batch, with sequence parallelism: forward 2 all_gathers and 2 reduce_scatters, backward 4 and 2, as
-Megatron-LM does it: the gathered input of a column-parallel layer is not kept for backward but gathered again. With
-activation checkpointing backward makes 6 and 3. On GPUs backward's exchanges run beside its matrix products.
+Megatron-LM: the gathered input of a column-parallel layer is not saved for backward but gathered again. With activation
+checkpointing backward has 6 and 3. On GPUs backward's collectives overlap its matrix products.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _wait(work: Any) -> None:
 
 
 def _two(tensor: torch.Tensor) -> torch.Tensor:
-    """``(tokens, features)``."""
+    """Reshape to ``(tokens, features)``."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 class GatherTokens(Function):
-    """``(batch, sequence / size, hidden)`` to ``(batch, sequence, hidden)``; gradients are added up and split."""
+    """``(batch, sequence / size, hidden)`` to ``(batch, sequence, hidden)``; gradients are reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, tp: TPGroup) -> torch.Tensor:
@@ -39,9 +39,9 @@ class GatherTokens(Function):
 
 
 class ReducePartial(Function):
-    """Partial sums of whole sequences to this rank's tokens; gradients are gathered.
+    """Partial sums of full sequences, reduced to this rank's tokens; gradients are gathered.
 
-    Nothing is kept for backward: a block that is recomputed stops before its last reduction.
+    Nothing is saved for backward, so that recomputation of a block stops before its last reduction.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class ColumnLinears(Function):
         tp: the group.
         count: of layers.
         whole: the input of all tokens, outside autograd.
-        part: the same input, of this rank's tokens with sequence parallelism; gets the gradient.
+        part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
         parameters: ``count`` weights ``(outputs, inputs)``, then as many biases or None.
 
     Returns:
@@ -95,7 +95,7 @@ class ColumnLinears(Function):
             for gradient, weight in zip(flat[1:], weights[1:], strict=True):
                 partial.addmm_(gradient, weight)
             partial = partial.view(*gradients[0].shape[:-1], -1)
-            _wait(gathering)  # one exchange after the other: both are of one group
+            _wait(gathering)  # one collective after the other: both are of one group
             gathering = None
             input_gradient, reducing = tp.reduce(partial, async_op=overlap)
         _wait(gathering)
@@ -107,7 +107,7 @@ class ColumnLinears(Function):
 
 
 class SumGradients(Function):
-    """Tensors as they are; their gradients, which each rank has a part of, are added up in one exchange."""
+    """Identity; the partial gradients of all tensors are summed over the ranks in one all_reduce."""
 
     @staticmethod
     def forward(ctx: Any, tp: TPGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -116,7 +116,7 @@ class SumGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        # In at least fp32: bf16 would lose what the ranks add.
+        # In at least fp32: bf16 would lose precision in the sum.
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         flat = torch.cat([g.reshape(-1).to(dtype) for g in gradients])
         torch.distributed.all_reduce(flat, group=ctx.tp.group)

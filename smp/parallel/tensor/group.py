@@ -1,9 +1,8 @@
-"""The ranks that split a model's layers, and their exchanges.
+"""The tensor-parallel process group and its collectives.
 
-With sequence parallelism a hidden state is split over the ranks by tokens: a rank holds ``(batch, sequence / size,
-hidden)``, its consecutive part of the flattened ``batch x sequence`` tokens, so that gathering and scattering move
-contiguous memory. Shapes speak of ``sequence / size`` positions, but which token a position holds does not matter to
-what computes each token by itself.
+With sequence parallelism a hidden state is sharded by tokens: a rank holds ``(batch, sequence / size, hidden)``, a
+consecutive part of the flattened ``batch x sequence`` tokens, so that gathering and scattering move contiguous memory.
+Modules that compute each token by itself do not depend on the tokens that a rank holds.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
 """
@@ -20,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 
-# An operation of its own, so that selective activation checkpointing can keep its result.
+# A custom operation, so that selective activation checkpointing can save its result.
 _library = torch.library.Library("smp", "DEF")
 _library.define("reduce_tokens(Tensor partial, str group, int size) -> Tensor")
 
 
 def _reduce_tokens(partial: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """The sum over the group: this rank's tokens of it, or all with ``size`` 1."""
+    """Sum over the group; returns this rank's tokens, or all with ``size`` 1."""
     ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     if size == 1:
         total = partial.clone(memory_format=torch.contiguous_format)
@@ -51,8 +50,8 @@ class TPGroup:
 
     Args:
         mesh: its 1-D device mesh.
-        sequence_parallel: split hidden states between the split layers by tokens.
-        save_gathered: keep gathered inputs for backward instead of gathering them again.
+        sequence_parallel: shard hidden states between the split layers by tokens.
+        save_gathered: save gathered inputs for backward instead of gathering them again.
         random_seed: added to the seeds of :meth:`fork_random`.
     """
 
@@ -65,12 +64,12 @@ class TPGroup:
         self.device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """This rank's rows of ``total``, as ``torch.chunk`` splits them: first and past the last."""
+        """Return the bounds [first, last) of this rank's rows of ``total``, as ``torch.chunk`` splits them."""
         step = -(-total // self.size)
         return min(self.rank * step, total), min((self.rank + 1) * step, total)
 
     def gather(self, part: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
-        """Every rank's tokens.
+        """Gather every rank's tokens; collective.
 
         Args:
             part: ``(batch, sequence / size, hidden)``.
@@ -85,10 +84,10 @@ class TPGroup:
         return whole, work
 
     def reduce(self, partial: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
-        """Add up every rank's partial result: this rank's tokens of it, or all without sequence parallelism.
+        """Sum the ranks' partial results; returns this rank's tokens, or all without sequence parallelism; collective.
 
         Args:
-            partial: ``(batch, sequence, hidden)``, fresh: it may be written to.
+            partial: ``(batch, sequence, hidden)``; may be overwritten.
             async_op: return before it is done; ``partial`` must live until then.
 
         Returns:
@@ -103,10 +102,10 @@ class TPGroup:
 
     @contextlib.contextmanager
     def fork_random(self, device: torch.device) -> Iterator[None]:
-        """Draw random numbers of this rank's own inside, and go on as if nothing had been drawn but one number.
+        """Draw random numbers of this rank's own in the ``with`` block.
 
-        The ranks' generators stay in step outside, and whoever restores the state at the entry (activation
-        checkpointing does) gets the same numbers inside again.
+        The block advances the ranks' common generators by one number, and draws the same again where their state at the
+        entry is restored, as activation checkpointing does.
         """
         seed = int(torch.randint(2**62, ()))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

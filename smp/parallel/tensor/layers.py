@@ -1,7 +1,7 @@
-"""Hugging Face's modules, made to compute on their rank's part of the weights: their ``forward`` is replaced.
+"""Tensor-parallel ``forward`` of Hugging Face's modules.
 
-The modules stay what they are, with the parameters' names and places; only the parameters become DTensors over the
-tensor-parallel mesh, whose local parts the new ``forward`` uses.
+Modules and parameter names stay; the parameters become DTensors over the tensor-parallel mesh, and the new ``forward``
+computes with their local tensors.
 """
 
 from __future__ import annotations
@@ -13,53 +13,47 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from smp.parallel.linear import has_product, linear
+from smp.parallel.linear import has_product, linear, local_tensor
 from smp.parallel.tensor.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
 from smp.parallel.tensor.group import TPGroup
-
-
-def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part, with a way back for the gradient."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _columns(
     tp: TPGroup, linears: list[nn.Linear], parameters: list[Any], *, whole: torch.Tensor, part: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of column-parallel layers of one input.
+    """Compute column-parallel layers of one input.
 
     Args:
         tp: the group.
         linears: the layers.
         parameters: of each, this rank's weight and bias.
         whole: the input of all tokens, gathered by :class:`GatherTokens` with sequence parallelism.
-        part: the same of this rank's tokens.
+        part: the input of this rank's tokens.
     """
     if not any(has_product(layer) for layer in linears):
         weights, biases = zip(*parameters, strict=True)
         return ColumnLinears.apply(tp, len(linears), whole.detach(), part, *weights, *biases)
-    # What another product needs for backward is its own affair, so autograd goes through it. The gathered input is kept
-    # then, and one exchange adds up the layers' gradients of it.
+    # Autograd differentiates another product. The gathered input is saved then, and one collective sums the layers'
+    # gradients of it.
     if not tp.sequence_parallel:
         (whole,) = SumGradients.apply(tp, part)
     return tuple(linear(layer, whole, *own) for layer, own in zip(linears, parameters, strict=True))
 
 
 class Replicated(NamedTuple):
-    """A parameter that every rank holds whole."""
+    """A parameter that is replicated over the ranks."""
 
     module: nn.Module
     name: str
-    summed: bool  # whether its gradient on each rank is a part of the sum
+    summed: bool  # whether its gradient is the sum of the ranks'
 
 
 class ReplicatedParams:
-    """The parameters of a block that every rank holds whole.
+    """Replicated parameters of a block.
 
-    Where a rank has only some of the tokens or heads, it has a part of such a parameter's gradient. The parts are added
-    up in one exchange for the whole block: inside :meth:`open`, modules compute with tensors that see to that.
+    A rank with some of the tokens or heads computes a partial gradient of such a parameter. One collective sums the
+    partial gradients of the block: inside :meth:`open`, modules compute with tensors whose backward does.
     """
 
     def __init__(self, tp: TPGroup, params: Iterable[Replicated]):
@@ -68,8 +62,8 @@ class ReplicatedParams:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Around the forward of the block."""
-        tensors = [local(getattr(h.module, h.name)) for h in self.params]
+        """Make the tensors for one forward of the block."""
+        tensors = [local_tensor(getattr(h.module, h.name)) for h in self.params]
         summed = [i for i, h in enumerate(self.params) if h.summed and tensors[i].requires_grad]  # type: ignore[union-attr]
         if summed and torch.is_grad_enabled():
             for i, tensor in zip(summed, SumGradients.apply(self.tp, *(tensors[i] for i in summed)), strict=True):
@@ -80,21 +74,21 @@ class ReplicatedParams:
         finally:
             self._now = []
 
-    def place(self, module: nn.Module, name: str) -> int | None:
-        """Where a parameter is in ``params``, if it is: by place, blocks are alike to ``torch.compile``."""
+    def index_of(self, module: nn.Module, name: str) -> int | None:
+        """Return a parameter's index in ``params``, or None; ``torch.compile`` needs equal code in all blocks."""
         return next((i for i, h in enumerate(self.params) if h.module is module and h.name == name), None)
 
-    def at(self, place: int) -> torch.Tensor | None:
-        """What to compute with; only inside :meth:`open`."""
-        return self._now[place]
+    def tensor(self, index: int) -> torch.Tensor | None:
+        """Return the tensor to compute with; only inside :meth:`open`."""
+        return self._now[index]
 
     def compute_with(self, module: nn.Module) -> None:
-        """Let a module compute with them: its ``forward`` finds them in the place of its parameters."""
-        forward, places = module.forward, {h.name: i for i, h in enumerate(self.params) if h.module is module}
+        """Let a module compute with them: they replace its parameters during its ``forward``."""
+        forward, indices = module.forward, {h.name: i for i, h in enumerate(self.params) if h.module is module}
 
         def with_local(*args: Any, **kwargs: Any) -> Any:
-            own = {name: module._parameters[name] for name in places}
-            module._parameters.update({name: self.at(place) for name, place in places.items()})  # type: ignore[misc]
+            own = {name: module._parameters[name] for name in indices}
+            module._parameters.update({name: self.tensor(i) for name, i in indices.items()})  # type: ignore[misc]
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -103,7 +97,7 @@ class ReplicatedParams:
         module.forward = with_local  # type: ignore[method-assign]
 
     def surround(self, module: nn.Module) -> None:
-        """Open around a module's forward."""
+        """Wrap a module's forward in :meth:`open`."""
         forward = module.forward
 
         def opened(*args: Any, **kwargs: Any) -> Any:
@@ -114,18 +108,18 @@ class ReplicatedParams:
 
 
 class ColumnParallel:
-    """Linear layers that read one input, split by their outputs; the first one called computes all of them.
+    """Linear layers of one input, split by their outputs; the first one called computes all of them.
 
     Args:
         tp: the group.
         linears: the layers.
-        slices: for a layer whose weight every rank holds whole, the rows that this rank computes.
-        replicated: where such weights are.
+        slices: of a layer with a replicated weight, the rows that this rank computes.
+        replicated: holds such weights.
     """
 
     def __init__(self, tp: TPGroup, linears: list[nn.Linear], slices: dict[int, slice], replicated: ReplicatedParams):
         self.tp, self.linears, self.slices, self.replicated = tp, linears, slices, replicated
-        self._places = {name: [replicated.place(layer, name) for layer in linears] for name in ("weight", "bias")}
+        self._indices = {name: [replicated.index_of(layer, name) for layer in linears] for name in ("weight", "bias")}
         self._whole: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
@@ -133,12 +127,12 @@ class ColumnParallel:
             layer.forward = self._forward_of(index)  # type: ignore[method-assign,assignment]
 
     def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        # Not functools.partial, which torch.compile takes for another in every block.
+        # Not functools.partial, for which torch.compile would compile every block anew.
         return lambda x: self._output(index, x)
 
     @contextlib.contextmanager
     def input(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The input of all tokens, for the layers and whatever else reads it."""
+        """Gather the input of all tokens, for the layers and other readers."""
         tp = self.tp
         self._part = part
         self._whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
@@ -149,10 +143,10 @@ class ColumnParallel:
             self._outputs = {}
 
     def _parameter(self, index: int, name: str) -> torch.Tensor | None:
-        place = self._places[name][index]
-        if place is None:
-            return local(getattr(self.linears[index], name))
-        return self.replicated.at(place)[self.slices[index]]  # type: ignore[index]
+        replica = self._indices[name][index]
+        if replica is None:
+            return local_tensor(getattr(self.linears[index], name))
+        return self.replicated.tensor(replica)[self.slices[index]]  # type: ignore[index]
 
     def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._whole:
@@ -174,17 +168,17 @@ def split_part(
     *,
     random: bool,
 ) -> None:
-    """Let a part of a block gather its input, compute on its columns, and reduce its output.
+    """Let a part of a block gather its input, compute its columns, and reduce its output.
 
     Args:
         tp: the group.
         module: the part.
-        columns: of the part.
-        row: its last layer.
+        columns: its column-parallel layers.
+        row: its row-parallel layer.
         replicated: of the block.
-        random: whether the ranks draw different random numbers inside, where they do not everywhere.
+        random: whether the part draws random numbers, which must differ between ranks.
     """
-    forward, bias = module.forward, replicated.place(row, "bias")
+    forward, bias = module.forward, replicated.index_of(row, "bias")
     fork = random and not tp.sequence_parallel
 
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -199,15 +193,15 @@ def split_part(
             return forward(whole, *args[1:], **kwargs)
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
-        out = ReducePartial.apply(linear(row, x, local(row.weight), None), tp)  # type: ignore[arg-type]
-        return out if bias is None else out + replicated.at(bias)  # type: ignore[return-value]
+        out = ReducePartial.apply(linear(row, x, local_tensor(row.weight), None), tp)  # type: ignore[arg-type]
+        return out if bias is None else out + replicated.tensor(bias)  # type: ignore[return-value]
 
     module.forward = computed  # type: ignore[method-assign]
     row.forward = reduced  # type: ignore[method-assign,assignment]
 
 
 def split_embedding(tp: TPGroup, embedding: nn.Embedding) -> None:
-    """Let an embedding look up its rows of the vocabulary."""
+    """Let an embedding look up this rank's rows of the vocabulary."""
     first, last = tp.bounds(embedding.num_embeddings)
     padding = embedding.padding_idx
     own_padding = padding - first if padding is not None and first <= padding < last else None
@@ -215,17 +209,17 @@ def split_embedding(tp: TPGroup, embedding: nn.Embedding) -> None:
     def look_up(ids: torch.Tensor) -> torch.Tensor:
         foreign = (ids < first) | (ids >= last)
         rows = (ids - first).masked_fill(foreign, 0)
-        found = F.embedding(rows, local(embedding.weight), padding_idx=own_padding)  # type: ignore[arg-type]
+        found = F.embedding(rows, local_tensor(embedding.weight), padding_idx=own_padding)  # type: ignore[arg-type]
         return ReducePartial.apply(found.masked_fill(foreign.unsqueeze(-1), 0), tp)
 
     embedding.forward = look_up  # type: ignore[method-assign,assignment]
 
 
 def split_head(tp: TPGroup, head: nn.Linear) -> None:
-    """Let the head make its rank's columns of the logits, of all tokens."""
+    """Let the head compute this rank's columns of the logits, of all tokens."""
 
     def logits(part: torch.Tensor) -> torch.Tensor:
         whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
-        return _columns(tp, [head], [(local(head.weight), local(head.bias))], whole=whole, part=part)[0]
+        return _columns(tp, [head], [(local_tensor(head.weight), local_tensor(head.bias))], whole=whole, part=part)[0]
 
     head.forward = logits  # type: ignore[method-assign,assignment]

@@ -1,4 +1,4 @@
-"""Split a model by its family's plan: parameters become DTensors over the mesh, modules compute on their part."""
+"""Split a model by its family's plan: parameters become DTensors over the mesh, modules compute with the local ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.errors import ConfigError, UserError
 from smp.models.family import Family
-from smp.models.tensor_plan import Part, TensorPlan, require_tensor_plan, tensor_parallel_problems
+from smp.models.tensor_plan import Part, TensorPlan, tensor_parallel_problems
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.tensor.forward import split_forward
 from smp.parallel.tensor.group import TPGroup
@@ -28,12 +28,12 @@ _MARK = "_smp_tensor_parallel"
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether :func:`split_model` has been applied."""
+    """Return whether :func:`split_model` was applied."""
     return hasattr(model, _MARK)
 
 
 def _split_head_of(tp: TPGroup, vocabulary: int) -> SplitHead:
-    """For the loss in chunks: how the head is split."""
+    """Describe the split head to the loss in chunks."""
     return SplitHead(
         first=tp.bounds(vocabulary)[0],
         group=tp.group,
@@ -43,7 +43,7 @@ def _split_head_of(tp: TPGroup, vocabulary: int) -> SplitHead:
 
 
 def _from_rank0(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's values, on ``device``; collective."""
+    """Broadcast rank 0's values, to ``device``; collective."""
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
     dist.broadcast(values, src=0)
     return values
@@ -52,7 +52,7 @@ def _from_rank0(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
     """Give buffers, and parameters, rank 0's values on ``device``; collective.
 
-    Other ranks may hold any values, or be on the meta device.
+    Other ranks' tensors may have any values, or be on the meta device.
     """
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -67,11 +67,11 @@ def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool 
 
 
 class _Distributor:
-    """Turns parameters into DTensors; a tied one is turned once."""
+    """Replaces parameters by DTensors, a tied one by one."""
 
     def __init__(self, tp: TPGroup, *, from_rank0: bool):
         self.tp, self.from_rank0 = tp, from_rank0
-        self._done: dict[int, nn.Parameter] = {}  # by id of the original, of which none is made meanwhile
+        self._done: dict[int, nn.Parameter] = {}  # by id of the original parameter
 
     def __call__(self, module: nn.Module, name: str, placement: Placement) -> None:
         parameter = module._parameters[name]
@@ -83,14 +83,14 @@ class _Distributor:
 
     def _distribute(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         tp, shape, stride = self.tp, parameter.shape, parameter.stride()
-        whole = parameter.detach()
+        full = parameter.detach()
         if self.from_rank0:
-            whole = _from_rank0(whole, torch.device(tp.device))
+            full = _from_rank0(full, torch.device(tp.device))
         if isinstance(placement, Shard):
             first, last = tp.bounds(shape[placement.dim])
-            # A copy, so that the whole one can go.
-            whole = whole.narrow(placement.dim, first, last - first).clone(memory_format=torch.contiguous_format)
-        own = DTensor.from_local(whole, tp.mesh, [placement], run_check=False, shape=shape, stride=stride)
+            # A copy, so that the unsharded tensor is freed.
+            full = full.narrow(placement.dim, first, last - first).clone(memory_format=torch.contiguous_format)
+        own = DTensor.from_local(full, tp.mesh, [placement], run_check=False, shape=shape, stride=stride)
         return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
@@ -110,9 +110,9 @@ def _linear(module: nn.Module, path: str, where: str) -> nn.Linear:
 
 
 def _rows(tp: TPGroup, linear: nn.Linear, heads: int | None) -> tuple[bool, slice]:
-    """Whether a column-parallel layer's rows are split among the ranks, and which of them this rank computes.
+    """Return whether a column-parallel layer's rows are sharded, and the rows that this rank computes.
 
-    Heads are never cut; where there are fewer than ranks, several ranks compute the same one.
+    Heads are never cut; where there are fewer than ranks, the layer is replicated and several ranks compute a head.
     """
     rows = linear.out_features
     if heads is None or heads % tp.size == 0:
@@ -140,7 +140,7 @@ def _split_part(
                 Replicated(linear, name, True) for name in ("weight", "bias") if getattr(linear, name) is not None
             ]
         elif linear.bias is not None and linear.out_features % tp.size:
-            # Uneven parts of a vector cannot be sharded further.
+            # fully_shard cannot shard an unevenly sharded vector further.
             slices[index] = rows
             replicated.params.append(Replicated(linear, "bias", True))
             distribute(linear, "weight", Shard(0))
@@ -159,7 +159,7 @@ def _split_part(
 
 
 def _draws(module: nn.Module, hf_config: Any) -> bool:
-    """Whether there is dropout in a module."""
+    """Return whether there is dropout in a module."""
     inside = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
     return inside or bool(getattr(hf_config, "attention_dropout", 0.0))
 
@@ -167,7 +167,7 @@ def _draws(module: nn.Module, hf_config: Any) -> bool:
 def _replicate_rest(
     tp: TPGroup, root: nn.Module, distribute: _Distributor, replicated: ReplicatedParams, split: set[int]
 ) -> None:
-    """Replicate what no part has split; inside a part, ranks have other heads or features, so that gradients add up."""
+    """Replicate parameters that no part has split; inside a part their gradients are partial sums on each rank."""
     known = {(id(h.module), h.name) for h in replicated.params}
     for module in root.modules():
         own = [
@@ -186,18 +186,19 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
     """Apply tensor parallelism to a Hugging Face causal language model, in place; before sharding.
 
     Args:
-        model: of ``family``'s architecture, whole on every rank, or on the meta device.
+        model: of ``family``'s architecture, unsharded on every rank, or on the meta device.
         family: gives the plan.
         tp: the group.
         from_rank0: take every parameter's values from global rank 0; collective.
 
     Raises:
         ConfigError: the model cannot be split over so many ranks.
-        UserError: the family has no plan, or the plan does not fit the model.
+        UserError: the plan does not fit the model.
     """
-    plan = require_tensor_plan(family.tensor_plan, model.config)
+    plan = family.tensor_plan
     if problems := tensor_parallel_problems(plan, model.config, degree=tp.size):
         raise ConfigError(problems)
+    assert plan is not None  # one of the problems, at any degree above 1
     tied = model.get_submodule(family.head).weight is model.get_submodule(family.embedding).weight
     if from_rank0:
         take_from_rank0(model, torch.device(tp.device), parameters=False)

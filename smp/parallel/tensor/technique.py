@@ -1,4 +1,4 @@
-"""Tensor parallelism as one of the techniques."""
+"""Tensor parallelism as a technique."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Config = ParallelConfig
 
 
 def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0) -> TPGroup:
-    """This rank's tensor-parallel group."""
+    """Build this rank's tensor-parallel group."""
     return TPGroup(
         mesh.tp_mesh,
         sequence_parallel=parallel.sequence_parallel,
@@ -28,7 +28,7 @@ def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Say why the model cannot be split over so many tensor-parallel and sharding ranks."""
+    """Return the reasons why the model cannot be split over so many tensor-parallel and sharding ranks."""
     mesh = setup.mesh
     return tensor_parallel_problems(setup.family.tensor_plan, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
 
@@ -40,8 +40,8 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count the input of the running layer, which exists whole for a moment under sequence parallelism.
+    """Count the gathered input of the running layer under sequence parallelism.
 
-    What it saves is in the sizes of the others, which are those of a tensor-parallel rank.
+    Savings are in the other techniques' costs, which are those of a tensor-parallel rank.
     """
     return {"activations": work.tokens * shape.hidden * work.compute_bytes if splits_tokens(mesh, work) else 0}
