@@ -72,18 +72,18 @@ def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def own_words(words: Sequence[str] | None) -> list[str]:
-    """The words of a command line without the local rank that ``deepspeed`` and torch's old launcher put in front.
+def own_arguments(argv: Sequence[str] | None) -> list[str]:
+    """Return the arguments without the local rank that ``deepspeed`` and torch's old launcher put in front.
 
-    The environment says it too.
+    The environment has it too.
 
     Args:
-        words: after the program's name; None reads ``sys.argv``.
+        argv: after the program's name; None reads ``sys.argv``.
     """
-    words = list(sys.argv[1:] if words is None else words)
-    while words and re.fullmatch(r"--local[_-]rank=\d+", words[0]):
-        del words[0]
-    return words
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    while arguments and re.fullmatch(r"--local[_-]rank=\d+", arguments[0]):
+        del arguments[0]
+    return arguments
 
 
 def data_channel(name: str) -> str | None:
@@ -374,11 +374,14 @@ def seed_everything(seed: int, data_rank: int) -> None:
     torch.manual_seed(seed + data_rank)
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity; macOS has none."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_default_threads(processes: int) -> None:
     """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
-    # macOS has no affinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
 
 
 def release_cache(device: torch.device) -> None:

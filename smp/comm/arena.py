@@ -33,6 +33,7 @@ from smp.comm import futex
 from smp.comm.kernel import ArenaView, Gather, Kernel
 from smp.comm.peers import Peers
 from smp.comm.segment import NONCE_BYTES, Segment
+from smp.runtime import available_cores
 
 SLOTS = 4
 SIGNATURE_BYTES = 256  # at the start of each slot: what its rank is doing in this round
@@ -147,7 +148,7 @@ class Arena:
         self.round = 0  # the last one this rank has begun
         self._asleep = [counter + 1 for counter in self._counter]  # words: whether a rank sleeps
         # With more ranks than cores, looking only burns what a peer needs to go on.
-        crowded = self.size > futex.cores()
+        crowded = self.size > available_cores()
         self._spins, self._yields = (1, 20) if crowded else (20, 100)
         self._kernel = kernel
         self._c = ArenaView(

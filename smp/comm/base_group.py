@@ -22,13 +22,12 @@ from torch.distributed import ProcessGroup
 from smp.comm import cuda, modes, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
-from smp.comm.tensors import nbytes, plain_cpu, plain_gpu
+from smp.comm.tensors import nbytes, plain_cpu
 from smp.comm.work_queue import DONE, DoneWork, QueuedWork, WorkQueue
 
 _SIGNATURES_KEPT = 4096
 
 Run = Callable[[Collectives, bytes], None]
-GpuRun = Callable[[cuda.GpuCollectives], None]
 
 
 def _path(tensors: Sequence[torch.Tensor]) -> str:
@@ -274,31 +273,25 @@ class BaseGroup(ProcessGroup):
         report.count(operation, size, path, why)
         return call()
 
-    def _on_gpu(
-        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], run: GpuRun, opts: Any,
-        reduction: str | None = None,
-    ) -> Any:  # fmt: skip
-        """Run a collective of tensors on GPUs, or let NCCL run it. ``tensors`` are the smaller one and the larger."""
-        size = nbytes(tensors[0])
+    def _gather_on_gpu(self, output: torch.Tensor, source: torch.Tensor, call: Callable[[], Any], opts: Any) -> Any:
+        """Gather tensors on GPUs by copy engine, or let NCCL do it by ``call``."""
+        size = nbytes(source)
         self._check_usable()
-        gpu = self.gpu(tensors[0].device)
-        if why := gpu.why_not(operation, tensors[0], reduction=reduction, coalescing=self._coalescing):
-            return self._inner(operation, tensors, why, call)
-        start = functools.partial(gpu.run, lambda: run(gpu), tensors, async_op=opts is None or opts.asyncOp)
-        with report.record(operation, size) or contextlib.nullcontext():
+        gpu = self.gpu(source.device)
+        if why := gpu.why_not(source, coalescing=self._coalescing):
+            return self._inner("all_gather", (source, output), why, call)
+        start = functools.partial(gpu.all_gather, output, source, async_op=opts is None or opts.asyncOp)
+        with report.record("all_gather", size) or contextlib.nullcontext():
             work = modes.shown(call, start) if modes.active() else start()
-        report.count(operation, size, cuda.PATH)
+        report.count("all_gather", size, cuda.PATH)
         return work
 
     # --- by the inner backends
 
     def _elsewhere(
-        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None,
-        *, gpu: GpuRun | None = None, opts: Any = None,
-    ) -> Any:  # fmt: skip
-        """A collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
-        if gpu is not None and plain_gpu(tensors):
-            return self._on_gpu(operation, tensors, call, gpu, opts, reduction)
+        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None
+    ) -> Any:
+        """Hand over a collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
         devices = {t.device.type for t in tensors}
         if devices != {"cpu"}:
             why = f"{'/'.join(sorted(devices))} tensors"

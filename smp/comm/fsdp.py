@@ -109,7 +109,7 @@ class SharedAllGather:
         inner = either(self._group._plain, "all_gather_single", "_allgather_base")
 
         def run(collectives: Collectives, signature: bytes) -> None:
-            collectives.exchange_slices(signature, address, part)
+            collectives.gather_shared(signature, address, part)
 
         key = ("all_gather", input_tensor.dtype, input_tensor.numel(), "@", offset)
         work = self._group.launch(

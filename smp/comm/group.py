@@ -12,10 +12,21 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
-from smp.comm.base_group import BaseGroup, GpuRun
+from smp.comm.base_group import BaseGroup
 from smp.comm.connect import Collectives
 from smp.comm.reduction import Reduction, reduction_name, supported
-from smp.comm.tensors import Output, check_list, check_outputs, check_single, dense, flat, nbytes, overlap, plain_cpu
+from smp.comm.tensors import (
+    Output,
+    check_list,
+    check_outputs,
+    check_single,
+    dense,
+    flat,
+    nbytes,
+    overlap,
+    plain_cpu,
+    plain_gpu,
+)
 
 
 def either(group: ProcessGroup, name: str, older: str = "") -> Callable[..., Any]:
@@ -52,8 +63,9 @@ class SmddpGroup(BaseGroup):
         arguments = (output, input) if opts is None else (output, input, opts)
         problem = check_single(output, input, self._size, "output", "input") or check_outputs((output,))
         if not plain_cpu((output, input)):
-            gpu: GpuRun | None = None if problem else lambda own: own.all_gather(output, input)
-            return self._elsewhere("all_gather", (input, output), lambda: base(*arguments), gpu=gpu, opts=opts)
+            if problem is None and plain_gpu((output, input)):
+                return self._gather_on_gpu(output, input, lambda: base(*arguments), opts)
+            return self._elsewhere("all_gather", (input, output), lambda: base(*arguments))
         if problem:
             return self._refuse("all_gather", problem, opts)
 
@@ -118,9 +130,7 @@ class SmddpGroup(BaseGroup):
         name = reduction_name(opts.reduceOp)
         problem = check_single(input, output, self._size, "input", "output") or check_outputs((output,))
         if not plain_cpu((output, input)) or not supported(name, input.dtype):
-            gpu: GpuRun | None = None if problem else lambda own: own.reduce_scatter(output, input, name)
-            inner = lambda: base(output, input, opts)  # noqa: E731
-            return self._elsewhere("reduce_scatter", (output, input), inner, name, gpu=gpu, opts=opts)
+            return self._elsewhere("reduce_scatter", (output, input), lambda: base(output, input, opts), name)
         if problem:
             return self._refuse("reduce_scatter", problem, opts)
 

@@ -14,20 +14,36 @@ every rank and in every run, whatever the size.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from smp.comm import futex
 from smp.comm.arena import Mismatch, common_part
-from smp.comm.hosts_reduction import ReduceScatter
-from smp.comm.intra_host import HostCollectives, shares
+from smp.comm.intra_host import HostCollectives, add_up, shares
 from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import PAYLOAD, Message, Wire, memory
 
 # Up to so many bytes, each rank of a host carries all of a broadcast or sum: that spares a round of the arena.
 _CARRIED_BYTES = 4096
+
+
+class _Batch(NamedTuple):
+    """A batch of a reduce-scatter whose messages are on their way: the sums of all hosts for this rank."""
+
+    sums: list[torch.Tensor]
+    messages: list[Message]
+    out: torch.Tensor
+
+    def finish(self, reduction: Reduction) -> None:
+        """Wait for the messages and add up the sums, in the order of hosts."""
+        for message in self.messages:
+            message.wait()
+        if self.out.numel():
+            add_up(self.sums, self.out, reduction)
 
 
 class HostsCollectives:
@@ -50,7 +66,7 @@ class HostsCollectives:
         self, local: HostCollectives, wire: Wire, topology: Topology, *,
         ranks: Sequence[int], group: str, chunk: int,
     ):  # fmt: skip
-        self.local, self.wire, self.hosts, self._topology = local, wire, topology.hosts, topology
+        self.local, self.wire, self.hosts = local, wire, topology.hosts
         self.host, self.place, self.mates = topology.host, topology.local, topology.neighbours
         self.rank = self.mates[self.place]
         self._arena, self._others = local.arena, local.arena.others
@@ -100,13 +116,13 @@ class HostsCollectives:
     def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank: see :meth:`HostCollectives.all_gather`."""
         if max(sizes) <= PAYLOAD:
-            self._exchange_packed(signature, source, sizes, places)
+            self._gather_packed(signature, source, sizes, places)
             self._hand_on(signature, source, sizes, places, {})
         else:
             self.agree(signature)
             self._all_gather(signature, source, sizes, places)
 
-    def _exchange_packed(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+    def _gather_packed(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """Exchange with this rank's other ends in the meeting."""
 
         def locally() -> None:
@@ -118,7 +134,7 @@ class HostsCollectives:
             r = self.hosts[host][self.place]
             futex.copy(places[r], self.wire.incoming(host), sizes[r])
 
-    def _exchange(
+    def _send_and_receive(
         self, source: int, sizes: Sequence[int], places: Sequence[int]
     ) -> tuple[list[Message], dict[tuple[int, int], Message]]:
         """Begin to send this rank's bytes to its other ends, and to receive theirs into place.
@@ -139,7 +155,7 @@ class HostsCollectives:
 
     def _all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
         """The same when all agree."""
-        leaving, arriving = self._exchange(source, sizes, places)
+        leaving, arriving = self._send_and_receive(source, sizes, places)
         self._hand_on(signature, source, sizes, places, arriving)
         for message in leaving:
             message.wait()
@@ -177,7 +193,7 @@ class HostsCollectives:
         if steps:
             self.local.rounds(signature, len(steps), fill, take)
 
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+    def gather_shared(self, signature: bytes, address: int, part: int) -> None:
         """Complete a gathered buffer that this host's ranks share, whose pages every rank of the host sees.
 
         On the other hosts :meth:`all_gather` may be called instead: the messages are the same.
@@ -191,10 +207,10 @@ class HostsCollectives:
         places = [address + r * part for r in range(len(sizes))]
         own = places[self.rank]
         if part <= PAYLOAD:
-            self._exchange_packed(signature, own, sizes, places)
+            self._gather_packed(signature, own, sizes, places)
         else:
             self.agree(signature)
-            leaving, arriving = self._exchange(own, sizes, places)
+            leaving, arriving = self._send_and_receive(own, sizes, places)
             for message in (*leaving, *arriving.values()):
                 message.wait()
         self.local.agree(signature)
@@ -207,10 +223,7 @@ class HostsCollectives:
         place = self.hosts[host].index(root)
         if nbytes > _CARRIED_BYTES:
             self.agree(signature)
-            if host == self.host:
-                self._broadcast_from(signature, address, nbytes, place)
-            else:
-                self._broadcast_to(signature, address, nbytes, host)
+            self._broadcast(signature, address, nbytes, host, place)
             return
         scratch = ctypes.addressof(self._scratch)
 
@@ -227,57 +240,20 @@ class HostsCollectives:
         if self.rank != root:
             futex.copy(address, scratch if host == self.host else self.wire.incoming(host), nbytes)
 
-    def _broadcast_step(self, nbytes: int) -> int:
-        """Bytes of a chunk, so that every rank of a host has some to carry."""
-        share = -(-nbytes // len(self.mates))
-        return min(self._chunk, -(-share // 64) * 64)
-
-    def _broadcast_from(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
-        """On the root's host: share the chunks, and let the ranks send them in turn."""
-        step = self._broadcast_step(nbytes)
-        leaving: list[Message] = []
-
-        def fill(index: int, k: int) -> None:
-            if self.place == root:
-                start = index * step
-                self._put(k, address + start, min(step, nbytes - start))
-
-        def take(index: int, k: int) -> None:
-            start = index * step
-            size = min(step, nbytes - start)
-            if self.place != root:
-                self._get(root, k, address + start, size)
-            if index % len(self.mates) == self.place:
-                leaving.extend(self.wire.send(host, memory(address + start, size)) for host in self.wire.after)
-
-        self.local.rounds(signature, -(-nbytes // step), fill, take)
+    def _broadcast(self, signature: bytes, address: int, nbytes: int, host: int, place: int) -> None:
+        """Broadcast inside the root's host, each of whose ranks sends a share that the other hosts then gather."""
+        share = -(-nbytes // (64 * len(self.mates))) * 64
+        sizes, places = [0] * len(self._ranks), [address] * len(self._ranks)
+        for local, rank in enumerate(self.hosts[host]):
+            start = min(local * share, nbytes)
+            sizes[rank], places[rank] = min(share, nbytes - start), address + start
+        if host != self.host:
+            self._all_gather(signature, address, sizes, places)
+            return
+        self.local.broadcast(signature, address, nbytes, place)
+        leaving, _ = self._send_and_receive(places[self.rank], sizes, places)
         for message in leaving:
             message.wait()
-
-    def _broadcast_to(self, signature: bytes, address: int, nbytes: int, host: int) -> None:
-        """On another host: receive every so manieth chunk, and share them."""
-        step, ranks = self._broadcast_step(nbytes), len(self.mates)
-
-        def part(index: int, place: int) -> tuple[int, int]:
-            start = (index * ranks + place) * step
-            return start, min(step, nbytes - start)
-
-        count = -(-nbytes // (step * ranks))
-        parts = [part(index, self.place) for index in range(count)]
-        arriving = [self.wire.receive(host, memory(address + s, size)) for s, size in parts if size > 0]
-
-        def fill(index: int, k: int) -> None:
-            start, size = parts[index]
-            if size > 0:
-                arriving[index].wait()
-                self._put(k, address + start, size)
-
-        def take(index: int, k: int) -> None:
-            for other in self._others:
-                start, size = part(index, other)
-                self._get(other, k, address + start, size)
-
-        self.local.rounds(signature, count, fill, take)
 
     # --- reductions
 
@@ -287,11 +263,7 @@ class HostsCollectives:
         """Reduce every rank's part for this rank: see :meth:`HostCollectives.reduce_scatter`."""
         if max(part.numel() for part in parts) * out.dtype.itemsize > PAYLOAD:
             self.agree(signature)
-            operation = ReduceScatter(
-                self.local, self.wire, self._topology, chunk=self._slot, parts=parts, out=out, reduction=reduction,
-                workspace=self._room,
-            )  # fmt: skip
-            operation.run(signature)
+            self._reduce_scatter(signature, parts, out, reduction)
             return
         # A local rank makes this host's sums for its place on every host.
         by_place = [torch.cat([parts[ranks[i]] for ranks in self.hosts]) for i in range(len(self.mates))]
@@ -305,6 +277,57 @@ class HostsCollectives:
 
         self._meet(signature, locally)
         self._combine_payloads(pieces[self.host], out, reduction)
+
+    def _reduce_scatter(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """Reduce batch by batch: sum inside this host, send the other hosts their sums, and add theirs one batch later.
+
+        The other hosts' sums of a batch are on their way while this host sums the next one.
+        """
+        longest = max(part.numel() for part in parts)
+        batch = min(self._slot // out.dtype.itemsize, longest)  # elements of one message
+        shape = (2, 2, len(self.hosts), batch)  # two batches at once; of each what is received and what is sent
+        workspace = self._workspace_of(math.prod(shape), out.dtype).view(shape)
+        pending: _Batch | None = None
+        for index, start in enumerate(range(0, longest, batch)):
+            begun = self._begin_batch(
+                signature, [part[start : start + batch] for part in parts], out[start : start + batch],
+                workspace[index % 2], reduction,
+            )  # fmt: skip
+            if pending is not None:
+                pending.finish(reduction)
+            pending = begun
+        assert pending is not None
+        pending.finish(reduction)
+
+    def _begin_batch(
+        self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, buffers: torch.Tensor,
+        reduction: Reduction,
+    ) -> _Batch:  # fmt: skip
+        """Begin to receive the other hosts' sums for this rank, and to send them this host's sums.
+
+        Args:
+            signature: of the operation.
+            parts: this rank's part of the batch for each rank.
+            out: where the result of the batch goes.
+            buffers: to receive into, and for this host's sums: (2, hosts, elements of a batch).
+            reduction: what to do.
+        """
+        received, summed = buffers[0, :, : out.numel()], buffers[1]
+        messages = [self.wire.receive(host, received[host]) for host in self.wire.before] if out.numel() else []
+        sums = list(received)
+        for host in (*self.wire.after, self.host):
+            total = parts[self.hosts[host][self.place]]
+            if self._others:
+                total = summed[host, : total.numel()]
+                self.local.reduce_scatter(signature, [parts[rank] for rank in self.hosts[host]], total, reduction)
+            if host == self.host:
+                # In place, the first two sums are added up before this one is read.
+                sums[host] = total.clone() if total.data_ptr() == out.data_ptr() and self.host > 1 else total
+            elif total.numel():
+                messages.append(self.wire.send(host, total))
+        return _Batch(sums, messages, out)
 
     def _combine_payloads(self, own: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> None:
         """Reduce what came with the meeting and this host's ``own``, in the order of hosts."""
@@ -335,7 +358,7 @@ class HostsCollectives:
         self._meet(signature, locally)
         self._combine_payloads(sums, tensor, reduction)
 
-    def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _workspace_of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to work in, kept for the next time: fresh pages cost as much as what is done with them."""
         nbytes = numel * dtype.itemsize
         if self._workspace.numel() < nbytes:

@@ -109,7 +109,7 @@ class HostCollectives:
 
         self.rounds(signature, count, fill, take)
 
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+    def gather_shared(self, signature: bytes, address: int, part: int) -> None:
         """Wait until every rank's slice is in the buffer, which is the same memory for all."""
         self.agree(signature)
 

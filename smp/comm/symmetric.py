@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 def place(device: torch.device, settings: Settings) -> Place:
     """This rank's place."""
-    knobs = [settings.workspace, settings.gpu_minimum, settings.gpu_sums, settings.shared]
+    knobs = [settings.workspace, settings.gpu_minimum, settings.shared]
     backend = _torch.get_backend(device) if hasattr(_torch, "get_backend") else None
     if not settings.workspace:
         problem = "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"

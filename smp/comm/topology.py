@@ -61,7 +61,7 @@ def _host_id() -> str:
     return f"{boot} {namespace} {os.getuid()}"
 
 
-def exchange(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[Member, ...]:
+def gather_members(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[Member, ...]:
     """Learn who every rank of the group is. Every rank must call it.
 
     Raises:

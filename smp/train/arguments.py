@@ -25,7 +25,7 @@ from smp.errors import ConfigError, UserError
 from smp.faults.config import FaultConfig
 from smp.models.model_config import ModelConfig
 from smp.retired import RETIRED
-from smp.runtime import data_channel, own_words
+from smp.runtime import data_channel, own_arguments
 from smp.train.lr_schedule import LRConfig
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig
@@ -294,7 +294,7 @@ def _default_text(flag: Flag) -> str:
 
 def _read_words(argv: Sequence[str] | None, problems: list[str]) -> dict[str, list[Any]]:
     """Settings given by the file and the flags, unconverted; what is unknown goes to ``problems``."""
-    namespace, extra = _build_parser().parse_known_args(own_words(argv))
+    namespace, extra = _build_parser().parse_known_args(own_arguments(argv))
     flags = vars(namespace)
     words: dict[str, list[Any]] = {}
     path = flags.pop("config")
