@@ -72,12 +72,12 @@ def _round_up(number: int, step: int) -> int:
 
 
 def smallest_slot(ranks: int) -> int:
-    """Bytes of a slot in which there is a place for every rank: 64 bytes, which any element fits in."""
+    """Return the bytes of a slot that has 64 bytes for every rank: any element fits into that."""
     return _round_up(64 * ranks, _PAGE)
 
 
 class Layout(NamedTuple):
-    """Where things are in an arena.
+    """Byte offsets in an arena.
 
     Args:
         size: ranks.
@@ -89,23 +89,23 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(total: int, size: int) -> Layout:
-        """The layout of an arena of ``total`` bytes for ``size`` ranks."""
+        """Return the layout of an arena of ``total`` bytes for ``size`` ranks."""
         empty = Layout(size, 0)
         return Layout(size, (total - empty.total) // (SLOTS * size))
 
     @property
     def counters(self) -> int:
-        """Where the counters begin."""
+        """Offset of the counters."""
         return _LINE  # the segment's nonce comes first
 
     @property
     def notes(self) -> int:
-        """Where the notes begin."""
+        """Offset of the notes."""
         return self.counters + _LINE * self.size
 
     @property
     def slots(self) -> int:
-        """Where the slots begin."""
+        """Offset of the slots."""
         return _round_up(self.notes + _NOTE * self.size, _PAGE)
 
     @property
@@ -167,15 +167,15 @@ class Arena:
     # --- rounds
 
     def offset(self, rank: int, round_: int) -> int:
-        """Byte offset, in the segment, of the data of a rank's slot for a round."""
+        """Return the byte offset, in the segment, of the data of a rank's slot for a round."""
         return self._slot_offset[rank][round_ % SLOTS] + _PAGE
 
     def address(self, rank: int, round_: int) -> int:
-        """Address of the same."""
+        """Return the address of the data of a rank's slot for a round."""
         return self.segment.address + self.offset(rank, round_)
 
     def begin(self) -> int:
-        """Begin the next round: its number, once this rank's slot for it may be filled."""
+        """Begin the next round; return its number once this rank's slot for it may be filled."""
         self.round = k = self.round + 1
         for other in self.others:
             if self._seen[other] < k - 2:
@@ -222,7 +222,7 @@ class Arena:
                 deadline = self._watch(k, deadline)
 
     def _watch(self, k: int, deadline: float) -> float:
-        """After a slice of waiting for nothing: is there still something to wait for?"""
+        """Raise if a peer is dead, has failed or is late; return the deadline, set at the first call."""
         now = time.monotonic()
         if not deadline:
             return now + self._deadline_seconds
@@ -260,7 +260,7 @@ class Arena:
         _NOTE_HEAD.pack_into(self._view, self._own_note, number, time.monotonic(), 0.0, nbytes, name)
 
     def end(self) -> None:
-        """The operation of :meth:`start` has ended well."""
+        """Note that the operation of :meth:`start` has ended well."""
         _NOTE_END.pack_into(self._view, self._own_note + 16, time.monotonic())
 
     def fail(self, reason: str) -> None:
@@ -270,12 +270,12 @@ class Arena:
         self._view[at : at + len(text) + 1] = text + b"\0"
 
     def failure(self, rank: int) -> str:
-        """What a rank said when it failed, or nothing."""
+        """Return the reason with which a rank failed; empty if it has not."""
         at = self._note(rank)
         return bytes(self._view[at + 64 : at + _NOTE]).split(b"\0")[0].decode(errors="replace")
 
     def last_operation(self, rank: int) -> LastOperation:
-        """A local rank's latest operation, as it said itself."""
+        """Return a local rank's latest operation, as that rank noted it."""
         at = self._note(rank)
         number, started, ended, nbytes, name = _NOTE_HEAD.unpack_from(self._view, at)
         return LastOperation(self.peers.ranks[rank], name.rstrip(b"\0").decode(), number, nbytes, started, ended)
@@ -291,7 +291,7 @@ class Arena:
         self._view[at : at + SIGNATURE_BYTES] = signature
 
     def signature(self, rank: int, k: int) -> bytes:
-        """What a rank is doing in round k, which it has posted."""
+        """Return the signature of a rank's round k, which it has posted."""
         at = self._slot_offset[rank][k % SLOTS]
         return bytes(self._view[at : at + SIGNATURE_BYTES])
 
@@ -379,7 +379,7 @@ class Mismatch(dist.DistBackendError):
 
 
 def sign(text: str) -> bytes:
-    """A signature, at its fixed length. What follows ``" @ "`` need only be the same within a host."""
+    """Return a signature, padded or cut to its fixed length; after ``" @ "`` it may differ from host to host."""
     whole = text.encode()
     if len(whole) > SIGNATURE_BYTES:
         digest = hashlib.sha256(whole).hexdigest()[:16]
@@ -388,5 +388,5 @@ def sign(text: str) -> bytes:
 
 
 def common_part(signature: bytes) -> bytes:
-    """What of a signature is the same on all hosts."""
+    """Return the part of a signature that is the same on all hosts."""
     return signature.partition(b" @ ")[0].ljust(SIGNATURE_BYTES, b"\0")

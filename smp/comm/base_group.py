@@ -1,4 +1,4 @@
-"""What every collective of the backend goes through: inner backends, order, agreement, counting, failing.
+"""Common path of all collectives of the backend: inner backends, order, agreement, counting, failing.
 
 A Python ``ProcessGroup`` replaces the whole group, so it registers the inner backends on itself: whatever is not
 overridden is dispatched to them by the base class. What is overridden calls them through a plain group: the base class
@@ -31,7 +31,7 @@ Run = Callable[[Collectives, bytes], None]
 
 
 def _path(tensors: Sequence[torch.Tensor]) -> str:
-    """The inner backend that these tensors go to."""
+    """Return the inner backend for these tensors."""
     return "nccl" if any(t.is_cuda for t in tensors) else "gloo"
 
 
@@ -87,7 +87,7 @@ class BaseGroup(ProcessGroup):
 
     @property
     def seconds(self) -> float:
-        """How long a collective may wait."""
+        """Timeout of a collective."""
         return self._limits._timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -103,7 +103,7 @@ class BaseGroup(ProcessGroup):
         super().abort()
 
     def last_operations(self) -> list[LastOperation]:
-        """The latest collective of every rank of this group on this host."""
+        """Return the latest collective of every rank of this group on this host."""
         connection = self._connection
         if connection is None or connection.arena is None:
             return []
@@ -122,7 +122,7 @@ class BaseGroup(ProcessGroup):
         return self._connection
 
     def gpu(self, device: torch.device) -> cuda.GpuCollectives:
-        """The group's own collectives of tensors on GPUs, made at the first use: a collective call."""
+        """Return the group's own collectives of GPU tensors, made at the first call, which is collective."""
         if self._gpu is None:
             limits, gloo = self._limits, self._plain._get_backend(torch.device("cpu"))
             with self.failing():
@@ -305,7 +305,7 @@ class BaseGroup(ProcessGroup):
         self, operation: str, tensors: Sequence[torch.Tensor], method: Callable[..., Any],
         calls: Sequence[tuple[Any, ...]], inner: Callable[..., Any], *arguments: Any,
     ) -> Any:  # fmt: skip
-        """Several collectives as one work. The last ends last, as all run in order.
+        """Run several collectives as one work, which ends with the last of them, as all run in order.
 
         Args:
             operation: its name.

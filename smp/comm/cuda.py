@@ -157,7 +157,7 @@ class SymmetricAllGather:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The gathered buffer, 1-D."""
+        """Return the gathered buffer, 1-D."""
         return _lease(self._group, size, dtype, device)
 
     def __call__(
@@ -168,7 +168,7 @@ class SymmetricAllGather:
 
 
 def zero_copy_available(group: dist.ProcessGroup) -> str | None:
-    """Why ``fully_shard`` cannot gather into symmetric memory over a group, or None if it can.
+    """Return why ``fully_shard`` cannot gather into symmetric memory over a group, or None if it can.
 
     Every rank of the group must call it at the same place: the first call makes the memory.
 

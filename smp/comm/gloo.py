@@ -35,7 +35,7 @@ def _exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], g
 
 class _Allocating:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A fresh buffer of the given shape."""
+        """Return a fresh buffer of the given shape."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

@@ -30,12 +30,12 @@ from smp.comm.tensors import (
 
 
 def either(group: ProcessGroup, name: str, older: str = "") -> Callable[..., Any]:
-    """torch 2.13's method, or what it was called before."""
+    """Return torch 2.13's method, or the one by the older name."""
     return getattr(group, name if hasattr(group, name) else older)
 
 
 def _options(kind: Callable[[], Any], op: Any) -> Any:
-    """The options of a call that gives only its reduction."""
+    """Return the options of a call that gives only its reduction."""
     opts = kind()
     if op is not None:
         opts.reduceOp = op if isinstance(op, ReduceOp) else ReduceOp(op)

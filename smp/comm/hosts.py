@@ -154,7 +154,7 @@ class HostsCollectives:
         return leaving, arriving
 
     def _all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
-        """The same when all agree."""
+        """Gather when all ranks have agreed."""
         leaving, arriving = self._send_and_receive(source, sizes, places)
         self._hand_on(signature, source, sizes, places, arriving)
         for message in leaving:

@@ -41,7 +41,7 @@ class HostCollectives:
         self._tensors: dict[torch.dtype, torch.Tensor] = {}
 
     def slot(self, rank: int, k: int, dtype: torch.dtype, numel: int, start: int = 0) -> torch.Tensor:
-        """The data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
+        """Return the data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
         whole = self._tensors.get(dtype)
         if whole is None:
             whole = self._tensors[dtype] = torch.frombuffer(self.arena.segment.map, dtype=dtype)
@@ -221,14 +221,14 @@ class HostCollectives:
 
 
 def shares(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """A part of a 1-D tensor for each rank; the last may be shorter, or empty."""
+    """Split a 1-D tensor into a part for each rank; the last may be shorter, or empty."""
     share = -(-tensor.numel() // ranks)
     share = -(-share // 64) * 64
     return [tensor[share * r : share * (r + 1)] for r in range(ranks)]
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
-    """``reduction.combine(parts, out)``, piece by piece."""
+    """Call ``reduction.combine(parts, out)`` on slices that stay in a core's cache."""
     step = _CACHED_BYTES // out.dtype.itemsize
     if len(parts) == 2 or out.numel() <= step:
         reduction.combine(parts, out)

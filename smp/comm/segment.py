@@ -1,4 +1,4 @@
-"""A piece of memory that the ranks of one host share, made without leaving anything behind.
+"""Memory that the ranks of one host share, which leaves nothing behind.
 
 The memory is an anonymous file (``memfd_create``): it has no name in ``/dev/shm`` or anywhere else, and the kernel
 frees it with the last process that maps it, however that one ends.
@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks for a rank t
 
 
 def refusal() -> str | None:
-    """Why this machine cannot share memory between processes this way, or None."""
+    """Return why this machine cannot share memory between processes this way, or None."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "no memfd_create or pidfd_open (Linux 5.3 or newer is needed)"
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -31,7 +31,7 @@ _names = itertools.count()
 
 
 class Place(NamedTuple):
-    """What the other ranks must know of one: its GPU (a UUID), its knobs, and what stands in the way, if anything."""
+    """A rank as the others need to know it: its GPU (a UUID), its settings, and its problem, if there is one."""
 
     gpu: str
     knobs: list[int]
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def place(device: torch.device, settings: Settings) -> Place:
-    """This rank's place."""
+    """Return this rank's info."""
     knobs = [settings.workspace, settings.gpu_minimum, settings.shared]
     backend = _torch.get_backend(device) if hasattr(_torch, "get_backend") else None
     if not settings.workspace:
@@ -58,7 +58,7 @@ def obstacle(
     visible: Mapping[str, int],
     access: Callable[[int, int], bool],
 ) -> str:
-    """Why a rank's GPU cannot read the others', or nothing.
+    """Return why a rank's GPU cannot read the others', or an empty string.
 
     Args:
         places: of all ranks of the group.
@@ -133,7 +133,7 @@ class Block:
         self.stream: Any = None  # that last used it as a leased buffer
 
     def part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of one rank, as a tensor on this rank's GPU that does not keep the block alive."""
+        """Return bytes of one rank as a tensor on this rank's GPU, which does not keep the block alive."""
         return self._handle.get_buffer(rank, (nbytes,), torch.uint8, start)
 
     def barrier(self, timeout: float) -> None:
@@ -142,7 +142,7 @@ class Block:
 
 
 class Memory:
-    """Where a group gets its blocks.
+    """The allocator of a group's blocks.
 
     Every rank must make the same calls in the same order, and all get the same answer.
 
@@ -172,7 +172,7 @@ class Memory:
         weakref.finalize(self, _distributed_c10d._unregister_process_group, self._name)
 
     def obstacle(self, settings: Settings) -> str:
-        """Why the group cannot have any, or nothing."""
+        """Return why the group cannot have any, or an empty string."""
         values = self._exchange(json.dumps(place(self._device, settings)))
         places = [Place(*json.loads(value)) for value in values]
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -216,7 +216,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Lease:
-    """What holds a leased buffer."""
+    """The hold on a leased buffer."""
 
     def __init__(self, hold: object, block: Block, nbytes: int):
         self._hold, self._block = hold, block
@@ -226,7 +226,7 @@ class _Lease:
 
 
 def _tensor(lease: _Lease, device: torch.device) -> torch.Tensor:
-    """The bytes of a lease, whose storage keeps the lease alive."""
+    """Return the bytes of a lease as a tensor whose storage keeps the lease alive."""
     return torch.as_tensor(lease, device=device)
 
 
@@ -242,7 +242,7 @@ class SymmetricBuffers:
         self._by_address: dict[int, Block] = {}
 
     def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A buffer for use on the current stream, 1-D; None if the limit or the GPU's memory is reached.
+        """Return a 1-D buffer for the current stream; None if the limit or the GPU's memory is reached.
 
         It is given back when its last tensor is gone, and the next user's stream then waits for this one.
         """
@@ -269,5 +269,5 @@ class SymmetricBuffers:
         return _tensor(_Lease(hold, block, nbytes), block.memory.device).view(dtype)
 
     def find(self, tensor: torch.Tensor) -> Block | None:
-        """The block at whose beginning a contiguous tensor lies, if it lies in one."""
+        """Return the block at whose beginning a contiguous tensor lies, or None."""
         return self._by_address.get(tensor.data_ptr())

@@ -27,7 +27,7 @@ _MEETING, _DATA, _NEVER = 0, 1, 2  # gloo's tags
 
 
 def memory(address: int, nbytes: int) -> torch.Tensor:
-    """Bytes that live elsewhere, as a tensor."""
+    """Return the bytes at an address as a tensor that does not own them."""
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
@@ -198,11 +198,11 @@ class Unreachable(NamedTuple):
 
 
 def unreachable(error: BaseException) -> Unreachable | None:
-    """The rank on another host that an error tells of; of several the last, as one that failed says whom it lost."""
+    """Return the rank on another host that an error names: the last, as a rank that failed names the one it lost."""
     found = re.findall(r"the exchange with rank (\d+) on another host failed: (\S+ \S+)", str(error))
     return Unreachable(int(found[-1][0]), found[-1][1] == "Timed out") if found else None
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first sentence of gloo's message."""
+    """Return the first sentence of gloo's message."""
     return re.sub(r"^\[\S+\] ", "", str(error)).split(". ")[0].strip()

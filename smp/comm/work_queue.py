@@ -21,7 +21,7 @@ from smp.comm import modes
 
 
 class _Work(Work):
-    """What works have in common.
+    """Common part of works.
 
     Args:
         tensors: what the collective writes.
@@ -185,7 +185,7 @@ class WorkQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs."""
+        """True if no collective waits or runs."""
         return not self._waiting and not self._turn.locked()
 
     def help(self, done: threading.Event) -> None:

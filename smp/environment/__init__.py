@@ -1,4 +1,4 @@
-"""What the launcher says in the environment: this process's place among those of the job, and where rank 0 is.
+"""The launcher's part of the environment: this process's ranks, the world size, and the address of rank 0.
 
 torchrun (also as ``accelerate launch`` and ``smp.launch.local``), ``deepspeed``, ``srun``, ``mpirun`` of Open MPI,
 MPICH, Intel MPI and MVAPICH, and SageMaker, whatever is inside what. With ``smp.runtime``, the only reader of the
@@ -23,7 +23,7 @@ _DEFAULT_PORT = 29500
 
 
 def read_launch(environment: Environment | None = None) -> Launch:
-    """Read this process's place from what its launcher has set; without a launcher the job is one process.
+    """Read this process's ranks and the world size from its launcher's variables; without a launcher: one process.
 
     The innermost launcher counts: torchrun and ``deepspeed`` started by ``srun`` or ``mpirun`` on each host stand above
     these. Plain ``python`` in a Slurm allocation is one process, as only ``srun`` starts several.
@@ -68,7 +68,7 @@ def read_launch(environment: Environment | None = None) -> Launch:
 
 
 def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[str, int]:
-    """The address and the port at which rank 0 serves the job's store, the same on every rank.
+    """Return the address and port at which rank 0 serves the job's store, the same on every rank.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set. Else the launcher's own words: the first of Slurm's or
     SageMaker's hosts, or this host if it has all ranks, and a port that follows from the launcher's name of the job.
@@ -90,7 +90,7 @@ def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[
 
 
 def sagemaker_hosts(environment: Environment | None = None) -> list[str]:
-    """The hosts of a SageMaker job (``SM_HOSTS``), in its order; empty elsewhere.
+    """Return the hosts of a SageMaker job (``SM_HOSTS``), in its order; empty elsewhere.
 
     Raises:
         UserError: ``SM_HOSTS`` is no JSON list of names.
@@ -109,14 +109,14 @@ def sagemaker_hosts(environment: Environment | None = None) -> list[str]:
 
 
 def _per_host_launcher(env: Environment) -> str:
-    """The launcher that another one may have started on each host, or an empty word."""
+    """Return the launcher that another one may have started on each host, or an empty string."""
     if env.get("TORCHELASTIC_RUN_ID"):
         return "torchrun"
     return "deepspeed" if all(env.get(name) for name in ("CROSS_SIZE", "LOCAL_SIZE", "RANK")) else ""
 
 
 def _native(env: Environment) -> Said | None:
-    """What MPI, Slurm or SageMaker say, the innermost of them; None: nothing, or that this is one process.
+    """Return what MPI, Slurm or SageMaker have set, the innermost of them; None: nothing, or one process.
 
     ``mpirun`` in a Slurm allocation starts its processes under Slurm's own steps, so it stands above Slurm.
     """
@@ -151,7 +151,7 @@ def _sagemaker(env: Environment) -> Said | None:
 
 
 def _is_meant(env: Environment, native: Said) -> bool:
-    """Whether what was set by hand is about the launcher's processes, and not about others that these have started.
+    """Return whether variables set by hand are about the launcher's processes, not about others these have started.
 
     Raises:
         UserError: it contradicts the launcher.

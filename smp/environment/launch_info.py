@@ -1,4 +1,4 @@
-"""A process's place among those of the job, and the checks of what launchers say of it."""
+"""A process's ranks and the world size, and the checks of what launchers set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where this process stands among the processes of the job."""
+    """This process's ranks and the size of the job."""
 
     rank: int = 0
     world_size: int = 1
@@ -26,7 +26,7 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes shared files and prints."""
+        """True on rank 0, which writes shared files and prints."""
         return self.rank == 0
 
     @property
@@ -40,7 +40,7 @@ class IncompleteError(UserError):
 
 
 class Said(NamedTuple):
-    """What a launcher says, and the names of its four numbers."""
+    """A launch, with the names that its launcher has for the four numbers."""
 
     launch: Launch
     names: tuple[str, str, str, str]
@@ -51,7 +51,7 @@ class Said(NamedTuple):
 
 
 def number(env: Environment, launcher: str, *names: str) -> int:
-    """The first of the variables that is set.
+    """Return the number in the first of the variables that is set.
 
     Raises:
         IncompleteError: none is.
@@ -69,7 +69,7 @@ def number(env: Environment, launcher: str, *names: str) -> int:
 
 
 def is_number(text: str | None) -> bool:
-    """Whether ``int`` reads it as the launcher meant it: ``²`` is a digit, and no number."""
+    """Return whether ``int`` reads the text as the launcher meant it: ``²`` is a digit, and no number."""
     return text is not None and text.isascii() and text.isdigit() and len(text) < 19
 
 

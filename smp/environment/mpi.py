@@ -1,4 +1,4 @@
-"""What ``mpirun`` sets: Open MPI, MVAPICH, MPICH and Intel MPI."""
+"""The variables of ``mpirun``: Open MPI, MVAPICH, MPICH and Intel MPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra"
 
 
 def read_mpi(env: Environment) -> Said | None:
-    """The place that ``mpirun`` gave this process, or None.
+    """Read the ranks that ``mpirun`` gave this process; None without ``mpirun``.
 
     Raises:
         UserError: part of it is missing, or its ranks are dealt to the hosts in turn.
@@ -67,19 +67,19 @@ def _refuse_strangers(said: Said) -> None:
 
 
 def port_of_mpi(env: Environment, *, one_host: bool) -> int | None:
-    """A port that follows from the launcher's name of the job; None where the ranks have none in common."""
+    """Derive a port from the launcher's name of the job; None where the ranks have no name in common."""
     if name := next((name for name in _JOB_NAMES if env.get(name)), None):
         return port_of(env[name].partition("@")[0])
     return port_of(str(_process_above())) if one_host else None
 
 
 def port_of(job: str) -> int:
-    """A port below those that systems hand out by themselves, which all ranks derive alike from the job's name."""
+    """Derive a port from the job's name, below those that systems hand out; the same on all ranks."""
     return 10_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def _process_above() -> int:
-    """The nearest process above this one that is part of MPICH; its parent where none is found."""
+    """Return the pid of the nearest ancestor that is part of MPICH; of the parent where none is found."""
     parent = pid = os.getppid()
     daemons = {name[:15] for name in _DAEMONS}  # Linux cuts off the rest
     with contextlib.suppress(OSError):  # no Linux

@@ -1,4 +1,4 @@
-"""What ``srun`` sets."""
+"""The variables of ``srun``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOSTS = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"  # of a node list, between commas
 
 
 def expand_nodes(text: str) -> Iterator[str]:
-    """The hosts of a Slurm node list, in order: ``node[01-03,7],gpu-1`` has node01, node02, node03, node7, gpu-1.
+    """Yield the hosts of a Slurm node list: ``node[01-03,7],gpu-1`` has node01, node02, node03, node7, gpu-1.
 
     Raises:
         ValueError: it is none.
@@ -40,7 +40,7 @@ def expand_nodes(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's tasks of each node: ``2(x3),1`` is 2, 2, 2, 1.
+    """Expand Slurm's tasks of each node: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
         ValueError: it is none.
@@ -55,7 +55,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _expand_numbers(text: str) -> list[str]:
-    """``01-03,7`` is 01, 02, 03, 7."""
+    """Expand ``01-03,7`` to 01, 02, 03, 7."""
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
@@ -67,7 +67,7 @@ def _expand_numbers(text: str) -> list[str]:
 
 
 def first_node(env: Environment, *names: str) -> str | None:
-    """The first host of the first of these node lists that is set, or None.
+    """Return the first host of the first of these node lists that is set, or None.
 
     Raises:
         UserError: it is no node list.
@@ -84,13 +84,13 @@ def first_node(env: Environment, *names: str) -> str | None:
 
 
 def job_of_slurm(env: Environment) -> str:
-    """The job and its step, by number."""
+    """Return the numbers of the job and its step, as ``job.step``."""
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
     return f"{job}.{env.get('SLURM_STEP_ID') or env.get('SLURM_STEPID')}"
 
 
 def read_slurm(env: Environment) -> Said | None:
-    """The place in a step of ``srun``; None in a batch script or an interactive shell, which are no step of several.
+    """Read the ranks in a step of ``srun``; None in a batch script or an interactive shell: one process.
 
     Raises:
         UserError: part of it is missing, or its ranks are dealt to the nodes in turn.
@@ -125,7 +125,7 @@ def read_slurm(env: Environment) -> Said | None:
 
 
 def _tasks(env: Environment, rank: int, world_size: int) -> tuple[int, int]:
-    """How many tasks this node has, and the first one's rank."""
+    """Return the number of tasks on this node, and the rank of the first."""
     if "SLURM_NODEID" in env:
         node = number(env, "srun", "SLURM_NODEID")
         for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
