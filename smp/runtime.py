@@ -56,7 +56,7 @@ def end_with_launcher(launch: Launch) -> None:
         except ConnectionRefusedError:
             raise RankError(f"rank {launch.rank}: the launcher, which served {host}:{port}, is gone: ended") from None
         except OSError:
-            pass  # said by whoever needs the store
+            pass  # reported by whoever needs the store
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -94,7 +94,7 @@ def data_channel(name: str) -> str | None:
 def host_id_override() -> str | None:
     """Return ``SMP_HOST_ID``, which stands for this host in the search for processes to share memory with, or None.
 
-    Processes with different names exchange over the network even on one machine: for containers, and for tests.
+    Collectives between processes with different names go over the network: for containers, and for tests.
     """
     return os.environ.get("SMP_HOST_ID")
 
@@ -187,7 +187,7 @@ def open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, s
     """Open the job's store, which the launcher or rank 0 serves; return it with its address.
 
     Raises:
-        UserError: the environment does not say where it is.
+        UserError: the environment does not give its address.
         RankError: it cannot be reached, or not be served.
     """
     host, port = rendezvous(launch)
@@ -264,7 +264,7 @@ def _start_group(launch: Launch, device: torch.device, backend: str, seconds: fl
     """Start the default process group; return the names of the variables added to the environment.
 
     Raises:
-        UserError: nothing says where rank 0 is.
+        UserError: the address of rank 0 is not set.
         RankError: the processes do not find each other.
     """
     timeout = datetime.timedelta(seconds=seconds)

@@ -17,7 +17,7 @@ from smp.comm import cuda, symmetric
 from smp.comm.copy_engine import CopyEngine
 from smp.comm.cuda import GpuCollectives, SymmetricAllGather, install, zero_copy_available
 from smp.comm.settings import Settings, read_settings
-from smp.comm.symmetric import Block, Place, obstacle
+from smp.comm.symmetric import Block, RankInfo, obstacle
 from smp.comm.work_queue import DONE, GpuWork
 from smp.errors import UserError
 from tests.clock import HANG_SECONDS
@@ -61,7 +61,7 @@ def test_choice(size, changes, expected, monkeypatch):
     ],
 )
 def test_obstacles(places, visible, denied, expected):
-    members = [Place(gpu, [1], "") for gpu in places]
+    members = [RankInfo(gpu, [1], "") for gpu in places]
     indices = {gpu: index for index, gpu in enumerate(visible)}
     assert obstacle(members, 0, [10, 20, 30], indices, lambda a, b: (a, b) not in denied) == expected
 
@@ -70,24 +70,26 @@ def test_obstacles_that_all_ranks_see():
     def check(*places):
         return {obstacle(places, rank, [0, 1], {"a": 0, "b": 1}, lambda a, b: True) for rank in range(2)}
 
-    assert check(Place("a", [1], ""), Place("", [1], "no way")) == {"no way"}
-    assert check(Place("a", [1], ""), Place("b", [2], "")) == {"the ranks' SMP_SYMMETRIC_ or SMDDP_ settings differ"}
+    assert check(RankInfo("a", [1], ""), RankInfo("", [1], "no way")) == {"no way"}
+    assert check(RankInfo("a", [1], ""), RankInfo("b", [2], "")) == {
+        "the ranks' SMP_SYMMETRIC_ or SMDDP_ settings differ"
+    }
 
 
 def test_a_place_says_what_stands_in_the_way(monkeypatch):
     device = torch.device("cuda", 0)
-    assert symmetric.place(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
+    assert symmetric.rank_info(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
     for backend, problem in [
         ("NCCL", "torch's symmetric memory is set to NCCL"),
         (None, "torch has no symmetric memory"),
     ]:
         monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device, backend=backend: backend))
-        assert symmetric.place(device, Settings()).problem == problem
+        assert symmetric.rank_info(device, Settings()).problem == problem
     monkeypatch.setattr(symmetric, "_torch", None)
-    assert symmetric.place(device, Settings()).problem == "torch has no symmetric memory"
+    assert symmetric.rank_info(device, Settings()).problem == "torch has no symmetric memory"
     monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    assert symmetric.place(device, Settings()) == Place("GPU-7", [32 * 2**20, 2**20, 64 * 2**30], "")
+    assert symmetric.rank_info(device, Settings()) == RankInfo("GPU-7", [32 * 2**20, 2**20, 64 * 2**30], "")
 
 
 def test_knobs(monkeypatch):

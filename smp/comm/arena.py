@@ -12,7 +12,7 @@ overwritten that somebody still reads, and a rank may be one round ahead with fi
 
 Stores become visible in program order on x86-64 (so the data comes before the counter); the segment refuses other
 processors. Waiting spins a little, then lets others run, then sleeps in the kernel (futex) in slices of 50 ms, and
-after each looks whether the peers live, have failed, or are late. A rank says when it goes to sleep, so that posting
+after each checks whether the peers live, have failed, or are late. A rank marks when it sleeps, so that posting
 needs no system call while nobody sleeps.
 """
 
@@ -156,8 +156,8 @@ class Arena:
             SLOTS, _PAGE, SIGNATURE_BYTES, *((1, 20) if crowded else (500, 100)),
         )  # fmt: skip
         self._c_address = ctypes.addressof(self._c)
-        self._sizes, self._places = (ctypes.c_int64 * self.size)(), (ctypes.c_void_p * self.size)()
-        self._gather = Gather(sizes=ctypes.addressof(self._sizes), places=ctypes.addressof(self._places))
+        self._sizes, self._addresses = (ctypes.c_int64 * self.size)(), (ctypes.c_void_p * self.size)()
+        self._gather = Gather(sizes=ctypes.addressof(self._sizes), addresses=ctypes.addressof(self._addresses))
         self._gather_address = ctypes.addressof(self._gather)
         self._own_note = self._note(self.rank)
         self._operation = "nothing"
@@ -231,8 +231,8 @@ class Arena:
         for other in self.others:
             died, failure = self.peers.died(other), self.failure(other)
             if self._posted(other) >= k:
-                continue  # its last word came before its end
-            if failure:  # what it said before its end, if it has ended
+                continue  # it posted before its end
+            if failure:  # noted before its end, if it has ended
                 raise dist.DistBackendError(f"{doing}: {self.peers.label(other)} has failed: {failure}")
             if died:
                 raise dist.DistBackendError(
@@ -251,7 +251,7 @@ class Arena:
         self._seen[rank] += (self._words[self._counter[rank]] - self._seen[rank]) & _WORD
         return self._seen[rank]
 
-    # --- what this rank says of itself
+    # --- notes, which the peers read
 
     def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
         """Begin an operation: its name for messages and for the peers, and how long one wait in it may last."""
@@ -310,7 +310,7 @@ class Arena:
             raise Mismatch(self.group, self._describe(k))
 
     def gather(
-        self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int], chunk: int, count: int
+        self, signature: bytes, source: int, sizes: Sequence[int], addresses: Sequence[int], chunk: int, count: int
     ) -> bool:
         """Run all rounds of an all_gather or a broadcast in C.
 
@@ -318,7 +318,7 @@ class Arena:
             signature: of the operation.
             source: address of this rank's bytes.
             sizes: bytes that each rank gives.
-            places: address for each rank's bytes; this rank's own may be ``source``.
+            addresses: address for each rank's bytes; this rank's own may be ``source``.
             chunk: bytes of a round at most.
             count: of rounds.
 
@@ -329,7 +329,7 @@ class Arena:
             return False
         call, first = self._gather, self.round + 1
         call.signature, call.source, call.chunk, call.count = signature, source, chunk, count
-        self._sizes[:], self._places[:] = list(sizes), list(places)
+        self._sizes[:], self._addresses[:] = list(sizes), list(addresses)
         call.first, call.index, call.filled, call.taken = first & _WORD, 0, 0, 0
         while status := self._kernel.gather(self._c_address, self._gather_address):
             self.round = first + min(call.index, count - 1)
@@ -354,11 +354,11 @@ class Arena:
             raise Mismatch(self.group, self._describe(k))
 
     def _describe(self, k: int) -> str:
-        said: dict[str, list[int]] = {}
+        calls: dict[str, list[int]] = {}
         for r in range(self.size):
-            said.setdefault(self.signature(r, k).rstrip(b"\0").decode(errors="replace"), []).append(r)
+            calls.setdefault(self.signature(r, k).rstrip(b"\0").decode(errors="replace"), []).append(r)
         return "; ".join(
-            f"rank(s) {', '.join(str(self.peers.ranks[r]) for r in ranks)}: {what}" for what, ranks in said.items()
+            f"rank(s) {', '.join(str(self.peers.ranks[r]) for r in ranks)}: {what}" for what, ranks in calls.items()
         )
 
 
@@ -367,15 +367,15 @@ class Mismatch(dist.DistBackendError):
 
     Args:
         group: its name.
-        said: who called what.
+        calls: the calls of all ranks.
     """
 
-    def __init__(self, group: str, said: str):
-        super().__init__(group, said)
-        self.group, self.said = group, said
+    def __init__(self, group: str, calls: str):
+        super().__init__(group, calls)
+        self.group, self.calls = group, calls
 
     def __str__(self) -> str:
-        return f"smddp: the ranks of group {self.group} do not do the same: {self.said}"
+        return f"smddp: the ranks of group {self.group} do not do the same: {self.calls}"
 
 
 def sign(text: str) -> bytes:

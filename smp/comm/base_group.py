@@ -155,7 +155,7 @@ class BaseGroup(ProcessGroup):
             inner: the same by the inner backend, for a group that cannot share memory, and for dispatch modes.
             tensors: the result.
             opts: torch's options; ``asyncOp`` and ``timeout`` are read.
-            async_op: instead of what ``opts`` say.
+            async_op: overrides that of ``opts``.
             path: for the report, if it is not the group's usual one.
         """
         self._check_usable()
@@ -211,7 +211,7 @@ class BaseGroup(ProcessGroup):
             connection.end()
             report.count(operation, size, path or connection.path)
         except Mismatch:
-            raise  # on every rank, at the same place: the group goes on
+            raise  # on every rank, at the same call: the group goes on
         except BaseException as error:
             self.fail(error)
             raise

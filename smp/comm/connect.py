@@ -1,4 +1,4 @@
-"""From a group's store to its means of exchange: who is where, and what they share."""
+"""Connect a group: find out which ranks share a host, then set up shared memory and connections between hosts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _agree(
     """Agree with all ranks of all hosts: on the bytes of a message, or on why there will be none."""
     own = topology.neighbours[topology.local]
     answers = gather(
-        store, "hosts", json.dumps([chunk, why]), own, ranks, timeout, "come to the group's first exchange"
+        store, "hosts", json.dumps([chunk, why]), own, ranks, timeout, "come to the group's first collective"
     )
     chunks, reasons = zip(*map(json.loads, answers), strict=True)
     problems = [f"on the host of rank {rank}: {reason}" for rank, reason in zip(ranks, reasons, strict=True) if reason]

@@ -49,13 +49,13 @@ class CopyEngine:
             block: ``output`` itself, if it is the beginning of a block.
         """
         part = source.numel()
-        places = output.view(self._size, part)
-        if places[self._rank].data_ptr() != source.data_ptr():
-            places[self._rank].copy_(source)
+        slices = output.view(self._size, part)
+        if slices[self._rank].data_ptr() != source.data_ptr():
+            slices[self._rank].copy_(source)
         if block is not None:
             self._barrier()
             for other in self._others:
-                places[other].copy_(block.part(other, other * part, part))
+                slices[other].copy_(block.part(other, other * part, part))
             self._barrier()  # nobody may write into its slice before all have read it
             return
         for start in range(0, part, self._half):
@@ -63,5 +63,5 @@ class CopyEngine:
             self._slot(self._rank, 0, length).copy_(source[start : start + length])
             self._barrier()
             for other in self._others:
-                places[other, start : start + length].copy_(self._slot(other, 0, length))
+                slices[other, start : start + length].copy_(self._slot(other, 0, length))
             self._round += 1

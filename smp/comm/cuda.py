@@ -38,7 +38,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class GpuCollectives:
-    """A group's collectives of tensors on GPUs. Every rank must make it and its buffers at the same place.
+    """A group's collectives of tensors on GPUs. Making it and its buffers is collective.
 
     Args:
         connection: the group's.
@@ -123,7 +123,7 @@ class GpuCollectives:
         out.finish()
 
     def share_buffers(self) -> str:
-        """Make buffers for ``fully_shard`` available, or say why not."""
+        """Make buffers for ``fully_shard`` available; return why not, or an empty string."""
         if self.unavailable or self.buffers is not None:
             return self.unavailable
         limit, peers = self.settings.shared, self._connection.peers
@@ -170,7 +170,7 @@ class SymmetricAllGather:
 def zero_copy_available(group: dist.ProcessGroup) -> str | None:
     """Return why ``fully_shard`` cannot gather into symmetric memory over a group, or None if it can.
 
-    Every rank of the group must call it at the same place: the first call makes the memory.
+    Collective over the group: the first call makes the memory.
 
     Raises:
         torch.distributed.DistBackendError: a rank did not come in time.
@@ -185,7 +185,7 @@ def zero_copy_available(group: dist.ProcessGroup) -> str | None:
 def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
     """Let one sharded module gather by copy engine; over several hosts, NCCL from its own symmetric memory.
 
-    Every rank of the group must call it at the same place.
+    Collective over the group.
 
     Args:
         module: a module that ``fully_shard`` was applied to, on GPUs.

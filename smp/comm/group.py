@@ -72,10 +72,10 @@ class SmddpGroup(BaseGroup):
         def run(collectives: Collectives, signature: bytes) -> None:
             out, source = Output(output, keep=False), dense(input)
             start = out.memory.data_ptr()
-            places = [start + r * part for r in range(self._size)]
-            if overlap(source, out.memory) and source.data_ptr() != places[self._rank]:
+            addresses = [start + r * part for r in range(self._size)]
+            if overlap(source, out.memory) and source.data_ptr() != addresses[self._rank]:
                 source = source.clone()
-            collectives.all_gather(signature, source.data_ptr(), [part] * self._size, places)
+            collectives.all_gather(signature, source.data_ptr(), [part] * self._size, addresses)
             out.finish()
 
         part = nbytes(input)
@@ -98,10 +98,10 @@ class SmddpGroup(BaseGroup):
 
         def run(collectives: Collectives, signature: bytes) -> None:
             outs, mine = [Output(t, keep=False) for t in outputs], dense(source)
-            places = [out.memory.data_ptr() for out in outs]
+            addresses = [out.memory.data_ptr() for out in outs]
             if any(overlap(mine, out.memory) for r, out in enumerate(outs) if r != self._rank):
                 mine = mine.clone()
-            collectives.all_gather(signature, mine.data_ptr(), [nbytes(t) for t in outputs], places)
+            collectives.all_gather(signature, mine.data_ptr(), [nbytes(t) for t in outputs], addresses)
             for out in outs:
                 out.finish()
 

@@ -41,7 +41,7 @@ class Gather(ctypes.Structure):
         ("signature", ctypes.c_char_p),
         ("source", ctypes.c_void_p),
         ("sizes", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
+        ("addresses", ctypes.c_void_p),
         ("chunk", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("first", ctypes.c_uint32),

@@ -17,7 +17,7 @@ class Peers:
     Args:
         pids: by local rank.
         ranks: the job's rank of each, to name it.
-        local: this process's place among them.
+        local: this process's local rank.
     """
 
     def __init__(self, pids: Sequence[int], ranks: Sequence[int], local: int):

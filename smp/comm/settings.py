@@ -1,4 +1,4 @@
-"""The backend's knobs, from the environment: SMDDP's two, with what they mean here."""
+"""The backend's settings, from environment variables: SMDDP's two, with their meaning here, and its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """Read the knobs.
+    """Read the settings from the environment.
 
     Raises:
         smp.errors.UserError: a value is not a number, too small, or not a multiple; or a removed variable is set.

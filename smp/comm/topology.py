@@ -28,7 +28,7 @@ class Topology(NamedTuple):
     """A group's ranks by host.
 
     ``hosts`` holds the group ranks on each host, hosts in the order of their lowest rank; ``host`` and ``local`` are
-    this rank's place in it.
+    this rank's indices in it.
     """
 
     members: tuple[Member, ...]

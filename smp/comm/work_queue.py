@@ -2,7 +2,7 @@
 
 All collectives of a group run in the order of the calls, one at a time. A synchronous one runs in the calling thread.
 An asynchronous one is queued: a worker thread takes it, or the thread that waits for it does, whoever is first. So the
-caller may go on to another exchange first, and one that waits at once pays for no change of thread.
+caller may go on to another collective first, and one that waits at once pays for no change of thread.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class IncompleteError(UserError):
     """A launcher has left something out: no harm where all four numbers were set by hand."""
 
 
-class Said(NamedTuple):
+class NamedLaunch(NamedTuple):
     """A launch, with the names that its launcher has for the four numbers."""
 
     launch: Launch
@@ -73,29 +73,29 @@ def is_number(text: str | None) -> bool:
     return text is not None and text.isascii() and text.isdigit() and len(text) < 19
 
 
-def refuse_impossible(said: Said) -> None:
+def refuse_impossible(named: NamedLaunch) -> None:
     """Refuse numbers that cannot be.
 
     Raises:
         UserError: naming two of them.
     """
-    values = said.launch.numbers
+    values = named.launch.numbers
     for small, large, below in ((0, 1, True), (2, 3, True), (3, 1, False)):
         if values[small] > values[large] or (below and values[small] == values[large]):
             raise UserError(
-                f"{said.shown(small)} is not possible with {said.shown(large)}: it must be "
+                f"{named.shown(small)} is not possible with {named.shown(large)}: it must be "
                 f"{'below' if below else 'at most'} {values[large]}; start all processes with one launcher, such as "
                 f"torchrun, which sets both"
             )
 
 
-def refuse_dealt_in_turn(said: Said, text: str) -> NoReturn:
+def refuse_round_robin(named: NamedLaunch, text: str) -> NoReturn:
     """Refuse a rank whose neighbours are on other hosts.
 
     Raises:
         UserError: with this text.
-        PeerError: the same, where rank 1 is refused too, and says it for all.
+        PeerError: the same, where rank 1 is refused too, and reports it for all.
     """
-    rank, world_size, local_rank, local_world_size = said.launch.numbers
+    rank, world_size, local_rank, local_world_size = named.launch.numbers
     in_turn = world_size % local_world_size == 0 and local_rank == rank * local_world_size // world_size
     raise (PeerError if in_turn and rank > 1 else UserError)(text)

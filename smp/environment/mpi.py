@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 
-from smp.environment.launch_info import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
+from smp.environment.launch_info import Environment, Launch, NamedLaunch, number, refuse_impossible, refuse_round_robin
 from smp.environment.slurm import read_slurm
 
 # Launcher; rank, size, and names for the local rank and the local size. Intel MPI is a kind of MPICH.
@@ -22,7 +22,7 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "MPIRUN_ID")
 _DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra")
 
 
-def read_mpi(env: Environment) -> Said | None:
+def read_mpi(env: Environment) -> NamedLaunch | None:
     """Read the ranks that ``mpirun`` gave this process; None without ``mpirun``.
 
     Raises:
@@ -38,10 +38,10 @@ def read_mpi(env: Environment) -> Said | None:
                     return slurm
             local = number(env, launcher, *local_ranks), number(env, launcher, *local_sizes)
             names = (rank, size, _set(env, local_ranks), _set(env, local_sizes))
-            said = Said(Launch(*ranks, *local, launcher=launcher), names)
-            refuse_impossible(said)
-            _refuse_strangers(said)
-            return said
+            named = NamedLaunch(Launch(*ranks, *local, launcher=launcher), names)
+            refuse_impossible(named)
+            _refuse_scattered_ranks(named)
+            return named
     return None
 
 
@@ -49,18 +49,18 @@ def _set(env: Environment, names: Sequence[str]) -> str:
     return next(name for name in names if name in env)
 
 
-def _refuse_strangers(said: Said) -> None:
+def _refuse_scattered_ranks(named: NamedLaunch) -> None:
     """Neighbouring ranks share a host everywhere else: degrees and meshes are laid out so.
 
     On one host all do, and with more processes than cores Open MPI gives local ranks in another order.
     """
-    launch = said.launch
+    launch = named.launch
     even = launch.world_size % launch.local_world_size == 0
     several = launch.local_world_size < launch.world_size
     if several and even and launch.rank % launch.local_world_size != launch.local_rank:
-        refuse_dealt_in_turn(
-            said,
-            f"{said.shown(0)} has {said.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts, or to "
+        refuse_round_robin(
+            named,
+            f"{named.shown(0)} has {named.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts, or to "
             f"their cores, in turn, and neighbours must share a host; use `mpirun --map-by slot` (more processes than "
             f"slots: `slot:OVERSUBSCRIBE`; MPICH: `-ppn {launch.local_world_size}`)",
         )

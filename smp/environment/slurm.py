@@ -10,11 +10,11 @@ from smp.environment.launch_info import (
     Environment,
     IncompleteError,
     Launch,
-    Said,
+    NamedLaunch,
     is_number,
     number,
-    refuse_dealt_in_turn,
     refuse_impossible,
+    refuse_round_robin,
 )
 from smp.errors import UserError
 
@@ -89,7 +89,7 @@ def job_of_slurm(env: Environment) -> str:
     return f"{job}.{env.get('SLURM_STEP_ID') or env.get('SLURM_STEPID')}"
 
 
-def read_slurm(env: Environment) -> Said | None:
+def read_slurm(env: Environment) -> NamedLaunch | None:
     """Read the ranks in a step of ``srun``; None in a batch script or an interactive shell: one process.
 
     Raises:
@@ -110,18 +110,18 @@ def read_slurm(env: Environment) -> Said | None:
     size = next(name for name in sizes if name in env)
     names = ("SLURM_PROCID", size, "SLURM_LOCALID", "the tasks of this node")
     if world_size == 1:
-        return Said(Launch(rank, launcher="srun"), names)
+        return NamedLaunch(Launch(rank, launcher="srun"), names)
     local_rank = number(env, "srun", "SLURM_LOCALID")
     local_world_size, first = _tasks(env, rank, world_size)
-    said = Said(Launch(rank, world_size, local_rank, local_world_size, launcher="srun"), names)
-    refuse_impossible(said)
+    named = NamedLaunch(Launch(rank, world_size, local_rank, local_world_size, launcher="srun"), names)
+    refuse_impossible(named)
     if rank != first + local_rank:
-        refuse_dealt_in_turn(
-            said,
+        refuse_round_robin(
+            named,
             f"SLURM_PROCID={rank} has SLURM_LOCALID={local_rank}, where rank {first + local_rank} was due: ranks were "
             f"dealt to the nodes in turn, and neighbours must share a node; use `srun --distribution=block`",
         )
-    return said
+    return named
 
 
 def _tasks(env: Environment, rank: int, world_size: int) -> tuple[int, int]:
