@@ -1,4 +1,4 @@
-"""AllGather and ReduceScatter of the GPUs of one host: copy engines beside NCCL, alone and beside matrix products.
+"""AllGather of the GPUs of one host: copy engines beside NCCL, alone and beside matrix products.
 
     python benchmarks/collectives_cuda.py --output benchmarks/results/collectives_cuda.md      # as many ranks as GPUs
     python benchmarks/collectives_cuda.py --quick
@@ -62,19 +62,11 @@ def contenders(case: Case, nccl: dist.ProcessGroup | None) -> dict[str, Call]:
     shared.fill_(1)
     # torch 2.13's names, or the older ones.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    if case.operation == "all_gather":
-        calls: dict[str, Call] = {
-            "nccl": lambda: gather(whole, part, group=nccl),
-            "smddp": lambda: gather(whole, part),
-            "shared": lambda: comm(shared, shared[rank * numel :][:numel], world),
-        }
-    else:
-        calls = {
-            "nccl": lambda: scatter(part, whole, group=nccl),
-            "smddp": lambda: scatter(part, whole),
-            "shared": lambda: scatter(part, shared),
-        }
+    calls: dict[str, Call] = {
+        "nccl": lambda: gather(whole, part, group=nccl),
+        "smddp": lambda: gather(whole, part),
+        "shared": lambda: comm(shared, shared[rank * numel :][:numel], world),
+    }
     if nccl is None:
         del calls["nccl"]
     return calls
@@ -160,7 +152,7 @@ def worker(rank: int, size: int, folder: str, cases: list[Case], rounds: int, on
         if rank == 0:
             found = {name: f"{statistics.median(values) * 1e3:.3f} ms" for name, values in results[-1].items()}
             print(f"{case}: {found}", file=sys.stderr)
-    timed = [key for key in smp.comm.report() if key.operation in ("all_gather", "reduce_scatter")]
+    timed = [key for key in smp.comm.report() if key.operation == "all_gather"]
     if any(key.path != PATH for key in timed if key.size >= SIZES[0]):
         raise SystemExit(f"not everything went by copy engine:\n{smp.comm.report()}")
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
@@ -216,11 +208,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Measure, then print and write the table."""
     arguments = parse(argv)
-    os.environ.update(SMP_SYMMETRIC_MINIMUM_BYTES="0", SMP_SYMMETRIC_REDUCE_SCATTER="1")
+    os.environ.update(SMP_SYMMETRIC_MINIMUM_BYTES="0")
     if arguments.one_gpu:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     sizes = SIZES[1:4] if arguments.quick else SIZES
-    cases = [Case(operation, nbytes) for operation in ("all_gather", "reduce_scatter") for nbytes in sizes]
+    cases = [Case("all_gather", nbytes) for nbytes in sizes]
     rounds, size = 3 if arguments.quick else arguments.rounds, arguments.processes
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(size, folder, cases, rounds, arguments.one_gpu), nprocs=size)

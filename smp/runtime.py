@@ -1,4 +1,4 @@
-"""The process in the job: the process group, the device, seeds, and the environment.
+"""The process in the job: process group, device, seeds, threads, and variables of the environment.
 
 With ``smp.environment``, which reads the launcher's part of it, the only reader of the environment.
 """
@@ -30,7 +30,7 @@ logger = get_logger("train")
 
 
 def launcher_serves_store() -> bool:
-    """Whether the job's store is served by its launcher, which outlives its workers, and not by rank 0."""
+    """Return whether the launcher, which outlives its workers, serves the job's store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -56,7 +56,7 @@ def end_with_launcher(launch: Launch) -> None:
         except ConnectionRefusedError:
             raise RankError(f"rank {launch.rank}: the launcher, which served {host}:{port}, is gone: ended") from None
         except OSError:
-            pass  # said by whoever needs the store
+            pass  # reported by whoever needs the store
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -68,44 +68,44 @@ def end_with_launcher(launch: Launch) -> None:
 
 
 def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with changes, for one to be started."""
+    """Return this process's environment with changes, for a process to be started."""
     return {**os.environ, **changes}
 
 
-def own_words(words: Sequence[str] | None) -> list[str]:
-    """The words of a command line without the local rank that ``deepspeed`` and torch's old launcher put in front.
+def own_arguments(argv: Sequence[str] | None) -> list[str]:
+    """Return the arguments without the local rank that ``deepspeed`` and torch's old launcher put in front.
 
-    The environment says it too.
+    The environment has it too.
 
     Args:
-        words: after the program's name; None reads ``sys.argv``.
+        argv: after the program's name; None reads ``sys.argv``.
     """
-    words = list(sys.argv[1:] if words is None else words)
-    while words and re.fullmatch(r"--local[_-]rank=\d+", words[0]):
-        del words[0]
-    return words
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    while arguments and re.fullmatch(r"--local[_-]rank=\d+", arguments[0]):
+        del arguments[0]
+    return arguments
 
 
 def data_channel(name: str) -> str | None:
-    """The folder that SageMaker mounts for a data channel (``SM_CHANNEL_<NAME>``), if there is one."""
+    """Return the folder that SageMaker mounts for a data channel (``SM_CHANNEL_<NAME>``), or None."""
     return os.environ.get(f"SM_CHANNEL_{name.upper()}")
 
 
 def host_id_override() -> str | None:
-    """``SMP_HOST_ID``: a name that stands for this host in the search for processes to share memory with.
+    """Return ``SMP_HOST_ID``, which stands for this host in the search for processes to share memory with, or None.
 
-    Processes with different names exchange over the network even on one machine: for containers, and for tests.
+    Collectives between processes with different names go over the network: for containers, and for tests.
     """
     return os.environ.get("SMP_HOST_ID")
 
 
 def onednn_ceiling() -> str | None:
-    """``ONEDNN_MAX_CPU_ISA``: the highest instruction set that oneDNN may use, or None."""
+    """Return ``ONEDNN_MAX_CPU_ISA``, the highest instruction set that oneDNN may use, or None."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA")
 
 
 def set_onednn_ceiling(ceiling: str | None) -> None:
-    """Set or unset it, for this process, if it has not computed anything yet, and its children."""
+    """Set or unset ``ONEDNN_MAX_CPU_ISA`` for this process, if it has not computed yet, and its children."""
     if ceiling is None:
         os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
     else:
@@ -128,7 +128,7 @@ def environment_bytes(name: str, default: int, *, multiple: int, minimum: int) -
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """This process's device: the GPU of its local rank, or the CPU.
+    """Return this process's device: the GPU of its local rank, or the CPU.
 
     Raises:
         UserError: more processes on this host than GPUs.
@@ -147,7 +147,7 @@ def choose_device(launch: Launch) -> torch.device:
 
 
 def _sees_only_its_own_gpu(launch: Launch) -> bool:
-    """Whether the one GPU that this process sees is its own: srun, or a wrapper under mpirun, hides the others.
+    """Return whether the one visible GPU is this process's own, because srun or a wrapper hides the others.
 
     Where two processes were given the same one after all, NCCL refuses it.
     """
@@ -163,7 +163,7 @@ def _sees_only_its_own_gpu(launch: Launch) -> bool:
 
 
 def choose_backend(comm: CommConfig, device: torch.device) -> str:
-    """The process group's backend for this device.
+    """Return the process group's backend for this device.
 
     Raises:
         UserError: NCCL was asked for on a CPU, or gloo on GPUs.
@@ -184,10 +184,10 @@ START_SECONDS = 300.0  # how long a job waits for all its processes; less if --d
 
 
 def open_store(launch: Launch, limit: datetime.timedelta) -> tuple[dist.Store, str]:
-    """The store through which the processes find each other, and its address: the launcher's, or rank 0's own.
+    """Open the job's store, which the launcher or rank 0 serves; return it with its address.
 
     Raises:
-        UserError: the environment does not say where it is.
+        UserError: the environment does not give its address.
         RankError: it cannot be reached, or not be served.
     """
     host, port = rendezvous(launch)
@@ -261,10 +261,10 @@ def process_group(
 
 
 def _start_group(launch: Launch, device: torch.device, backend: str, seconds: float) -> list[str]:
-    """Start the default process group; returns the names of the variables that it added to the environment.
+    """Start the default process group; return the names of the variables added to the environment.
 
     Raises:
-        UserError: nothing says where rank 0 is.
+        UserError: the address of rank 0 is not set.
         RankError: the processes do not find each other.
     """
     timeout = datetime.timedelta(seconds=seconds)
@@ -291,7 +291,7 @@ def _start_group(launch: Launch, device: torch.device, backend: str, seconds: fl
 
 
 def _export(launch: Launch) -> list[str]:
-    """Say in torchrun's words what the launcher has said in its own, for other libraries; returns the names added."""
+    """Set torchrun's variables where another launcher has set its own, for other libraries; return those added."""
     values = dict(zip(NAMES, launch.numbers, strict=True))
     where = {}
     if launch.world_size > 1:
@@ -341,7 +341,7 @@ def init_process_group(backend: str | None = None, *, timeout: float = 1800.0) -
 
 
 def _refuse_backend(backend: str, device: torch.device) -> None:
-    """Refuse what torch would stumble over.
+    """Refuse a backend that torch would fail on.
 
     Raises:
         UserError: it is not known or not built into this torch, is not written as torch reads it, or needs GPUs.
@@ -374,11 +374,14 @@ def seed_everything(seed: int, data_rank: int) -> None:
     torch.manual_seed(seed + data_rank)
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity; macOS has none."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_default_threads(processes: int) -> None:
     """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
-    # macOS has no affinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
 
 
 def release_cache(device: torch.device) -> None:

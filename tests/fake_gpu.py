@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
-from smp.comm import base_group, symmetric
 from smp.comm import group as smddp_group
+from smp.comm import symmetric
 
 
 class FakeStream:
@@ -140,7 +140,7 @@ def gpus(first: int = 0) -> Iterator[list[str]]:
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(symmetric, "_torch", FakeTorch(first)))
         stack.enter_context(mock.patch.object(symmetric, "_tensor", host_tensor))
-        stack.enter_context(mock.patch.object(base_group, "plain_gpu", lambda tensors: True))
+        stack.enter_context(mock.patch.object(smddp_group, "plain_gpu", lambda tensors: True))
         stack.enter_context(mock.patch.object(smddp_group, "plain_cpu", lambda tensors: False))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
         yield log

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from smp.comm import cuda, symmetric
 from smp.comm.copy_engine import CopyEngine
-from smp.comm.cuda import GpuCollectives, SymmetricAllGather, SymmetricReduceScatter, install, zero_copy_available
-from smp.comm.reduction import Reduction
+from smp.comm.cuda import GpuCollectives, SymmetricAllGather, install, zero_copy_available
 from smp.comm.settings import Settings, read_settings
-from smp.comm.symmetric import Block, Place, obstacle
+from smp.comm.symmetric import Block, RankInfo, obstacle
 from smp.comm.work_queue import DONE, GpuWork
+from smp.errors import UserError
 from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream
@@ -32,25 +32,22 @@ SIZES = [0, 1, 63, 1024, 1025, 5000]
 
 
 @pytest.mark.parametrize(
-    ("operation", "size", "changes", "expected"),
+    ("size", "changes", "expected"),
     [
-        ("all_gather", 2**20, {}, ""),
-        ("all_gather", 2**20 - 1, {}, "too small"),
-        ("all_gather", 2**20, {"capturing": True}, "in a graph capture"),
-        ("all_gather", 2**20, {"coalescing": True}, "in a coalesced batch"),
-        ("reduce_scatter", 2**30, {}, "NCCL adds while it moves"),
-        ("reduce_scatter", 2**20, {"gpu_sums": True}, ""),
-        ("reduce_scatter", 1, {"gpu_sums": True}, "too small"),
-        ("all_gather", 0, {"gpu_minimum": 0}, ""),
+        (2**20, {}, ""),
+        (2**20 - 1, {}, "too small"),
+        (2**20, {"capturing": True}, "in a graph capture"),
+        (2**20, {"coalescing": True}, "in a coalesced batch"),
+        (0, {"gpu_minimum": 0}, ""),
     ],
 )
-def test_choice(operation, size, changes, expected, monkeypatch):
+def test_choice(size, changes, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: changes.get("capturing", False))
     settings = dataclasses.replace(Settings(), **{k: v for k, v in changes.items() if k.startswith("gpu")})
     part = torch.empty(size, dtype=torch.uint8, device="meta")
     gpu = SimpleNamespace(unavailable="", device=part.device, settings=settings)
     coalescing = changes.get("coalescing", False)
-    assert GpuCollectives.why_not(gpu, operation, part, reduction=None, coalescing=coalescing) == expected
+    assert GpuCollectives.why_not(gpu, part, coalescing=coalescing) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,7 @@ def test_choice(operation, size, changes, expected, monkeypatch):
     ],
 )
 def test_obstacles(places, visible, denied, expected):
-    members = [Place(gpu, [1], "") for gpu in places]
+    members = [RankInfo(gpu, [1], "") for gpu in places]
     indices = {gpu: index for index, gpu in enumerate(visible)}
     assert obstacle(members, 0, [10, 20, 30], indices, lambda a, b: (a, b) not in denied) == expected
 
@@ -73,31 +70,36 @@ def test_obstacles_that_all_ranks_see():
     def check(*places):
         return {obstacle(places, rank, [0, 1], {"a": 0, "b": 1}, lambda a, b: True) for rank in range(2)}
 
-    assert check(Place("a", [1], ""), Place("", [1], "no way")) == {"no way"}
-    assert check(Place("a", [1], ""), Place("b", [2], "")) == {"the ranks' SMP_SYMMETRIC_ or SMDDP_ settings differ"}
+    assert check(RankInfo("a", [1], ""), RankInfo("", [1], "no way")) == {"no way"}
+    assert check(RankInfo("a", [1], ""), RankInfo("b", [2], "")) == {
+        "the ranks' SMP_SYMMETRIC_ or SMDDP_ settings differ"
+    }
 
 
 def test_a_place_says_what_stands_in_the_way(monkeypatch):
     device = torch.device("cuda", 0)
-    assert symmetric.place(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
+    assert symmetric.rank_info(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
     for backend, problem in [
         ("NCCL", "torch's symmetric memory is set to NCCL"),
         (None, "torch has no symmetric memory"),
     ]:
         monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device, backend=backend: backend))
-        assert symmetric.place(device, Settings()).problem == problem
+        assert symmetric.rank_info(device, Settings()).problem == problem
     monkeypatch.setattr(symmetric, "_torch", None)
-    assert symmetric.place(device, Settings()).problem == "torch has no symmetric memory"
+    assert symmetric.rank_info(device, Settings()).problem == "torch has no symmetric memory"
     monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    assert symmetric.place(device, Settings()) == Place("GPU-7", [32 * 2**20, 2**20, False, 64 * 2**30], "")
+    assert symmetric.rank_info(device, Settings()) == RankInfo("GPU-7", [32 * 2**20, 2**20, 64 * 2**30], "")
 
 
 def test_knobs(monkeypatch):
-    for name, value in [("WORKSPACE_BYTES", 2**20), ("MINIMUM_BYTES", 5), ("REDUCE_SCATTER", 1)]:
+    for name, value in [("WORKSPACE_BYTES", 2**20), ("MINIMUM_BYTES", 5), ("REDUCE_SCATTER", 0)]:
         monkeypatch.setenv(f"SMP_SYMMETRIC_{name}", str(value))
     settings = read_settings()
-    assert (settings.workspace, settings.gpu_minimum, settings.gpu_sums) == (2**20, 5, True)
+    assert (settings.workspace, settings.gpu_minimum) == (2**20, 5)
+    monkeypatch.setenv("SMP_SYMMETRIC_REDUCE_SCATTER", "1")
+    with pytest.raises(UserError, match="no longer supported: NCCL does every reduce_scatter on GPUs"):
+        read_settings()
 
 
 # --- the order of copies and barriers
@@ -197,43 +199,6 @@ def test_gathers_into_a_block(size, slow):
     world.run(rank_main)
 
 
-@pytest.mark.parametrize("in_block", [False, True])
-@pytest.mark.parametrize(("size", "slow"), WORLDS)
-def test_scatters(size, slow, in_block):
-    world = World(size, slow)
-    workspace, blocks = world.blocks(2 * HALF), world.blocks(4 * 5000 * size)
-
-    def rank_main(rank):
-        engine = CopyEngine(workspace[rank], rank, size, lambda: 7.5)
-        cases = itertools.product(SIZES, [torch.float32, torch.bfloat16, torch.int32], ["SUM", "MAX"])
-        for turn, (numel, dtype, name) in enumerate(cases):
-            expected, *others = (values(r, turn, size * numel, dtype).view(size, numel)[rank] for r in range(size))
-            reduction = Reduction(name, size)
-            for other in others:  # in the order of the ranks
-                expected = expected + other if name == "SUM" else torch.maximum(expected, other)
-            source = values(rank, turn, size * numel, dtype)
-            if in_block:
-                source = blocks[rank].memory[: source.nbytes].view(dtype).copy_(source)
-            output = source.view(size, numel)[rank] if turn % 2 else torch.empty(numel, dtype=dtype)
-            engine.reduce_scatter(output, source, reduction, blocks[rank] if in_block else None)
-            assert torch.equal(output, expected), (turn, numel, dtype, name)
-
-    world.run(rank_main)
-
-
-def test_an_average_is_finished_once():
-    world = World(2, 0)
-    workspace = world.blocks(2 * HALF)
-
-    def rank_main(rank):
-        output = torch.empty(3)
-        engine = CopyEngine(workspace[rank], rank, 2, lambda: 7.5)
-        engine.reduce_scatter(output, torch.arange(6.0) + 2 * rank, Reduction("AVG", 2), None)
-        assert output.tolist() == [3.0 * rank + i + 1 for i in range(3)]
-
-    world.run(rank_main)
-
-
 # --- streams
 
 
@@ -262,17 +227,19 @@ def lone(streams) -> GpuCollectives:
 def test_a_synchronous_call_runs_on_the_current_stream(streams):
     gpu = lone(streams)
     assert gpu.unavailable == "one rank"
-    assert gpu.run(lambda: streams.log.append(torch.is_inference_mode_enabled()), [], async_op=False) is DONE
+    gpu._gather = lambda output, source: streams.log.append(torch.is_inference_mode_enabled())
+    assert gpu.all_gather(mock.Mock(), mock.Mock(), async_op=False) is DONE
     assert streams.log == ["main waits for the last", True, "main records"]
     torch.cuda.stream.assert_called_once_with(streams.current)
 
 
 def test_an_asynchronous_call_runs_beside_it(streams):
-    gpu, tensor = lone(streams), mock.Mock()
-    work = gpu.run(lambda: streams.log.append("copies"), [tensor], async_op=True)
+    gpu, output, source = lone(streams), mock.Mock(), mock.Mock()
+    gpu._gather = lambda output, source: streams.log.append("copies")
+    work = gpu.all_gather(output, source, async_op=True)
     assert streams.log == ["side waits for main", "side waits for the last", "copies", "side records"]
-    assert tensor.record_stream.call_args.args[0].name == "side"
-    assert isinstance(work, GpuWork) and not work.is_completed() and work.result() == [tensor]
+    assert {tensor.record_stream.call_args.args[0].name for tensor in (output, source)} == {"side"}
+    assert isinstance(work, GpuWork) and not work.is_completed() and work.result() == [output]
     streams.current = FakeStream("another", streams.log)
     assert work.wait() and streams.log[-1] == "another waits for work on side"
 
@@ -292,17 +259,12 @@ def on_cpu(streams, rank: int) -> GpuCollectives:
 def test_tensors_of_any_layout(streams, rank):
     gpu, source = on_cpu(streams, rank), torch.arange(4.0)
     scattered = torch.zeros(8, 2)[:, 0]
-    gpu.all_gather(scattered, source)
+    gpu.all_gather(scattered, source, async_op=False)
     assert scattered.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
     for start in range(5):  # the input is any part of the output
         output = torch.arange(8.0)
-        gpu.all_gather(output, output[start : start + 4])
+        gpu.all_gather(output, output[start : start + 4], async_op=False)
         assert output.tolist() == [start + i for i in range(4)] * 2
-    for start in range(5):
-        whole = torch.arange(8.0)
-        expected = 2 * whole.view(2, 4)[rank]
-        gpu.reduce_scatter(whole[start : start + 4], whole, "SUM")
-        assert torch.equal(whole[start : start + 4], expected)
 
 
 def test_several_hosts_are_left_to_nccl(streams):
@@ -323,8 +285,6 @@ class Module:
     def set_custom_all_gather(self, comm):
         self.set.append(comm)
 
-    set_custom_reduce_scatter = set_custom_all_gather
-
     def set_symm_mem_for_comm(self, backend):
         self.set.append(backend)
 
@@ -341,14 +301,13 @@ def test_without_a_gpu(backend):
     run_distributed(_no_gpu, world_size=1, backend=backend)
 
 
-@pytest.mark.parametrize("sums", [False, True])
-def test_install(sums, monkeypatch):
-    gpu = SimpleNamespace(share_buffers=lambda: "", settings=Settings(gpu_sums=sums))
+def test_install(monkeypatch):
+    gpu = SimpleNamespace(share_buffers=lambda: "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     module = Module()
     assert install(module, SimpleNamespace(gpu=lambda device: gpu)) is None
-    assert [type(comm) for comm in module.set] == [SymmetricAllGather, SymmetricReduceScatter][: 1 + sums]
+    assert [type(comm) for comm in module.set] == [SymmetricAllGather]
 
 
 @pytest.mark.parametrize("error", ["", "no allocation backend NCCL\nmore"])
@@ -364,12 +323,3 @@ def test_install_across_hosts(error, monkeypatch):
         assert install(module, group) == "several hosts, and no allocation backend NCCL" and not module.set
     else:
         assert install(module, group) is None and module.set == ["NCCL"]
-
-
-def test_only_the_input_of_a_reduce_scatter_is_leased(monkeypatch):
-    leased = []
-    monkeypatch.setattr(cuda, "_lease", lambda group, size, dtype, device: leased.append(size) or torch.empty(size))
-    comm = SymmetricReduceScatter(None)
-    for size in [(8,), (4,), (6,), (3,)]:
-        assert comm.allocate(size, dtype=torch.float32, device=torch.device("cpu")).shape == size
-    assert leased == [(8,), (6,)]

@@ -18,8 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import smp.comm
 from smp.comm import base_group, symmetric
+from smp.comm import group as smddp_group
 from smp.comm.buffer_pool import BufferPool, control_bytes
-from smp.comm.cuda import SymmetricAllGather, SymmetricReduceScatter
+from smp.comm.cuda import SymmetricAllGather
 from smp.comm.symmetric import Block, Memory, SymmetricBuffers
 from smp.comm.work_queue import DONE
 from tests.distributed import run_distributed
@@ -128,19 +129,13 @@ class FakeGpu:
     def __init__(self):
         self.why, self.calls = "", []
 
-    def why_not(self, operation, tensor, *, reduction, coalescing):
-        self.calls.append((operation, tensor.numel(), reduction, coalescing))
+    def why_not(self, tensor, *, coalescing):
+        self.calls.append((tensor.numel(), coalescing))
         return self.why
 
-    def run(self, collective, tensors, *, async_op):
-        collective()
-        return DONE
-
-    def all_gather(self, output, source):
+    def all_gather(self, output, source, *, async_op):
         self.calls.append((output.numel(), source.numel()))
-
-    def reduce_scatter(self, output, source, name):
-        self.calls.append((output.numel(), source.numel(), name))
+        return DONE
 
 
 def _ways():
@@ -148,24 +143,21 @@ def _ways():
     names = ["all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base"]
     names += ["all_gather_single_coalesced", "allgather_into_tensor_coalesced"]
     group._gpu = gpu
-    with FakeTensorMode(), mock.patch.object(base_group, "plain_gpu", lambda tensors: True):
+    with FakeTensorMode(), mock.patch.object(smddp_group, "plain_gpu", lambda tensors: True):
         one, other = torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
         with CommDebugMode() as counted:
             ALL_GATHER(one, other)
-            REDUCE_SCATTER(one, other, op=dist.ReduceOp.MAX)
-        assert counted.get_total_counts() == 2
+        assert counted.get_total_counts() == 1
         group._plain = SimpleNamespace(**{name: lambda *_, n=name: left.append(n) for name in names})
-        assert gpu.calls == [
-            ("all_gather", 8, None, False), (8, 8), ("reduce_scatter", 8, "MAX", False), (8, 8, "MAX")
-        ]  # fmt: skip
-        assert smp.comm.report().calls(path="symmetric memory") == 2 and not left
+        assert gpu.calls == [(8, False), (8, 8)]
+        assert smp.comm.report().calls(path="symmetric memory") == 1 and not left
         gpu.why, gpu.calls = "too small", []
         group._coalescing = True
         # Not even with something of the CPU's in the queue may another thread make the call.
         with mock.patch.object(type(group._queue), "idle", False):
             ALL_GATHER(one, other)
             REDUCE_SCATTER(one, other)
-        assert [call[-1] for call in gpu.calls] == [True, True] and len(left) == 2
+        assert gpu.calls == [(8, True)] and len(left) == 2
         with mock.patch.object(base_group.modes, "active", int):  # the fake tensors' own mode is one
             assert group.allgather_into_tensor_coalesced([one], [other]) is None  # as NCCL gave no work
         with pytest.raises(ValueError, match="output"):  # of a wrong size: NCCL says so
@@ -184,7 +176,7 @@ def _broken_group():
     with (
         mock.patch.object(base_group.cuda, "GpuCollectives", mock.Mock(side_effect=dist.DistBackendError("not there"))),
         FakeTensorMode(),
-        mock.patch.object(base_group, "plain_gpu", lambda tensors: True),
+        mock.patch.object(smddp_group, "plain_gpu", lambda tensors: True),
     ):
         one = torch.empty(8, device="cuda")
         with pytest.raises(dist.DistBackendError, match="not there"):
@@ -226,30 +218,14 @@ def _collectives():
             part = shared.view(size, numel)[rank].copy_(values(rank, turn, numel, dtype))
             comm(shared, part, world)
             assert torch.equal(output, expected) and torch.equal(shared, expected)
-            for scatter in (SymmetricReduceScatter(world), None):
-                source = (
-                    output if scatter is None else scatter.allocate(output.shape, dtype=dtype, device=output.device)
-                )
-                source.copy_(values(rank, turn, size * numel, dtype))
-                total = torch.empty(numel, dtype=dtype)
-                if scatter is None:
-                    REDUCE_SCATTER(total, source)
-                else:
-                    scatter(total, source, world, dist.ReduceOp.SUM)
-                summed, *others = (values(r, turn, size * numel, dtype).view(size, numel)[rank] for r in range(size))
-                for other in others:
-                    summed = summed + other
-                assert torch.equal(total, summed)
         report = smp.comm.report()
-        assert report.calls("all_gather", PATH) == 2 * 8 + (rank < 2) and report.calls("reduce_scatter", PATH) == 2 * 8
-        assert not report.calls("all_gather", "gloo") and not report.calls("reduce_scatter", "gloo")
+        assert report.calls("all_gather", PATH) == report.calls("all_gather") == 2 * 8 + (rank < 2)
 
 
 @pytest.fixture
 def knobs(monkeypatch):
     monkeypatch.setenv("SMP_SYMMETRIC_WORKSPACE_BYTES", str(2**17))
     monkeypatch.setenv("SMP_SYMMETRIC_MINIMUM_BYTES", "0")
-    monkeypatch.setenv("SMP_SYMMETRIC_REDUCE_SCATTER", "1")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -299,13 +275,12 @@ def _fully_shard(unshard_async):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(SymmetricAllGather(world))
-            module.set_custom_reduce_scatter(SymmetricReduceScatter(world))
         model._set_unshard_async_op(unshard_async)
         mine = torch.tensor(_losses(model, [rank], 1 / size))
     dist.all_reduce(mine)
     torch.testing.assert_close(mine.tolist(), expected, rtol=1e-5, atol=0)
     report = smp.comm.report()
-    assert report.calls("all_gather", PATH) == 4 * 2 * 3 and report.calls("reduce_scatter", PATH) == 4 * 3
+    assert report.calls("all_gather", PATH) == 4 * 2 * 3
     assert len(own.buffers._blocks) <= 6  # each is used again
 
 

@@ -99,7 +99,7 @@ def _absent_from_the_first() -> str:
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_a_rank_that_never_uses_the_group_is_named():
     for message in _told(run_ranks(_absent_from_the_first, world_size=3), [0, 1]):
-        said = rf"rank 2 \(pid \d+\) has not come to the group's first exchange within .*{LATE}"
+        said = rf"rank 2 \(pid \d+\) has not come to the group's first collective within .*{LATE}"
         assert re.search(said, message)
 
 
@@ -155,7 +155,7 @@ def _dies_before_the_first_use() -> str:
 
 def test_a_rank_that_dies_before_the_first_use_is_named():
     [message] = _told(run_ranks(_dies_before_the_first_use, world_size=2), [0])
-    assert re.search(r"rank 1 \(pid \d+\) died before the group's first exchange", message)
+    assert re.search(r"rank 1 \(pid \d+\) died before the group's first collective", message)
 
 
 def _fails_in_a_collective() -> str:

@@ -10,7 +10,7 @@ import train_lib
 from smp.environment import Launch, read_launch, rendezvous, sagemaker_hosts
 from smp.environment.slurm import expand_counts, expand_nodes
 from smp.errors import UserError
-from smp.runtime import own_words
+from smp.runtime import own_arguments
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -289,8 +289,8 @@ def test_hosts_of_sagemaker():
 
 
 def test_the_local_rank_that_launchers_add_to_the_command_line():
-    assert own_words(["--local_rank=1", "--x", "--local_rank=3"]) == ["--x", "--local_rank=3"]
-    assert own_words(["--local-rank=0"]) == [] and own_words(["--local_rank", "1"]) == ["--local_rank", "1"]
+    assert own_arguments(["--local_rank=1", "--x", "--local_rank=3"]) == ["--x", "--local_rank=3"]
+    assert own_arguments(["--local-rank=0"]) == [] and own_arguments(["--local_rank", "1"]) == ["--local_rank", "1"]
 
 
 def test_a_launch_says_who_is_main():

@@ -7,7 +7,6 @@ Exit status 0: all are whole; 1: at least one is damaged or has no manifest; 2: 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from smp.cli.find import checkpoints_at, existing_directory, interrupted_at
 from smp.cli.output import Progress, shown
 from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
+from smp.runtime import available_cores
 
 _MOST_THREADS = 16
 
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _threads() -> int:
-    # macOS has no affinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_THREADS, cores)
+    return min(_MOST_THREADS, available_cores())
 
 
 def _groups(manifest: Manifest, number: int) -> list[list[str]]:

@@ -12,7 +12,7 @@ overwritten that somebody still reads, and a rank may be one round ahead with fi
 
 Stores become visible in program order on x86-64 (so the data comes before the counter); the segment refuses other
 processors. Waiting spins a little, then lets others run, then sleeps in the kernel (futex) in slices of 50 ms, and
-after each looks whether the peers live, have failed, or are late. A rank says when it goes to sleep, so that posting
+after each checks whether the peers live, have failed, or are late. A rank marks when it sleeps, so that posting
 needs no system call while nobody sleeps.
 """
 
@@ -33,6 +33,7 @@ from smp.comm import futex
 from smp.comm.kernel import ArenaView, Gather, Kernel
 from smp.comm.peers import Peers
 from smp.comm.segment import NONCE_BYTES, Segment
+from smp.runtime import available_cores
 
 SLOTS = 4
 SIGNATURE_BYTES = 256  # at the start of each slot: what its rank is doing in this round
@@ -71,12 +72,12 @@ def _round_up(number: int, step: int) -> int:
 
 
 def smallest_slot(ranks: int) -> int:
-    """Bytes of a slot in which there is a place for every rank: 64 bytes, which any element fits in."""
+    """Return the bytes of a slot that has 64 bytes for every rank: any element fits into that."""
     return _round_up(64 * ranks, _PAGE)
 
 
 class Layout(NamedTuple):
-    """Where things are in an arena.
+    """Byte offsets in an arena.
 
     Args:
         size: ranks.
@@ -88,23 +89,23 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(total: int, size: int) -> Layout:
-        """The layout of an arena of ``total`` bytes for ``size`` ranks."""
+        """Return the layout of an arena of ``total`` bytes for ``size`` ranks."""
         empty = Layout(size, 0)
         return Layout(size, (total - empty.total) // (SLOTS * size))
 
     @property
     def counters(self) -> int:
-        """Where the counters begin."""
+        """Offset of the counters."""
         return _LINE  # the segment's nonce comes first
 
     @property
     def notes(self) -> int:
-        """Where the notes begin."""
+        """Offset of the notes."""
         return self.counters + _LINE * self.size
 
     @property
     def slots(self) -> int:
-        """Where the slots begin."""
+        """Offset of the slots."""
         return _round_up(self.notes + _NOTE * self.size, _PAGE)
 
     @property
@@ -147,7 +148,7 @@ class Arena:
         self.round = 0  # the last one this rank has begun
         self._asleep = [counter + 1 for counter in self._counter]  # words: whether a rank sleeps
         # With more ranks than cores, looking only burns what a peer needs to go on.
-        crowded = self.size > futex.cores()
+        crowded = self.size > available_cores()
         self._spins, self._yields = (1, 20) if crowded else (20, 100)
         self._kernel = kernel
         self._c = ArenaView(
@@ -155,8 +156,8 @@ class Arena:
             SLOTS, _PAGE, SIGNATURE_BYTES, *((1, 20) if crowded else (500, 100)),
         )  # fmt: skip
         self._c_address = ctypes.addressof(self._c)
-        self._sizes, self._places = (ctypes.c_int64 * self.size)(), (ctypes.c_void_p * self.size)()
-        self._gather = Gather(sizes=ctypes.addressof(self._sizes), places=ctypes.addressof(self._places))
+        self._sizes, self._addresses = (ctypes.c_int64 * self.size)(), (ctypes.c_void_p * self.size)()
+        self._gather = Gather(sizes=ctypes.addressof(self._sizes), addresses=ctypes.addressof(self._addresses))
         self._gather_address = ctypes.addressof(self._gather)
         self._own_note = self._note(self.rank)
         self._operation = "nothing"
@@ -166,15 +167,15 @@ class Arena:
     # --- rounds
 
     def offset(self, rank: int, round_: int) -> int:
-        """Byte offset, in the segment, of the data of a rank's slot for a round."""
+        """Return the byte offset, in the segment, of the data of a rank's slot for a round."""
         return self._slot_offset[rank][round_ % SLOTS] + _PAGE
 
     def address(self, rank: int, round_: int) -> int:
-        """Address of the same."""
+        """Return the address of the data of a rank's slot for a round."""
         return self.segment.address + self.offset(rank, round_)
 
     def begin(self) -> int:
-        """Begin the next round: its number, once this rank's slot for it may be filled."""
+        """Begin the next round; return its number once this rank's slot for it may be filled."""
         self.round = k = self.round + 1
         for other in self.others:
             if self._seen[other] < k - 2:
@@ -221,7 +222,7 @@ class Arena:
                 deadline = self._watch(k, deadline)
 
     def _watch(self, k: int, deadline: float) -> float:
-        """After a slice of waiting for nothing: is there still something to wait for?"""
+        """Raise if a peer is dead, has failed or is late; return the deadline, set at the first call."""
         now = time.monotonic()
         if not deadline:
             return now + self._deadline_seconds
@@ -230,8 +231,8 @@ class Arena:
         for other in self.others:
             died, failure = self.peers.died(other), self.failure(other)
             if self._posted(other) >= k:
-                continue  # its last word came before its end
-            if failure:  # what it said before its end, if it has ended
+                continue  # it posted before its end
+            if failure:  # noted before its end, if it has ended
                 raise dist.DistBackendError(f"{doing}: {self.peers.label(other)} has failed: {failure}")
             if died:
                 raise dist.DistBackendError(
@@ -250,7 +251,7 @@ class Arena:
         self._seen[rank] += (self._words[self._counter[rank]] - self._seen[rank]) & _WORD
         return self._seen[rank]
 
-    # --- what this rank says of itself
+    # --- notes, which the peers read
 
     def start(self, operation: str, number: int, nbytes: int, timeout: float) -> None:
         """Begin an operation: its name for messages and for the peers, and how long one wait in it may last."""
@@ -259,7 +260,7 @@ class Arena:
         _NOTE_HEAD.pack_into(self._view, self._own_note, number, time.monotonic(), 0.0, nbytes, name)
 
     def end(self) -> None:
-        """The operation of :meth:`start` has ended well."""
+        """Note that the operation of :meth:`start` has ended well."""
         _NOTE_END.pack_into(self._view, self._own_note + 16, time.monotonic())
 
     def fail(self, reason: str) -> None:
@@ -269,12 +270,12 @@ class Arena:
         self._view[at : at + len(text) + 1] = text + b"\0"
 
     def failure(self, rank: int) -> str:
-        """What a rank said when it failed, or nothing."""
+        """Return the reason with which a rank failed; empty if it has not."""
         at = self._note(rank)
         return bytes(self._view[at + 64 : at + _NOTE]).split(b"\0")[0].decode(errors="replace")
 
     def last_operation(self, rank: int) -> LastOperation:
-        """A local rank's latest operation, as it said itself."""
+        """Return a local rank's latest operation, as that rank noted it."""
         at = self._note(rank)
         number, started, ended, nbytes, name = _NOTE_HEAD.unpack_from(self._view, at)
         return LastOperation(self.peers.ranks[rank], name.rstrip(b"\0").decode(), number, nbytes, started, ended)
@@ -290,7 +291,7 @@ class Arena:
         self._view[at : at + SIGNATURE_BYTES] = signature
 
     def signature(self, rank: int, k: int) -> bytes:
-        """What a rank is doing in round k, which it has posted."""
+        """Return the signature of a rank's round k, which it has posted."""
         at = self._slot_offset[rank][k % SLOTS]
         return bytes(self._view[at : at + SIGNATURE_BYTES])
 
@@ -309,7 +310,7 @@ class Arena:
             raise Mismatch(self.group, self._describe(k))
 
     def gather(
-        self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int], chunk: int, count: int
+        self, signature: bytes, source: int, sizes: Sequence[int], addresses: Sequence[int], chunk: int, count: int
     ) -> bool:
         """Run all rounds of an all_gather or a broadcast in C.
 
@@ -317,7 +318,7 @@ class Arena:
             signature: of the operation.
             source: address of this rank's bytes.
             sizes: bytes that each rank gives.
-            places: address for each rank's bytes; this rank's own may be ``source``.
+            addresses: address for each rank's bytes; this rank's own may be ``source``.
             chunk: bytes of a round at most.
             count: of rounds.
 
@@ -328,7 +329,7 @@ class Arena:
             return False
         call, first = self._gather, self.round + 1
         call.signature, call.source, call.chunk, call.count = signature, source, chunk, count
-        self._sizes[:], self._places[:] = list(sizes), list(places)
+        self._sizes[:], self._addresses[:] = list(sizes), list(addresses)
         call.first, call.index, call.filled, call.taken = first & _WORD, 0, 0, 0
         while status := self._kernel.gather(self._c_address, self._gather_address):
             self.round = first + min(call.index, count - 1)
@@ -353,11 +354,11 @@ class Arena:
             raise Mismatch(self.group, self._describe(k))
 
     def _describe(self, k: int) -> str:
-        said: dict[str, list[int]] = {}
+        calls: dict[str, list[int]] = {}
         for r in range(self.size):
-            said.setdefault(self.signature(r, k).rstrip(b"\0").decode(errors="replace"), []).append(r)
+            calls.setdefault(self.signature(r, k).rstrip(b"\0").decode(errors="replace"), []).append(r)
         return "; ".join(
-            f"rank(s) {', '.join(str(self.peers.ranks[r]) for r in ranks)}: {what}" for what, ranks in said.items()
+            f"rank(s) {', '.join(str(self.peers.ranks[r]) for r in ranks)}: {what}" for what, ranks in calls.items()
         )
 
 
@@ -366,19 +367,19 @@ class Mismatch(dist.DistBackendError):
 
     Args:
         group: its name.
-        said: who called what.
+        calls: the calls of all ranks.
     """
 
-    def __init__(self, group: str, said: str):
-        super().__init__(group, said)
-        self.group, self.said = group, said
+    def __init__(self, group: str, calls: str):
+        super().__init__(group, calls)
+        self.group, self.calls = group, calls
 
     def __str__(self) -> str:
-        return f"smddp: the ranks of group {self.group} do not do the same: {self.said}"
+        return f"smddp: the ranks of group {self.group} do not do the same: {self.calls}"
 
 
 def sign(text: str) -> bytes:
-    """A signature, at its fixed length. What follows ``" @ "`` need only be the same within a host."""
+    """Return a signature, padded or cut to its fixed length; after ``" @ "`` it may differ from host to host."""
     whole = text.encode()
     if len(whole) > SIGNATURE_BYTES:
         digest = hashlib.sha256(whole).hexdigest()[:16]
@@ -387,5 +388,5 @@ def sign(text: str) -> bytes:
 
 
 def common_part(signature: bytes) -> bytes:
-    """What of a signature is the same on all hosts."""
+    """Return the part of a signature that is the same on all hosts."""
     return signature.partition(b" @ ")[0].ljust(SIGNATURE_BYTES, b"\0")

@@ -1,4 +1,4 @@
-"""What every collective of the backend goes through: inner backends, order, agreement, counting, failing.
+"""Common path of all collectives of the backend: inner backends, order, agreement, counting, failing.
 
 A Python ``ProcessGroup`` replaces the whole group, so it registers the inner backends on itself: whatever is not
 overridden is dispatched to them by the base class. What is overridden calls them through a plain group: the base class
@@ -22,17 +22,16 @@ from torch.distributed import ProcessGroup
 from smp.comm import cuda, modes, report
 from smp.comm.arena import LastOperation, Mismatch, sign
 from smp.comm.connect import Collectives, Connection, join
-from smp.comm.tensors import nbytes, plain_cpu, plain_gpu
+from smp.comm.tensors import nbytes, plain_cpu
 from smp.comm.work_queue import DONE, DoneWork, QueuedWork, WorkQueue
 
 _SIGNATURES_KEPT = 4096
 
 Run = Callable[[Collectives, bytes], None]
-GpuRun = Callable[[cuda.GpuCollectives], None]
 
 
 def _path(tensors: Sequence[torch.Tensor]) -> str:
-    """The inner backend that these tensors go to."""
+    """Return the inner backend for these tensors."""
     return "nccl" if any(t.is_cuda for t in tensors) else "gloo"
 
 
@@ -88,7 +87,7 @@ class BaseGroup(ProcessGroup):
 
     @property
     def seconds(self) -> float:
-        """How long a collective may wait."""
+        """Timeout of a collective."""
         return self._limits._timeout.total_seconds()
 
     def shutdown(self) -> None:
@@ -104,7 +103,7 @@ class BaseGroup(ProcessGroup):
         super().abort()
 
     def last_operations(self) -> list[LastOperation]:
-        """The latest collective of every rank of this group on this host."""
+        """Return the latest collective of every rank of this group on this host."""
         connection = self._connection
         if connection is None or connection.arena is None:
             return []
@@ -123,7 +122,7 @@ class BaseGroup(ProcessGroup):
         return self._connection
 
     def gpu(self, device: torch.device) -> cuda.GpuCollectives:
-        """The group's own collectives of tensors on GPUs, made at the first use: a collective call."""
+        """Return the group's own collectives of GPU tensors, made at the first call, which is collective."""
         if self._gpu is None:
             limits, gloo = self._limits, self._plain._get_backend(torch.device("cpu"))
             with self.failing():
@@ -156,7 +155,7 @@ class BaseGroup(ProcessGroup):
             inner: the same by the inner backend, for a group that cannot share memory, and for dispatch modes.
             tensors: the result.
             opts: torch's options; ``asyncOp`` and ``timeout`` are read.
-            async_op: instead of what ``opts`` say.
+            async_op: overrides that of ``opts``.
             path: for the report, if it is not the group's usual one.
         """
         self._check_usable()
@@ -212,7 +211,7 @@ class BaseGroup(ProcessGroup):
             connection.end()
             report.count(operation, size, path or connection.path)
         except Mismatch:
-            raise  # on every rank, at the same place: the group goes on
+            raise  # on every rank, at the same call: the group goes on
         except BaseException as error:
             self.fail(error)
             raise
@@ -274,31 +273,25 @@ class BaseGroup(ProcessGroup):
         report.count(operation, size, path, why)
         return call()
 
-    def _on_gpu(
-        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], run: GpuRun, opts: Any,
-        reduction: str | None = None,
-    ) -> Any:  # fmt: skip
-        """Run a collective of tensors on GPUs, or let NCCL run it. ``tensors`` are the smaller one and the larger."""
-        size = nbytes(tensors[0])
+    def _gather_on_gpu(self, output: torch.Tensor, source: torch.Tensor, call: Callable[[], Any], opts: Any) -> Any:
+        """Gather tensors on GPUs by copy engine, or let NCCL do it by ``call``."""
+        size = nbytes(source)
         self._check_usable()
-        gpu = self.gpu(tensors[0].device)
-        if why := gpu.why_not(operation, tensors[0], reduction=reduction, coalescing=self._coalescing):
-            return self._inner(operation, tensors, why, call)
-        start = functools.partial(gpu.run, lambda: run(gpu), tensors, async_op=opts is None or opts.asyncOp)
-        with report.record(operation, size) or contextlib.nullcontext():
+        gpu = self.gpu(source.device)
+        if why := gpu.why_not(source, coalescing=self._coalescing):
+            return self._inner("all_gather", (source, output), why, call)
+        start = functools.partial(gpu.all_gather, output, source, async_op=opts is None or opts.asyncOp)
+        with report.record("all_gather", size) or contextlib.nullcontext():
             work = modes.shown(call, start) if modes.active() else start()
-        report.count(operation, size, cuda.PATH)
+        report.count("all_gather", size, cuda.PATH)
         return work
 
     # --- by the inner backends
 
     def _elsewhere(
-        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None,
-        *, gpu: GpuRun | None = None, opts: Any = None,
-    ) -> Any:  # fmt: skip
-        """A collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
-        if gpu is not None and plain_gpu(tensors):
-            return self._on_gpu(operation, tensors, call, gpu, opts, reduction)
+        self, operation: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], reduction: str | None = None
+    ) -> Any:
+        """Hand over a collective of ours whose tensors are not for shared memory. All ranks come here, or none."""
         devices = {t.device.type for t in tensors}
         if devices != {"cpu"}:
             why = f"{'/'.join(sorted(devices))} tensors"
@@ -312,7 +305,7 @@ class BaseGroup(ProcessGroup):
         self, operation: str, tensors: Sequence[torch.Tensor], method: Callable[..., Any],
         calls: Sequence[tuple[Any, ...]], inner: Callable[..., Any], *arguments: Any,
     ) -> Any:  # fmt: skip
-        """Several collectives as one work. The last ends last, as all run in order.
+        """Run several collectives as one work, which ends with the last of them, as all run in order.
 
         Args:
             operation: its name.

@@ -49,7 +49,7 @@ class _Buffer(NamedTuple):
 
 
 def control_bytes(ranks: int) -> int:
-    """Bytes before the buffers."""
+    """Return the bytes before the buffers."""
     return -(-(_PAGE + 4 * _BUFFERS * ranks) // _PAGE) * _PAGE
 
 
@@ -177,7 +177,7 @@ class BufferPool:
         return 2 * _DECIDED + _RECORD.size * (number % _RECORDS)
 
     def _released(self, index: int, rank: int) -> int:
-        """The word that counts a rank's releases of a buffer."""
+        """Return the index of the word that counts a rank's releases of a buffer."""
         return (_PAGE + 4 * (index * self.peers.size + rank)) // 4
 
 
@@ -187,7 +187,7 @@ def _release(words: memoryview, index: int) -> None:
 
 
 def tensor(array: object, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D tensor over a lease's array."""
+    """Return a 1-D tensor over a lease's array."""
     if not numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(array, dtype=dtype, count=numel)  # type: ignore[arg-type] # ctypes arrays are buffers

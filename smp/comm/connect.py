@@ -1,8 +1,9 @@
-"""From a group's store to its means of exchange: who is where, and what they share."""
+"""Connect a group: find out which ranks share a host, then set up shared memory and connections between hosts."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,15 +18,16 @@ from smp.comm.kernel import load
 from smp.comm.peers import Peers
 from smp.comm.segment import Segment, share
 from smp.comm.settings import Settings, read_settings
-from smp.comm.topology import Member, Topology, arrange, exchange, gather
+from smp.comm.topology import Member, Topology, arrange, gather, gather_members
 from smp.comm.wire import Wire
 
 # What a group does itself: in one host, or across several.
 Collectives = HostCollectives | HostsCollectives
 
 
+@dataclasses.dataclass
 class Connection:
-    """What a group has after its first exchange.
+    """A group's means of communication, made at its first collective.
 
     Attributes:
         store: the group's, with keys that no other group of its name has used.
@@ -35,26 +37,24 @@ class Connection:
         arena: this host's shared memory, or None.
         wire: to the other hosts, or None.
         settings: this process's.
-        path: for the report.
         why: for the report, if ``collectives`` is None.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        settings: Settings,
-        topology: Topology,
-        peers: Peers,
-        *,
-        collectives: Collectives | None,
-        arena: Arena | None,
-        wire: Wire | None,
-        why: str,
-    ):
-        self.store, self.settings = store, settings
-        self.topology, self.peers, self.collectives, self.arena, self.why = topology, peers, collectives, arena, why
-        self.wire = wire
-        self.path = "shared memory" if wire is None else "shared memory and network" if peers.size > 1 else "network"
+    store: dist.Store
+    settings: Settings
+    topology: Topology
+    peers: Peers
+    collectives: Collectives | None
+    arena: Arena | None
+    wire: Wire | None
+    why: str
+
+    @property
+    def path(self) -> str:
+        """The path that the report names."""
+        if self.wire is None:
+            return "shared memory"
+        return "shared memory and network" if self.peers.size > 1 else "network"
 
     def share(self, name: str, size: int, timeout: float) -> tuple[Segment | None, str]:
         """Make more memory that this host's ranks share: see :func:`smp.comm.segment.share`."""
@@ -83,12 +83,7 @@ class Connection:
 
 # Keys in the store must not be met again by a group of the same name that is made after this one is destroyed.
 _generations: collections.Counter[str] = collections.Counter()
-
-
-class _World:
-    """Who the processes of the default group are; its subgroups need not ask again."""
-
-    members: tuple[Member, ...] = ()
+_world: tuple[Member, ...] = ()  # the processes of the default group; its subgroups need not ask again
 
 
 def join(options: Any) -> Callable[[timedelta], Connection]:
@@ -96,6 +91,7 @@ def join(options: Any) -> Callable[[timedelta], Connection]:
 
     The default group learns here who all the processes are: ``init_process_group`` waits for everyone anyway.
     """
+    global _world
     name = str(options.group_id)
     _generations[name] += 1
     store = dist.PrefixStore(f"smddp{_generations[name]}", options.store)
@@ -103,13 +99,13 @@ def join(options: Any) -> Callable[[timedelta], Connection]:
     settings = read_settings()
     members: Sequence[Member] = ()
     if not ranks:
-        members = _World.members = exchange(store, rank, size, options.timeout)
+        members = _world = gather_members(store, rank, size, options.timeout)
         ranks = list(range(size))
-    elif _World.members and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
-        members = [_World.members[r] for r in ranks]
+    elif _world and dist.is_initialized() and dist.get_backend(dist.group.WORLD) == "smddp":
+        members = [_world[r] for r in ranks]
 
     def connect(timeout: timedelta) -> Connection:
-        topology = arrange(members or exchange(store, rank, size, timeout), rank)
+        topology = arrange(members or gather_members(store, rank, size, timeout), rank)
         return _connect(store, topology, ranks, name, settings, timeout)
 
     return connect
@@ -146,7 +142,7 @@ def _agree(
     """Agree with all ranks of all hosts: on the bytes of a message, or on why there will be none."""
     own = topology.neighbours[topology.local]
     answers = gather(
-        store, "hosts", json.dumps([chunk, why]), own, ranks, timeout, "come to the group's first exchange"
+        store, "hosts", json.dumps([chunk, why]), own, ranks, timeout, "come to the group's first collective"
     )
     chunks, reasons = zip(*map(json.loads, answers), strict=True)
     problems = [f"on the host of rank {rank}: {reason}" for rank, reason in zip(ranks, reasons, strict=True) if reason]

@@ -1,4 +1,4 @@
-"""What one GPU copies, and when: AllGather and ReduceScatter over memory that the GPUs of a host can read.
+"""AllGather by copies between the GPUs of a host, over memory that all of them can read.
 
 Every rank puts its part into such memory, a barrier on the GPU lets the copies begin, and each rank copies the peers'
 parts to where they belong.
@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from smp.comm.reduction import Reduction
 from smp.comm.symmetric import Block
 
 
@@ -50,13 +49,13 @@ class CopyEngine:
             block: ``output`` itself, if it is the beginning of a block.
         """
         part = source.numel()
-        places = output.view(self._size, part)
-        if places[self._rank].data_ptr() != source.data_ptr():
-            places[self._rank].copy_(source)
+        slices = output.view(self._size, part)
+        if slices[self._rank].data_ptr() != source.data_ptr():
+            slices[self._rank].copy_(source)
         if block is not None:
             self._barrier()
             for other in self._others:
-                places[other].copy_(block.part(other, other * part, part))
+                slices[other].copy_(block.part(other, other * part, part))
             self._barrier()  # nobody may write into its slice before all have read it
             return
         for start in range(0, part, self._half):
@@ -64,47 +63,5 @@ class CopyEngine:
             self._slot(self._rank, 0, length).copy_(source[start : start + length])
             self._barrier()
             for other in self._others:
-                places[other, start : start + length].copy_(self._slot(other, 0, length))
+                slices[other, start : start + length].copy_(self._slot(other, 0, length))
             self._round += 1
-
-    def reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction, block: Block | None
-    ) -> None:
-        """Reduce every rank's part for this rank, in the order of the ranks.
-
-        Args:
-            output: 1-D; it may be this rank's part of ``source``.
-            source: 1-D, contiguous: this rank's parts for all ranks.
-            reduction: what to do.
-            block: ``source`` itself, if it is the beginning of a block.
-        """
-        part, itemsize = output.numel(), output.element_size()
-        parts = source.view(self._size, part)
-        step = self._half // self._size // 64 * 64 // itemsize
-        staged = source.new_empty(self._size - 1, min(step, part))
-        if block is not None:
-            self._barrier()
-        for start in range(0, part, step):
-            length = min(step, part - start)
-            if block is None:
-                mine = self._slot(self._rank, 0, self._size * length * itemsize)
-                mine.view(source.dtype).view(self._size, length).copy_(parts[:, start : start + length])
-                self._barrier()
-            own, out = parts[self._rank, start : start + length], output[start : start + length]
-            if self._rank > 1 and own.data_ptr() == out.data_ptr():
-                own = own.clone()  # the first two parts are added up before it is read
-            pieces = {self._rank: own}
-            for place, other in zip(staged, self._others, strict=True):
-                pieces[other] = place[:length]
-                theirs = (
-                    block.part(other, (self._rank * part + start) * itemsize, length * itemsize)
-                    if block is not None
-                    else self._slot(other, self._rank * length * itemsize, length * itemsize)
-                )
-                pieces[other].copy_(theirs.view(source.dtype))
-            reduction.combine([pieces[r] for r in range(self._size)], out)
-            if block is None:
-                self._round += 1
-        if block is not None:
-            self._barrier()
-        reduction.finish(output)

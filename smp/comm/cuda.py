@@ -1,4 +1,4 @@
-"""AllGather and ReduceScatter inside a host by the GPUs' copy engines, where that is better than NCCL.
+"""AllGather inside a host by the GPUs' copy engines, where that is better than NCCL.
 
 Copies between GPUs are done by copy engines: no multiprocessor is taken from the matrix products beside them, but for
 one block of the barrier and, if the input does not lie in symmetric memory already, one local copy. Work is put on the
@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule
 from smp.comm.buffer_pool import BufferPool, control_bytes
 from smp.comm.connect import Connection
 from smp.comm.copy_engine import CopyEngine
-from smp.comm.reduction import Reduction, supported
 from smp.comm.symmetric import Memory, SymmetricBuffers
 from smp.comm.tensors import Output, flat, nbytes, overlap
 from smp.comm.work_queue import DONE, GpuWork
@@ -39,7 +38,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class GpuCollectives:
-    """A group's collectives of tensors on GPUs. Every rank must make it and its buffers at the same place.
+    """A group's collectives of tensors on GPUs. Making it and its buffers is collective.
 
     Args:
         connection: the group's.
@@ -77,31 +76,25 @@ class GpuCollectives:
             if workspace is not None:
                 self._engine = CopyEngine(workspace, rank, self._size, seconds)
 
-    def why_not(self, operation: str, tensor: torch.Tensor, *, reduction: str | None, coalescing: bool) -> str:
-        """Why NCCL does a collective better, or nothing: the same on all ranks.
+    def why_not(self, tensor: torch.Tensor, *, coalescing: bool) -> str:
+        """Return why NCCL gathers better, or an empty string: the same on all ranks.
 
         Args:
-            operation: ``all_gather`` or ``reduce_scatter``.
             tensor: one rank's part.
-            reduction: its name, or None.
             coalescing: whether the call is one of a batch that NCCL starts and ends.
         """
         if self.unavailable:
             return self.unavailable
         if tensor.device != self.device:
             return f"not on {self.device}, the group's first GPU"
-        if reduction is not None and not supported(reduction, tensor.dtype):
-            return f"{reduction} of {tensor.dtype}"
-        if operation == "reduce_scatter" and not self.settings.gpu_sums:
-            return "NCCL adds while it moves"
         if coalescing:
             return "in a coalesced batch"
         if torch.cuda.is_current_stream_capturing():  # the copies wait for other streams
             return "in a graph capture"
         return "too small" if nbytes(tensor) < self.settings.gpu_minimum else ""
 
-    def run(self, collective: Callable[[], None], tensors: Sequence[torch.Tensor], *, async_op: bool) -> Work:
-        """Put a collective on the current stream, or, if it is asynchronous, on one beside it.
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool) -> Work:
+        """Gather ``source`` of all ranks into ``output``, on the current stream, or asynchronously on one beside it.
 
         The collectives of a group follow each other on all streams: they share the workspace and its signals.
         """
@@ -113,16 +106,15 @@ class GpuCollectives:
             # In inference mode all tensors can be written, made in it or not.
             with torch.cuda.stream(stream), torch.inference_mode():
                 stream.wait_event(self._last)
-                collective()
+                self._gather(output, source)
                 self._last.record(stream)
             if not async_op:
                 return DONE
-            for tensor in tensors:
-                tensor.record_stream(stream)
-            return GpuWork(stream, tensors)
+            output.record_stream(stream)
+            source.record_stream(stream)
+            return GpuWork(stream, (output,))
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Gather ``source`` of all ranks into ``output``."""
+    def _gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         out, part = Output(output, keep=False), flat(source)
         if overlap(part, out.memory) and part.data_ptr() != out.memory.data_ptr() + self._rank * nbytes(part):
             part = part.clone()
@@ -130,20 +122,8 @@ class GpuCollectives:
         self._engine.all_gather(out.flat.view(torch.uint8), part.view(torch.uint8), block)
         out.finish()
 
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        """Reduce this rank's parts of all ranks' ``source`` into ``output``."""
-        out, parts = Output(output, keep=False), flat(source)
-        result = out.flat
-        if overlap(result, parts) and result.data_ptr() != parts.data_ptr() + self._rank * nbytes(result):
-            result = torch.empty_like(result)
-        block = self.buffers.find(parts) if self.buffers is not None else None
-        self._engine.reduce_scatter(result, parts, Reduction(name, self._size), block)
-        if result.data_ptr() != out.memory.data_ptr():
-            out.flat.copy_(result)
-        out.finish()
-
     def share_buffers(self) -> str:
-        """Make buffers for ``fully_shard`` available, or say why not."""
+        """Make buffers for ``fully_shard`` available; return why not, or an empty string."""
         if self.unavailable or self.buffers is not None:
             return self.unavailable
         limit, peers = self.settings.shared, self._connection.peers
@@ -177,7 +157,7 @@ class SymmetricAllGather:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The gathered buffer, 1-D."""
+        """Return the gathered buffer, 1-D."""
         return _lease(self._group, size, dtype, device)
 
     def __call__(
@@ -187,33 +167,10 @@ class SymmetricAllGather:
         return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class SymmetricReduceScatter:
-    """ReduceScatter for ``fully_shard`` that reads the peers' gradients where they are.
-
-    Args:
-        group: the sharding group, of backend ``smddp``.
-    """
-
-    def __init__(self, group: Any):
-        self._group, self._input_next = group, True
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Alternately the input, in symmetric memory, and the output, which becomes the gradients, elsewhere."""
-        shared, self._input_next = self._input_next, not self._input_next
-        return _lease(self._group, size, dtype, device) if shared else torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
-        async_op: bool = False,
-    ) -> Work | None:  # fmt: skip
-        """Reduce; the arguments are those of ``reduce_scatter_single``."""
-        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
 def zero_copy_available(group: dist.ProcessGroup) -> str | None:
-    """Why ``fully_shard`` cannot gather into symmetric memory over a group, or None if it can.
+    """Return why ``fully_shard`` cannot gather into symmetric memory over a group, or None if it can.
 
-    Every rank of the group must call it at the same place: the first call makes the memory.
+    Collective over the group: the first call makes the memory.
 
     Raises:
         torch.distributed.DistBackendError: a rank did not come in time.
@@ -228,7 +185,7 @@ def zero_copy_available(group: dist.ProcessGroup) -> str | None:
 def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
     """Let one sharded module gather by copy engine; over several hosts, NCCL from its own symmetric memory.
 
-    Every rank of the group must call it at the same place.
+    Collective over the group.
 
     Args:
         module: a module that ``fully_shard`` was applied to, on GPUs.
@@ -243,8 +200,6 @@ def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
     reason = zero_copy_available(group)
     if reason is None:
         module.set_custom_all_gather(SymmetricAllGather(group))  # type: ignore[arg-type] # the interface is private
-        if group.gpu(torch.device("cuda", torch.cuda.current_device())).settings.gpu_sums:  # type: ignore[attr-defined]
-            module.set_custom_reduce_scatter(SymmetricReduceScatter(group))  # type: ignore[arg-type]
     elif reason == SEVERAL_HOSTS and hasattr(module, "set_symm_mem_for_comm"):  # torch 2.13
         try:
             _symmetric_memory.set_backend("NCCL")

@@ -45,7 +45,7 @@ class _Pool:
                 self.buffers = BufferPool(segment, self.peers, poison=connection.settings.poison)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, *, shared: int) -> torch.Tensor:
-        """A buffer of ``shared`` times the bytes asked for, of which this rank gets its own part (1: all get all)."""
+        """Return this rank's part of a buffer of ``shared`` times the bytes asked for; 1: all ranks get the whole."""
         numel = math.prod(int(s) for s in size)
         part = numel * dtype.itemsize
         lease = self.buffers.lease(part * shared, self.seconds) if self.buffers is not None else None
@@ -55,7 +55,7 @@ class _Pool:
         return whole if shared == 1 else whole[self.peers.local * numel :][:numel]
 
     def offset(self, buffer: torch.Tensor) -> int | None:
-        """Where in the shared memory a tensor begins, or None if it is elsewhere."""
+        """Return the offset of a tensor in the shared memory, or None if it is elsewhere."""
         if self.buffers is None:
             return None
         offset = buffer.data_ptr() - self.buffers.segment.address
@@ -84,7 +84,7 @@ class SharedAllGather:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The gathered buffer, 1-D; the same memory on every rank of the host, or private if the limit is reached."""
+        """Return the gathered buffer, 1-D: the same memory on every rank of the host, or private above the limit."""
         return _allocate(self._group, size, dtype, shared=1)
 
     def __call__(
@@ -109,7 +109,7 @@ class SharedAllGather:
         inner = either(self._group._plain, "all_gather_single", "_allgather_base")
 
         def run(collectives: Collectives, signature: bytes) -> None:
-            collectives.exchange_slices(signature, address, part)
+            collectives.gather_shared(signature, address, part)
 
         key = ("all_gather", input_tensor.dtype, input_tensor.numel(), "@", offset)
         work = self._group.launch(

@@ -6,7 +6,6 @@ Calls through ``ctypes.CDLL`` let go of Python's lock while they run.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 
 _libc = ctypes.CDLL(None, use_errno=False)
@@ -38,8 +37,3 @@ def wait(address: int, value: int) -> None:
 def wake(address: int) -> None:
     """Wake everyone who waits for the word at ``address``."""
     _syscall(_FUTEX_NUMBER, address, _WAKE, _EVERYONE, None)
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

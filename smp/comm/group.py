@@ -12,19 +12,30 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
-from smp.comm.base_group import BaseGroup, GpuRun
+from smp.comm.base_group import BaseGroup
 from smp.comm.connect import Collectives
 from smp.comm.reduction import Reduction, reduction_name, supported
-from smp.comm.tensors import Output, check_list, check_outputs, check_single, dense, flat, nbytes, overlap, plain_cpu
+from smp.comm.tensors import (
+    Output,
+    check_list,
+    check_outputs,
+    check_single,
+    dense,
+    flat,
+    nbytes,
+    overlap,
+    plain_cpu,
+    plain_gpu,
+)
 
 
 def either(group: ProcessGroup, name: str, older: str = "") -> Callable[..., Any]:
-    """torch 2.13's method, or what it was called before."""
+    """Return torch 2.13's method, or the one by the older name."""
     return getattr(group, name if hasattr(group, name) else older)
 
 
 def _options(kind: Callable[[], Any], op: Any) -> Any:
-    """The options of a call that gives only its reduction."""
+    """Return the options of a call that gives only its reduction."""
     opts = kind()
     if op is not None:
         opts.reduceOp = op if isinstance(op, ReduceOp) else ReduceOp(op)
@@ -52,18 +63,19 @@ class SmddpGroup(BaseGroup):
         arguments = (output, input) if opts is None else (output, input, opts)
         problem = check_single(output, input, self._size, "output", "input") or check_outputs((output,))
         if not plain_cpu((output, input)):
-            gpu: GpuRun | None = None if problem else lambda own: own.all_gather(output, input)
-            return self._elsewhere("all_gather", (input, output), lambda: base(*arguments), gpu=gpu, opts=opts)
+            if problem is None and plain_gpu((output, input)):
+                return self._gather_on_gpu(output, input, lambda: base(*arguments), opts)
+            return self._elsewhere("all_gather", (input, output), lambda: base(*arguments))
         if problem:
             return self._refuse("all_gather", problem, opts)
 
         def run(collectives: Collectives, signature: bytes) -> None:
             out, source = Output(output, keep=False), dense(input)
             start = out.memory.data_ptr()
-            places = [start + r * part for r in range(self._size)]
-            if overlap(source, out.memory) and source.data_ptr() != places[self._rank]:
+            addresses = [start + r * part for r in range(self._size)]
+            if overlap(source, out.memory) and source.data_ptr() != addresses[self._rank]:
                 source = source.clone()
-            collectives.all_gather(signature, source.data_ptr(), [part] * self._size, places)
+            collectives.all_gather(signature, source.data_ptr(), [part] * self._size, addresses)
             out.finish()
 
         part = nbytes(input)
@@ -86,10 +98,10 @@ class SmddpGroup(BaseGroup):
 
         def run(collectives: Collectives, signature: bytes) -> None:
             outs, mine = [Output(t, keep=False) for t in outputs], dense(source)
-            places = [out.memory.data_ptr() for out in outs]
+            addresses = [out.memory.data_ptr() for out in outs]
             if any(overlap(mine, out.memory) for r, out in enumerate(outs) if r != self._rank):
                 mine = mine.clone()
-            collectives.all_gather(signature, mine.data_ptr(), [nbytes(t) for t in outputs], places)
+            collectives.all_gather(signature, mine.data_ptr(), [nbytes(t) for t in outputs], addresses)
             for out in outs:
                 out.finish()
 
@@ -118,9 +130,7 @@ class SmddpGroup(BaseGroup):
         name = reduction_name(opts.reduceOp)
         problem = check_single(input, output, self._size, "input", "output") or check_outputs((output,))
         if not plain_cpu((output, input)) or not supported(name, input.dtype):
-            gpu: GpuRun | None = None if problem else lambda own: own.reduce_scatter(output, input, name)
-            inner = lambda: base(output, input, opts)  # noqa: E731
-            return self._elsewhere("reduce_scatter", (output, input), inner, name, gpu=gpu, opts=opts)
+            return self._elsewhere("reduce_scatter", (output, input), lambda: base(output, input, opts), name)
         if problem:
             return self._refuse("reduce_scatter", problem, opts)
 

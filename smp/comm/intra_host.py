@@ -20,7 +20,7 @@ _GATHER_BYTES, _REDUCE_BYTES = 256 * 1024, 512 * 1024
 # Up to so many bytes of all ranks, each rank adds up everything itself: half the waiting.
 # Three to eight ranks on two cores: at best twice as fast; above, no faster.
 _ALONE_BYTES = 2 * 1024 * 1024
-# Added up in pieces that stay in a core's cache.
+# Added up in slices that stay in a core's cache.
 _CACHED_BYTES = 256 * 1024
 
 
@@ -41,7 +41,7 @@ class HostCollectives:
         self._tensors: dict[torch.dtype, torch.Tensor] = {}
 
     def slot(self, rank: int, k: int, dtype: torch.dtype, numel: int, start: int = 0) -> torch.Tensor:
-        """The data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
+        """Return the data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
         whole = self._tensors.get(dtype)
         if whole is None:
             whole = self._tensors[dtype] = torch.frombuffer(self.arena.segment.map, dtype=dtype)
@@ -75,21 +75,21 @@ class HostCollectives:
         """See that all ranks do the same: return when every rank has called it."""
         self.arena.meet(self.arena.begin(), signature)
 
-    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], places: Sequence[int]) -> None:
+    def all_gather(self, signature: bytes, source: int, sizes: Sequence[int], addresses: Sequence[int]) -> None:
         """Copy every rank's bytes to every rank.
 
         Args:
             signature: of the operation.
             source: address of this rank's bytes.
             sizes: how many bytes each rank gives.
-            places: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
+            addresses: address of each rank's bytes in this rank's output; this rank's own may be ``source``.
         """
         if self.size == 1:
-            futex.copy(places[0], source, sizes[0] if places[0] != source else 0)
+            futex.copy(addresses[0], source, sizes[0] if addresses[0] != source else 0)
             return
         arena, chunk, mine = self.arena, min(self.chunk, _GATHER_BYTES), sizes[self.rank]
         count = max(1, -(-max(sizes) // chunk))
-        if arena.gather(signature, source, sizes, places, chunk, count):
+        if arena.gather(signature, source, sizes, addresses, chunk, count):
             return
 
         def fill(index: int, k: int) -> None:
@@ -99,17 +99,17 @@ class HostCollectives:
 
         def take(index: int, k: int) -> None:
             start = index * chunk
-            if start < mine and places[self.rank] != source:
-                futex.copy(places[self.rank] + start, source + start, min(chunk, mine - start))
+            if start < mine and addresses[self.rank] != source:
+                futex.copy(addresses[self.rank] + start, source + start, min(chunk, mine - start))
             for other in arena.others:
                 # Waited for even if nothing is left to read of it: nobody may run ahead.
                 arena.wait(other, k)
                 if start < sizes[other]:
-                    futex.copy(places[other] + start, arena.address(other, k), min(chunk, sizes[other] - start))
+                    futex.copy(addresses[other] + start, arena.address(other, k), min(chunk, sizes[other] - start))
 
         self.rounds(signature, count, fill, take)
 
-    def exchange_slices(self, signature: bytes, address: int, part: int) -> None:
+    def gather_shared(self, signature: bytes, address: int, part: int) -> None:
         """Wait until every rank's slice is in the buffer, which is the same memory for all."""
         self.agree(signature)
 
@@ -133,21 +133,21 @@ class HostCollectives:
             out.copy_(parts[0])
             return
         arena, dtype, itemsize = self.arena, out.dtype, out.dtype.itemsize
-        piece = self.chunk // self.size // 64 * 64 // itemsize  # elements for one rank in a slot
+        step = self.chunk // self.size // 64 * 64 // itemsize  # elements for one rank in a slot
         sources = [part.data_ptr() for part in parts]
         sizes = [part.numel() for part in parts]
         in_place = out.data_ptr() == sources[self.rank]
 
         def fill(index: int, k: int) -> None:
-            start, slot = index * piece, arena.address(self.rank, k)
+            start, slot = index * step, arena.address(self.rank, k)
             for other in arena.others:
                 if start < sizes[other]:
-                    length = min(piece, sizes[other] - start) * itemsize
-                    futex.copy(slot + other * piece * itemsize, sources[other] + start * itemsize, length)
+                    length = min(step, sizes[other] - start) * itemsize
+                    futex.copy(slot + other * step * itemsize, sources[other] + start * itemsize, length)
 
         def take(index: int, k: int) -> None:
-            start = index * piece
-            length = min(piece, sizes[self.rank] - start)
+            start = index * step
+            length = min(step, sizes[self.rank] - start)
             for other in arena.others:
                 arena.wait(other, k)
             if length > 0:
@@ -156,14 +156,14 @@ class HostCollectives:
                     own = own.clone()  # the first two parts are added up before it is read
                 add_up(
                     [
-                        own if r == self.rank else self.slot(r, k, dtype, length, self.rank * piece)
+                        own if r == self.rank else self.slot(r, k, dtype, length, self.rank * step)
                         for r in range(self.size)
                     ],
                     out[start : start + length],
                     reduction,
                 )
 
-        self.rounds(signature, max(1, -(-max(sizes) // piece)), fill, take)
+        self.rounds(signature, max(1, -(-max(sizes) // step)), fill, take)
 
     def reduce_in_place(
         self, signature: bytes, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
@@ -221,14 +221,14 @@ class HostCollectives:
 
 
 def shares(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """A part of a 1-D tensor for each rank; the last may be shorter, or empty."""
+    """Split a 1-D tensor into a part for each rank; the last may be shorter, or empty."""
     share = -(-tensor.numel() // ranks)
     share = -(-share // 64) * 64
     return [tensor[share * r : share * (r + 1)] for r in range(ranks)]
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction) -> None:
-    """``reduction.combine(parts, out)``, piece by piece."""
+    """Call ``reduction.combine(parts, out)`` on slices that stay in a core's cache."""
     step = _CACHED_BYTES // out.dtype.itemsize
     if len(parts) == 2 or out.numel() <= step:
         reduction.combine(parts, out)

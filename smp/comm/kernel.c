@@ -26,7 +26,7 @@ typedef struct {
   const void *signature;
   const uint8_t *source;            /* this rank's bytes */
   const int64_t *sizes;             /* bytes that each rank gives */
-  uint8_t *const *places;           /* where they go */
+  uint8_t *const *addresses;           /* where they go to */
   int64_t chunk, count;             /* bytes of a round at most, and rounds */
   uint32_t first;                   /* number of the first round */
   /* where it stands, zero at first */
@@ -109,8 +109,8 @@ static int64_t take(const Arena *a, Gather *g, int64_t index) {
   uint32_t k = g->first + (uint32_t)index;
   int64_t start = index * g->chunk, mine = g->sizes[a->rank];
   if (g->taken == 0) {
-    if (start < mine && g->places[a->rank] != g->source)
-      memcpy(g->places[a->rank] + start, g->source + start, least(g->chunk, mine - start));
+    if (start < mine && g->addresses[a->rank] != g->source)
+      memcpy(g->addresses[a->rank] + start, g->source + start, least(g->chunk, mine - start));
     g->taken = 1;
   }
   for (; g->taken < a->size; g->taken++) {
@@ -118,7 +118,7 @@ static int64_t take(const Arena *a, Gather *g, int64_t index) {
     g->needed = k;
     if (!there(a, other, k)) return 1 + other;
     if (start < size)
-      memcpy(g->places[other] + start, slot(a, other, k) + a->data, least(g->chunk, size - start));
+      memcpy(g->addresses[other] + start, slot(a, other, k) + a->data, least(g->chunk, size - start));
   }
   g->taken = 0;
   return DONE;

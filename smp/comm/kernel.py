@@ -41,7 +41,7 @@ class Gather(ctypes.Structure):
         ("signature", ctypes.c_char_p),
         ("source", ctypes.c_void_p),
         ("sizes", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
+        ("addresses", ctypes.c_void_p),
         ("chunk", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("first", ctypes.c_uint32),
@@ -76,7 +76,7 @@ class Kernel:
 
 @functools.cache
 def load() -> Kernel | None:
-    """The kernel, compiled if need be; None where that is not possible, which costs speed only."""
+    """Return the kernel, compiled if need be; None where that is not possible, which costs speed only."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     try:
         source = _SOURCE.read_bytes() + repr((_FLAGS, platform.machine(), platform.libc_ver())).encode()

@@ -1,4 +1,4 @@
-"""What torch's dispatch modes, ``CommDebugMode`` for one, see of a group: the op of each collective, as with gloo.
+"""Show torch's dispatch modes, such as ``CommDebugMode``, the op of each collective, as gloo would.
 
 torch calls the methods of a group that is written in Python without dispatching anything. So while a mode is on, the
 inner backend's op is dispatched, and at its end, below all modes, the collective of ours is run instead of gloo's.

@@ -17,7 +17,7 @@ class Peers:
     Args:
         pids: by local rank.
         ranks: the job's rank of each, to name it.
-        local: this process's place among them.
+        local: this process's local rank.
     """
 
     def __init__(self, pids: Sequence[int], ranks: Sequence[int], local: int):
@@ -25,11 +25,11 @@ class Peers:
         self._descriptors: dict[int, int] = {}  # by local rank; -1: it had ended when it was first asked for
 
     def label(self, local: int) -> str:
-        """How messages name a peer."""
+        """Return the name of a peer in messages."""
         return f"rank {self.ranks[local]} (pid {self.pids[local]})"
 
     def died(self, local: int) -> bool:
-        """Whether this peer's process has ended."""
+        """Return whether this peer's process has ended."""
         if local == self.local:
             return False
         if local not in self._descriptors:

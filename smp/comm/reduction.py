@@ -47,13 +47,13 @@ class Reduction:
             self._function(out, part, out=out)
 
     def finish(self, out: torch.Tensor) -> None:
-        """What is left to do when every rank's part is in."""
+        """Divide an average by the number of ranks, when every rank's part is in."""
         if self.name == "AVG":
             out.div_(self.ranks)
 
 
 def reduction_name(op: ReduceOp) -> str:
-    """``SUM`` and so on, of an option's ``reduceOp`` or of its plain kind."""
+    """Return ``SUM`` and so on for an option's ``reduceOp`` or for its plain kind."""
     # The order matters: a kind equals a ReduceOp only from the ReduceOp's side.
     if op == _SUM:
         return "SUM"
@@ -61,5 +61,5 @@ def reduction_name(op: ReduceOp) -> str:
 
 
 def supported(name: str, dtype: torch.dtype) -> bool:
-    """Whether :class:`Reduction` takes this dtype."""
+    """Return whether :class:`Reduction` takes this dtype."""
     return name in _FUNCTIONS and dtype in _FUNCTIONS[name][1]

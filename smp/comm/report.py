@@ -1,4 +1,4 @@
-"""What the backend did: calls and bytes for each operation and size class, the path taken, and why.
+"""Report of the backend: calls and bytes by operation and size class, with the path taken and the reason.
 
 Counted per process. Two ranks of one job can be compared line by line: paths are chosen from what is the same on all.
 """
@@ -16,7 +16,7 @@ from smp.comm.arena import LastOperation
 
 
 class Key(NamedTuple):
-    """What calls are counted by. ``size`` is the upper end of the size class in bytes, a power of two (0: no data)."""
+    """Key of a count. ``size`` is the upper end of the size class in bytes, a power of two (0: no data)."""
 
     operation: str
     size: int
@@ -36,7 +36,7 @@ class Report(dict[Key, Count]):
     """The counts so far. Printed, it is a table."""
 
     def calls(self, operation: str | None = None, path: str | None = None) -> int:
-        """Calls in all, or of one operation, or on one path."""
+        """Return the number of calls, of one operation or on one path if given."""
         return sum(c.calls for k, c in self.items() if operation in (None, k.operation) and path in (None, k.path))
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Report(dict[Key, Count]):
 
 
 def readable(nbytes: int) -> str:
-    """``4.0 KiB`` and the like."""
+    """Format bytes as ``4.0 KiB`` and the like."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -76,7 +76,7 @@ def watch(group: Any) -> None:
 
 
 def report() -> Report:
-    """What this process's groups of backend ``smddp`` did since the start, or since :func:`reset_report`."""
+    """Return the counts of this process's ``smddp`` groups since the start, or since :func:`reset_report`."""
     table = Report()
     for (operation, power, path, why), (calls, nbytes) in list(_counts.items()):
         table[Key(operation, 0 if power < 0 else 1 << power, path, why)] = Count(calls, nbytes)
@@ -84,12 +84,12 @@ def report() -> Report:
 
 
 def reset_report() -> None:
-    """Begin counting anew."""
+    """Reset the counts."""
     _counts.clear()
 
 
 def last_operations() -> dict[str, list[LastOperation]]:
-    """For each group, the latest operation of every rank on this host: the hook for a watchdog.
+    """Return, for each group, the latest operation of every rank on this host: the hook for a watchdog.
 
     It reads shared memory and waits for nobody, so it may be called from any thread while a collective hangs.
     """
@@ -97,7 +97,7 @@ def last_operations() -> dict[str, list[LastOperation]]:
 
 
 def record(operation: str, nbytes: int) -> Any:
-    """A profiler range for one collective, named with its size; None while no profiler runs."""
+    """Return a profiler range for one collective, named with its size; None while no profiler runs."""
     if not torch.autograd._profiler_enabled():
         return None
     return torch.profiler.record_function(f"smddp:{operation} {readable(nbytes)}")

@@ -1,4 +1,4 @@
-"""A piece of memory that the ranks of one host share, made without leaving anything behind.
+"""Memory that the ranks of one host share, which leaves nothing behind.
 
 The memory is an anonymous file (``memfd_create``): it has no name in ``/dev/shm`` or anywhere else, and the kernel
 frees it with the last process that maps it, however that one ends.
@@ -25,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between looks for a rank t
 
 
 def refusal() -> str | None:
-    """Why this machine cannot share memory between processes this way, or None."""
+    """Return why this machine cannot share memory between processes this way, or None."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "no memfd_create or pidfd_open (Linux 5.3 or newer is needed)"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -61,7 +61,7 @@ def share(store: dist.Store, name: str, size: int, *, peers: Peers, timeout: tim
     Args:
         store: keys under ``name`` are used, once.
         name: unique in the store, the same on these ranks and on no others.
-        size: bytes, as the first rank says; untouched pages cost nothing.
+        size: bytes; the first rank's holds; untouched pages cost nothing.
         peers: the ranks of this host.
         timeout: how long to wait for the others.
 
@@ -122,7 +122,7 @@ def _open(pid: int, number: int, size: int, nonce: str) -> tuple[Segment | None,
 
 
 def _wait(store: dist.Store, keys: list[str], locals_: Sequence[int], peers: Peers, timeout: timedelta) -> None:
-    """Wait for each key, which the local rank at the same place sets, noticing a dead one at once."""
+    """Wait for each key, which the local rank at the same index sets, noticing a dead one at once."""
     deadline = time.monotonic() + timeout.total_seconds()
     for key, local in zip(keys, locals_, strict=True):
         pause = _FIRST_PAUSE
@@ -130,10 +130,10 @@ def _wait(store: dist.Store, keys: list[str], locals_: Sequence[int], peers: Pee
         while not store.check([key]):
             who = peers.label(local)
             if peers.died(local) and not store.check([key]):
-                raise dist.DistBackendError(f"smddp: {who} died before the group's first exchange")
+                raise dist.DistBackendError(f"smddp: {who} died before the group's first collective")
             if time.monotonic() > deadline:
                 raise dist.DistBackendError(
-                    f"smddp: {who} has not come to the group's first exchange within the timeout of "
+                    f"smddp: {who} has not come to the group's first collective within the timeout of "
                     f"{timeout.total_seconds():g} s"
                 )
             time.sleep(pause)

@@ -1,9 +1,10 @@
-"""The backend's knobs, from the environment: SMDDP's two, with what they mean here."""
+"""The backend's settings, from environment variables: SMDDP's two, with their meaning here, and its own."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from smp.errors import UserError
 from smp.runtime import environment_bytes
 
 _PAGE = 4096
@@ -26,9 +27,6 @@ class Settings:
             chunks of half of it. 0: everything on GPUs is left to NCCL.
         gpu_minimum: ``SMP_SYMMETRIC_MINIMUM_BYTES``: what is smaller than this, per rank, is left to NCCL: one kernel
             of NCCL's starts sooner than a barrier and a copy for every peer.
-        gpu_sums: ``SMP_SYMMETRIC_REDUCE_SCATTER``: 1 moves the parts of a reduce_scatter on GPUs by copy engine and
-            adds them up afterwards. NCCL adds while it moves, which saves about five passes of every part through the
-            GPU's memory; the copy engine leaves the multiprocessors to the matrix products that run beside it.
     """
 
     scratch: int = 4 * 2**20
@@ -37,15 +35,18 @@ class Settings:
     kernel: bool = True
     workspace: int = 32 * 2**20
     gpu_minimum: int = 2**20
-    gpu_sums: bool = False
 
 
 def read_settings() -> Settings:
-    """Read the knobs.
+    """Read the settings from the environment.
 
     Raises:
-        smp.errors.UserError: a value is no number, too small, or not a multiple of what it must be.
+        smp.errors.UserError: a value is not a number, too small, or not a multiple; or a removed variable is set.
     """
+    if environment_bytes("SMP_SYMMETRIC_REDUCE_SCATTER", 0, multiple=1, minimum=0):
+        raise UserError(
+            "SMP_SYMMETRIC_REDUCE_SCATTER is no longer supported: NCCL does every reduce_scatter on GPUs; unset it"
+        )
     default = Settings()
     return Settings(
         environment_bytes("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", default.scratch, multiple=4 * _PAGE, minimum=4 * _PAGE),
@@ -54,5 +55,4 @@ def read_settings() -> Settings:
         bool(environment_bytes("SMP_COMM_KERNEL", 1, multiple=1, minimum=0)),
         environment_bytes("SMP_SYMMETRIC_WORKSPACE_BYTES", default.workspace, multiple=2 * 64 * 2**10, minimum=0),
         environment_bytes("SMP_SYMMETRIC_MINIMUM_BYTES", default.gpu_minimum, multiple=1, minimum=0),
-        bool(environment_bytes("SMP_SYMMETRIC_REDUCE_SCATTER", 0, multiple=1, minimum=0)),
     )

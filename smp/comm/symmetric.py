@@ -1,6 +1,6 @@
 """Memory of the GPUs of one host that every rank's GPU can read: torch's symmetric memory.
 
-torch finds the ranks through a registered process group, and numbers its exchanges in that group's store with a counter
+torch finds the ranks through a registered process group, and numbers its messages in that group's store with a counter
 of the process. Ranks that are in unequal numbers of groups count differently and then wait for each other for ever. So
 a group registers a plain process group for this alone, with a store that counts from 0 at every rendezvous.
 """
@@ -30,52 +30,52 @@ _torch: Any = getattr(_distributed_c10d, "_SymmetricMemory", None)
 _names = itertools.count()
 
 
-class Place(NamedTuple):
-    """What the other ranks must know of one: its GPU (a UUID), its knobs, and what stands in the way, if anything."""
+class RankInfo(NamedTuple):
+    """A rank as the others need to know it: its GPU (a UUID), its settings, and its problem, if there is one."""
 
     gpu: str
-    knobs: list[int]
+    settings: list[int]
     problem: str
 
 
-def place(device: torch.device, settings: Settings) -> Place:
-    """This rank's place."""
-    knobs = [settings.workspace, settings.gpu_minimum, settings.gpu_sums, settings.shared]
+def rank_info(device: torch.device, settings: Settings) -> RankInfo:
+    """Return this rank's info."""
+    own = [settings.workspace, settings.gpu_minimum, settings.shared]
     backend = _torch.get_backend(device) if hasattr(_torch, "get_backend") else None
     if not settings.workspace:
         problem = "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
     elif backend != "CUDA":
         problem = f"torch's symmetric memory is set to {backend}" if backend else "torch has no symmetric memory"
     else:
-        return Place(str(torch.cuda.get_device_properties(device).uuid), knobs, "")
-    return Place("", knobs, problem)
+        return RankInfo(str(torch.cuda.get_device_properties(device).uuid), own, "")
+    return RankInfo("", own, problem)
 
 
 def obstacle(
-    places: Sequence[Place],
+    infos: Sequence[RankInfo],
     rank: int,
     ranks: Sequence[int],
     visible: Mapping[str, int],
     access: Callable[[int, int], bool],
 ) -> str:
-    """Why a rank's GPU cannot read the others', or nothing.
+    """Return why a rank's GPU cannot read the others', or an empty string.
 
     Args:
-        places: of all ranks of the group.
+        infos: of all ranks of the group.
         rank: the rank, in the group.
         ranks: the job's rank of each.
         visible: the index in this process of each GPU that it sees, by UUID.
         access: whether the GPU of the first index can read the second's memory.
     """
-    problem = next((p.problem for p in places if p.problem), "")
+    problem = next((p.problem for p in infos if p.problem), "")
     if problem:
         return problem
-    if any(p.knobs != places[0].knobs for p in places):
+    if any(p.settings != infos[0].settings for p in infos):
         return "the ranks' SMP_SYMMETRIC_ or SMDDP_ settings differ"
-    own = places[rank].gpu
-    for other, their in zip(ranks, places, strict=True):
+    own = infos[rank].gpu
+    for other, their in zip(ranks, infos, strict=True):
         if their.gpu == own:
-            continue  # torch says at the rendezvous whether ranks may share a GPU
+            continue  # torch's rendezvous decides whether ranks may share a GPU
         if their.gpu not in visible:
             return f"the GPU of rank {other} is hidden from rank {ranks[rank]}"
         if not access(visible[own], visible[their.gpu]):
@@ -120,7 +120,7 @@ class _CountingAnew(dist.Store):
 
 
 class Block:
-    """A piece of symmetric memory: as many bytes on every rank's GPU.
+    """Symmetric memory: as many bytes on every rank's GPU.
 
     Args:
         memory: this rank's bytes, which live as long as the block.
@@ -133,7 +133,7 @@ class Block:
         self.stream: Any = None  # that last used it as a leased buffer
 
     def part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of one rank, as a tensor on this rank's GPU that does not keep the block alive."""
+        """Return bytes of one rank as a tensor on this rank's GPU, which does not keep the block alive."""
         return self._handle.get_buffer(rank, (nbytes,), torch.uint8, start)
 
     def barrier(self, timeout: float) -> None:
@@ -142,7 +142,7 @@ class Block:
 
 
 class Memory:
-    """Where a group gets its blocks.
+    """The allocator of a group's blocks.
 
     Every rank must make the same calls in the same order, and all get the same answer.
 
@@ -172,15 +172,15 @@ class Memory:
         weakref.finalize(self, _distributed_c10d._unregister_process_group, self._name)
 
     def obstacle(self, settings: Settings) -> str:
-        """Why the group cannot have any, or nothing."""
-        values = self._exchange(json.dumps(place(self._device, settings)))
-        places = [Place(*json.loads(value)) for value in values]
+        """Return why the group cannot have any, or an empty string."""
+        values = self._gather(json.dumps(rank_info(self._device, settings)))
+        infos = [RankInfo(*json.loads(value)) for value in values]
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         access = torch.cuda.can_device_access_peer
-        return self._agree(obstacle(places, self._rank, self._ranks, visible, access))
+        return self._agree(obstacle(infos, self._rank, self._ranks, visible, access))
 
     def allocate(self, nbytes: int) -> tuple[Block | None, str]:
-        """Make a block, or say why there is none.
+        """Make a block, or return None and the reason.
 
         Raises:
             torch.distributed.DistBackendError: a rank did not come in time; the message names it.
@@ -203,10 +203,10 @@ class Memory:
         return (None, problem) if problem else (Block(memory, handle), "")
 
     def _agree(self, problem: str) -> str:
-        return next((answer for answer in self._exchange(problem) if answer), "")
+        return next((answer for answer in self._gather(problem) if answer), "")
 
-    def _exchange(self, text: str) -> list[str]:
-        what = "come to an exchange about GPU memory"
+    def _gather(self, text: str) -> list[str]:
+        what = "come to the set-up of GPU memory"
         turn = f"{next(self._turns)}/"
         return gather(self._plain_store, turn, text, self._rank, self._ranks, self._timeout, what)
 
@@ -216,7 +216,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Lease:
-    """What holds a leased buffer."""
+    """The hold on a leased buffer."""
 
     def __init__(self, hold: object, block: Block, nbytes: int):
         self._hold, self._block = hold, block
@@ -226,7 +226,7 @@ class _Lease:
 
 
 def _tensor(lease: _Lease, device: torch.device) -> torch.Tensor:
-    """The bytes of a lease, whose storage keeps the lease alive."""
+    """Return the bytes of a lease as a tensor whose storage keeps the lease alive."""
     return torch.as_tensor(lease, device=device)
 
 
@@ -242,7 +242,7 @@ class SymmetricBuffers:
         self._by_address: dict[int, Block] = {}
 
     def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A buffer for use on the current stream, 1-D; None if the limit or the GPU's memory is reached.
+        """Return a 1-D buffer for the current stream; None if the limit or the GPU's memory is reached.
 
         It is given back when its last tensor is gone, and the next user's stream then waits for this one.
         """
@@ -269,5 +269,5 @@ class SymmetricBuffers:
         return _tensor(_Lease(hold, block, nbytes), block.memory.device).view(dtype)
 
     def find(self, tensor: torch.Tensor) -> Block | None:
-        """The block at whose beginning a contiguous tensor lies, if it lies in one."""
+        """Return the block at whose beginning a contiguous tensor lies, or None."""
         return self._by_address.get(tensor.data_ptr())

@@ -11,7 +11,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def plain_cpu(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are ordinary dense CPU tensors, whose memory can be read and written directly."""
+    """Return whether all are ordinary dense CPU tensors, whose memory can be read and written directly."""
     for t in tensors:  # a loop and early answers: this runs for every call
         if type(t) not in _PLAIN or not t.is_cpu or t.layout is not torch.strided or t.is_quantized:
             return False
@@ -19,29 +19,29 @@ def plain_cpu(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def plain_gpu(tensors: Sequence[torch.Tensor]) -> bool:
-    """The same for GPUs."""
+    """Return whether all are ordinary dense GPU tensors."""
     return all(type(t) in _PLAIN and t.is_cuda and t.layout is torch.strided and not t.is_quantized for t in tensors)
 
 
 def _direct(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in order, and are what their memory says."""
+    """Return whether the memory holds the elements in order and unchanged (no lazy conjugate or negative)."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds the elements in order: the same one if it does so already, else a copy."""
+    """Return the tensor itself if its memory holds the elements in order, else a copy that does."""
     if _direct(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, 1-D and outside autograd."""
+    """Return :func:`dense` of a tensor, 1-D and outside autograd."""
     return dense(tensor.detach()).view(-1)
 
 
 class Output:
-    """Where results go: the tensor's own memory, or memory copied to it in the end if it is not contiguous.
+    """Memory for results: the tensor's own, or, if it is not contiguous, a buffer copied to it in the end.
 
     Written through ``data``: for autograd a collective is no change of its tensors, with gloo and NCCL as here.
 
@@ -71,18 +71,18 @@ class Output:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two dense tensors share memory."""
+    """Return whether two dense tensors share memory."""
     start, other = a.data_ptr(), b.data_ptr()
     return start < other + nbytes(b) and other < start + nbytes(a)
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements."""
+    """Return the bytes of the elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def check_single(many: torch.Tensor, one: torch.Tensor, size: int, many_name: str, one_name: str) -> str | None:
-    """What is wrong with one tensor for all ranks beside this rank's own, or None."""
+    """Return the problem of a tensor for all ranks and this rank's own tensor, or None."""
     if many.dtype != one.dtype:
         return f"{many_name} is {many.dtype}, {one_name} {one.dtype}: they must be the same"
     if many.numel() != one.numel() * size:
@@ -94,7 +94,7 @@ def check_single(many: torch.Tensor, one: torch.Tensor, size: int, many_name: st
 
 
 def check_outputs(tensors: Sequence[torch.Tensor]) -> str | None:
-    """What is wrong with tensors to write to, or None."""
+    """Return the problem of output tensors, or None."""
     for tensor in tensors:
         strides = tensor.stride()
         expanded = 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))
@@ -104,7 +104,7 @@ def check_outputs(tensors: Sequence[torch.Tensor]) -> str | None:
 
 
 def check_list(many: Sequence[torch.Tensor], one: torch.Tensor, size: int, rank: int, what: str) -> str | None:
-    """What is wrong with a list of one tensor per rank beside this rank's own tensor, or None."""
+    """Return the problem of a list of one tensor per rank and this rank's own tensor, or None."""
     if len(many) != size:
         return f"{what} has {len(many)} tensors: give one for each of the {size} ranks"
     if any(t.dtype != one.dtype for t in many):

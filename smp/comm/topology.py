@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and whether they can share memory.
+"""The ranks of a group by host; those of one host can share memory.
 
 Two processes can when they see each other's ``/proc/<pid>/fd``: one boot, one pid namespace, one user.
 """
@@ -28,7 +28,7 @@ class Topology(NamedTuple):
     """A group's ranks by host.
 
     ``hosts`` holds the group ranks on each host, hosts in the order of their lowest rank; ``host`` and ``local`` are
-    this rank's place in it.
+    this rank's indices in it.
     """
 
     members: tuple[Member, ...]
@@ -43,12 +43,12 @@ class Topology(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether every host holds the same number of the group's ranks."""
+        """True if every host holds the same number of the group's ranks."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
 
 def this_member() -> Member:
-    """This process, as its peers need to know it."""
+    """Return this process, as its peers need to know it."""
     return Member(host_id_override() or _host_id(), os.getpid())
 
 
@@ -61,7 +61,7 @@ def _host_id() -> str:
     return f"{boot} {namespace} {os.getuid()}"
 
 
-def exchange(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[Member, ...]:
+def gather_members(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[Member, ...]:
     """Learn who every rank of the group is. Every rank must call it.
 
     Raises:

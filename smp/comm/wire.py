@@ -1,4 +1,4 @@
-"""Messages between hosts: from each rank to the ranks that have its place on the other hosts.
+"""Messages between hosts: from each rank to the ranks with its local rank on the other hosts.
 
 gloo's sends and receives carry them, over a connection of their own to each of these ranks, so that a host has as many
 streams to another as it has ranks.
@@ -27,7 +27,7 @@ _MEETING, _DATA, _NEVER = 0, 1, 2  # gloo's tags
 
 
 def memory(address: int, nbytes: int) -> torch.Tensor:
-    """Bytes that live elsewhere, as a tensor."""
+    """Return the bytes at an address as a tensor that does not own them."""
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
@@ -50,7 +50,7 @@ class Message:
 
 
 class Wire:
-    """The connections of one rank of a group. Making it waits for the other ends.
+    """The connections of one rank of a group. Making it waits for the counterparts.
 
     Between two ranks messages arrive in the order of their sending, and must be received with the sizes they were sent
     with.
@@ -60,7 +60,7 @@ class Wire:
         topology: of the group, even.
         ranks: the job's rank of each of the group's ranks, for messages.
         group: name of the group, for messages.
-        timeout: how long to wait for the other ends.
+        timeout: how long to wait for the counterparts.
 
     Raises:
         torch.distributed.DistBackendError: one did not come in time.
@@ -73,7 +73,7 @@ class Wire:
         self.after = tuple((self.host + distance) % self.size for distance in range(1, self.size))
         self.before = tuple((self.host - distance) % self.size for distance in range(1, self.size))
         self._ends = [ranks[members[local]] for members in hosts]  # by host, the job's rank at that end
-        self._store, self._group, self._doing = store, group, f"the first exchange of group {group}"
+        self._store, self._group, self._doing = store, group, f"the first collective of group {group}"
         self._outgoing = ctypes.create_string_buffer(self.size * _MEETING_BYTES)
         self._incoming = ctypes.create_string_buffer(self.size * _MEETING_BYTES)
         self._packed = [0] * self.size  # bytes of the payload for each host
@@ -169,7 +169,7 @@ class Wire:
     def fail(self, host: int, error: RuntimeError) -> NoReturn:
         """Raise for what went wrong with a host."""
         end, reason = self._ends[host], _reason(error)
-        # Only a rank that has closed the connection has said why; a host that is silent may be the store's too.
+        # Only a rank that has closed the connection has given a reason; a host that is silent may be the store's too.
         if not reason.startswith("Timed out"):
             try:
                 if self._store.check([f"failed{end}"]):
@@ -177,11 +177,11 @@ class Wire:
             except RuntimeError as unknown:
                 reason += f"; why cannot be asked, as the store is gone too ({_reason(unknown)})"
         raise dist.DistBackendError(
-            f"smddp: {self._doing}: the exchange with rank {end} on another host failed: {reason}"
+            f"smddp: {self._doing}: the connection to rank {end} on another host failed: {reason}"
         ) from error
 
     def close(self, reason: str) -> None:
-        """Tell the other ends at once that this rank will send nothing more, and why."""
+        """Tell the counterparts at once that this rank will send nothing more, and why."""
         with contextlib.suppress(RuntimeError):  # the store's process may be the one that is gone
             self._store.set(f"failed{self._ends[self.host]}", reason)
         for host in self.after:
@@ -198,11 +198,11 @@ class Unreachable(NamedTuple):
 
 
 def unreachable(error: BaseException) -> Unreachable | None:
-    """The rank on another host that an error tells of; of several the last, as one that failed says whom it lost."""
-    found = re.findall(r"the exchange with rank (\d+) on another host failed: (\S+ \S+)", str(error))
+    """Return the rank on another host that an error names: the last, as a rank that failed names the one it lost."""
+    found = re.findall(r"the connection to rank (\d+) on another host failed: (\S+ \S+)", str(error))
     return Unreachable(int(found[-1][0]), found[-1][1] == "Timed out") if found else None
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first sentence of gloo's message."""
+    """Return the first sentence of gloo's message."""
     return re.sub(r"^\[\S+\] ", "", str(error)).split(". ")[0].strip()

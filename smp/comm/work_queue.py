@@ -2,7 +2,7 @@
 
 All collectives of a group run in the order of the calls, one at a time. A synchronous one runs in the calling thread.
 An asynchronous one is queued: a worker thread takes it, or the thread that waits for it does, whoever is first. So the
-caller may go on to another exchange first, and one that waits at once pays for no change of thread.
+caller may go on to another collective first, and one that waits at once pays for no change of thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smp.comm import modes
 
 
 class _Work(Work):
-    """What works have in common.
+    """Common part of works.
 
     Args:
         tensors: what the collective writes.
@@ -185,7 +185,7 @@ class WorkQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs."""
+        """True if no collective waits or runs."""
         return not self._waiting and not self._turn.locked()
 
     def help(self, done: threading.Event) -> None:

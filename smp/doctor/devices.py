@@ -16,7 +16,7 @@ from smp.doctor.system import set_by_user
 from smp.errors import UserError
 from smp.memory.limits import control_group, memory_limit
 from smp.parallel.parallelize import compute_dtype
-from smp.runtime import choose_device
+from smp.runtime import available_cores, choose_device
 
 _GIB = 1 << 30
 _BUSY_SHARE = 0.1  # of a GPU's memory that others may hold without a word
@@ -25,7 +25,7 @@ _SMALL_SHM = 256 << 20  # docker gives 64 MiB
 
 def cores(ctx: CheckContext) -> int:
     """Cores that this process may use: by its affinity, and by the quota of its control group."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = available_cores()
     words = (ctx.read(f"{control_group(ctx.request.root)}/cpu.max") or "").split()
     if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
         return max(1, min(here, math.ceil(int(words[0]) / int(words[1]))))

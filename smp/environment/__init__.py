@@ -1,4 +1,4 @@
-"""What the launcher says in the environment: this process's place among those of the job, and where rank 0 is.
+"""The launcher's part of the environment: this process's ranks, the world size, and the address of rank 0.
 
 torchrun (also as ``accelerate launch`` and ``smp.launch.local``), ``deepspeed``, ``srun``, ``mpirun`` of Open MPI,
 MPICH, Intel MPI and MVAPICH, and SageMaker, whatever is inside what. With ``smp.runtime``, the only reader of the
@@ -10,7 +10,15 @@ from __future__ import annotations
 import json
 import os
 
-from smp.environment.launch_info import NAMES, Environment, IncompleteError, Launch, Said, is_number, refuse_impossible
+from smp.environment.launch_info import (
+    NAMES,
+    Environment,
+    IncompleteError,
+    Launch,
+    NamedLaunch,
+    is_number,
+    refuse_impossible,
+)
 from smp.environment.mpi import port_of, port_of_mpi, read_mpi
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
@@ -23,7 +31,7 @@ _DEFAULT_PORT = 29500
 
 
 def read_launch(environment: Environment | None = None) -> Launch:
-    """Read this process's place from what its launcher has set; without a launcher the job is one process.
+    """Read this process's ranks and the world size from its launcher's variables; without a launcher: one process.
 
     The innermost launcher counts: torchrun and ``deepspeed`` started by ``srun`` or ``mpirun`` on each host stand above
     these. Plain ``python`` in a Slurm allocation is one process, as only ``srun`` starts several.
@@ -63,18 +71,18 @@ def read_launch(environment: Environment | None = None) -> Launch:
     launcher = per_host or (native.launch.launcher if native is not None else "")
     attempt = int(restart) if is_number(restart) else 0
     launch = Launch(rank, world_size, local_rank, local_world_size, attempt, launcher)
-    refuse_impossible(Said(launch, NAMES))
+    refuse_impossible(NamedLaunch(launch, NAMES))
     return launch
 
 
 def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[str, int]:
-    """The address and the port at which rank 0 serves the job's store, the same on every rank.
+    """Return the address and port at which rank 0 serves the job's store, the same on every rank.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set. Else the launcher's own words: the first of Slurm's or
+    ``MASTER_ADDR`` and ``MASTER_PORT`` where they are set. Else what the launcher has set: the first of Slurm's or
     SageMaker's hosts, or this host if it has all ranks, and a port that follows from the launcher's name of the job.
 
     Raises:
-        UserError: nothing says where rank 0 is, or the port is none.
+        UserError: the address of rank 0 is not set, or the port is not one.
     """
     env = os.environ if environment is None else environment
     host, port = env.get("MASTER_ADDR") or None, env.get("MASTER_PORT") or None
@@ -90,7 +98,7 @@ def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[
 
 
 def sagemaker_hosts(environment: Environment | None = None) -> list[str]:
-    """The hosts of a SageMaker job (``SM_HOSTS``), in its order; empty elsewhere.
+    """Return the hosts of a SageMaker job (``SM_HOSTS``), in its order; empty elsewhere.
 
     Raises:
         UserError: ``SM_HOSTS`` is no JSON list of names.
@@ -109,33 +117,33 @@ def sagemaker_hosts(environment: Environment | None = None) -> list[str]:
 
 
 def _per_host_launcher(env: Environment) -> str:
-    """The launcher that another one may have started on each host, or an empty word."""
+    """Return the launcher that another one may have started on each host, or an empty string."""
     if env.get("TORCHELASTIC_RUN_ID"):
         return "torchrun"
     return "deepspeed" if all(env.get(name) for name in ("CROSS_SIZE", "LOCAL_SIZE", "RANK")) else ""
 
 
-def _native(env: Environment) -> Said | None:
-    """What MPI, Slurm or SageMaker say, the innermost of them; None: nothing, or that this is one process.
+def _native(env: Environment) -> NamedLaunch | None:
+    """Return what MPI, Slurm or SageMaker have set, the innermost of them; None: nothing, or one process.
 
     ``mpirun`` in a Slurm allocation starts its processes under Slurm's own steps, so it stands above Slurm.
     """
     try:
-        said = read_mpi(env) or read_slurm(env)
+        named = read_mpi(env) or read_slurm(env)
     except IncompleteError:
         if not all(is_number(env.get(name)) for name in NAMES):
             raise
         return None  # what is missing was set by hand
-    if said is None and "PMIX_RANK" in env and not env.get("RANK"):
+    if named is None and "PMIX_RANK" in env and not env.get("RANK"):
         raise UserError(
             f"PMIX_RANK={env['PMIX_RANK']} says which process this is and nothing says how many there are: start with "
             f"mpirun, srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
         )
-    said = said or _sagemaker(env)
-    return said if said is not None and said.launch.world_size > 1 else None
+    named = named or _sagemaker(env)
+    return named if named is not None and named.launch.world_size > 1 else None
 
 
-def _sagemaker(env: Environment) -> Said | None:
+def _sagemaker(env: Environment) -> NamedLaunch | None:
     """One process a host."""
     hosts, current = sagemaker_hosts(env), env.get("SM_CURRENT_HOST")
     if len(hosts) < 2:
@@ -145,13 +153,13 @@ def _sagemaker(env: Environment) -> Said | None:
             f"SM_CURRENT_HOST={current or ''} is not one of SM_HOSTS={env['SM_HOSTS']}: mend them, or unset both for "
             f"one process"
         )
-    names = ("the place of SM_CURRENT_HOST", "the hosts of SM_HOSTS", "the local rank of one process a host",
+    names = ("the index of SM_CURRENT_HOST", "the hosts of SM_HOSTS", "the local rank of one process a host",
              "processes on each host")  # fmt: skip
-    return Said(Launch(hosts.index(current), len(hosts), 0, 1, launcher=_SAGEMAKER), names)
+    return NamedLaunch(Launch(hosts.index(current), len(hosts), 0, 1, launcher=_SAGEMAKER), names)
 
 
-def _is_meant(env: Environment, native: Said) -> bool:
-    """Whether what was set by hand is about the launcher's processes, and not about others that these have started.
+def _is_meant(env: Environment, native: NamedLaunch) -> bool:
+    """Return whether variables set by hand are about the launcher's processes, not about others these have started.
 
     Raises:
         UserError: it contradicts the launcher.
@@ -161,7 +169,7 @@ def _is_meant(env: Environment, native: Said) -> bool:
              native.launch.numbers[index]]  # fmt: skip
     if not wrong:
         return True
-    if native.launch.launcher == _SAGEMAKER and mine.keys() & {"RANK", "WORLD_SIZE"}:  # it says nothing of processes
+    if native.launch.launcher == _SAGEMAKER and mine.keys() & {"RANK", "WORLD_SIZE"}:  # it sets nothing about processes
         return False
     if len(mine) == len(NAMES):
         rank, world_size, local_rank, inside = mine.values()

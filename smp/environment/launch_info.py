@@ -1,4 +1,4 @@
-"""A process's place among those of the job, and the checks of what launchers say of it."""
+"""A process's ranks and the world size, and the checks of what launchers set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where this process stands among the processes of the job."""
+    """This process's ranks and the size of the job."""
 
     rank: int = 0
     world_size: int = 1
@@ -26,7 +26,7 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes shared files and prints."""
+        """True on rank 0, which writes shared files and prints."""
         return self.rank == 0
 
     @property
@@ -39,8 +39,8 @@ class IncompleteError(UserError):
     """A launcher has left something out: no harm where all four numbers were set by hand."""
 
 
-class Said(NamedTuple):
-    """What a launcher says, and the names of its four numbers."""
+class NamedLaunch(NamedTuple):
+    """A launch, with the names that its launcher has for the four numbers."""
 
     launch: Launch
     names: tuple[str, str, str, str]
@@ -51,7 +51,7 @@ class Said(NamedTuple):
 
 
 def number(env: Environment, launcher: str, *names: str) -> int:
-    """The first of the variables that is set.
+    """Return the number in the first of the variables that is set.
 
     Raises:
         IncompleteError: none is.
@@ -69,33 +69,33 @@ def number(env: Environment, launcher: str, *names: str) -> int:
 
 
 def is_number(text: str | None) -> bool:
-    """Whether ``int`` reads it as the launcher meant it: ``²`` is a digit, and no number."""
+    """Return whether ``int`` reads the text as the launcher meant it: ``²`` is a digit, and no number."""
     return text is not None and text.isascii() and text.isdigit() and len(text) < 19
 
 
-def refuse_impossible(said: Said) -> None:
+def refuse_impossible(named: NamedLaunch) -> None:
     """Refuse numbers that cannot be.
 
     Raises:
         UserError: naming two of them.
     """
-    values = said.launch.numbers
+    values = named.launch.numbers
     for small, large, below in ((0, 1, True), (2, 3, True), (3, 1, False)):
         if values[small] > values[large] or (below and values[small] == values[large]):
             raise UserError(
-                f"{said.shown(small)} is not possible with {said.shown(large)}: it must be "
+                f"{named.shown(small)} is not possible with {named.shown(large)}: it must be "
                 f"{'below' if below else 'at most'} {values[large]}; start all processes with one launcher, such as "
                 f"torchrun, which sets both"
             )
 
 
-def refuse_dealt_in_turn(said: Said, text: str) -> NoReturn:
+def refuse_round_robin(named: NamedLaunch, text: str) -> NoReturn:
     """Refuse a rank whose neighbours are on other hosts.
 
     Raises:
         UserError: with this text.
-        PeerError: the same, where rank 1 is refused too, and says it for all.
+        PeerError: the same, where rank 1 is refused too, and reports it for all.
     """
-    rank, world_size, local_rank, local_world_size = said.launch.numbers
+    rank, world_size, local_rank, local_world_size = named.launch.numbers
     in_turn = world_size % local_world_size == 0 and local_rank == rank * local_world_size // world_size
     raise (PeerError if in_turn and rank > 1 else UserError)(text)

@@ -50,6 +50,6 @@ def unused_heap() -> float:
     """
     if not is_glibc():
         return 0.0
-    said = f"{os.environ.get('GLIBC_TUNABLES', '')}:mmap_threshold={os.environ.get('MALLOC_MMAP_THRESHOLD_', '')}"
-    thresholds = [int(size, 0) for size in re.findall(r"mmap_threshold=(0x[0-9a-fA-F]+|\d+)", said)]
+    settings = f"{os.environ.get('GLIBC_TUNABLES', '')}:mmap_threshold={os.environ.get('MALLOC_MMAP_THRESHOLD_', '')}"
+    thresholds = [int(size, 0) for size in re.findall(r"mmap_threshold=(0x[0-9a-fA-F]+|\d+)", settings)]
     return 0.0 if any(size <= _GIVEN_BACK for size in thresholds) else 0.25

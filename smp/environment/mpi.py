@@ -1,4 +1,4 @@
-"""What ``mpirun`` sets: Open MPI, MVAPICH, MPICH and Intel MPI."""
+"""The variables of ``mpirun``: Open MPI, MVAPICH, MPICH and Intel MPI."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 
-from smp.environment.launch_info import Environment, Launch, Said, number, refuse_dealt_in_turn, refuse_impossible
+from smp.environment.launch_info import Environment, Launch, NamedLaunch, number, refuse_impossible, refuse_round_robin
 from smp.environment.slurm import read_slurm
 
 # Launcher; rank, size, and names for the local rank and the local size. Intel MPI is a kind of MPICH.
@@ -22,8 +22,8 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "MPIRUN_ID")
 _DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra")
 
 
-def read_mpi(env: Environment) -> Said | None:
-    """The place that ``mpirun`` gave this process, or None.
+def read_mpi(env: Environment) -> NamedLaunch | None:
+    """Read the ranks that ``mpirun`` gave this process; None without ``mpirun``.
 
     Raises:
         UserError: part of it is missing, or its ranks are dealt to the hosts in turn.
@@ -38,10 +38,10 @@ def read_mpi(env: Environment) -> Said | None:
                     return slurm
             local = number(env, launcher, *local_ranks), number(env, launcher, *local_sizes)
             names = (rank, size, _set(env, local_ranks), _set(env, local_sizes))
-            said = Said(Launch(*ranks, *local, launcher=launcher), names)
-            refuse_impossible(said)
-            _refuse_strangers(said)
-            return said
+            named = NamedLaunch(Launch(*ranks, *local, launcher=launcher), names)
+            refuse_impossible(named)
+            _refuse_scattered_ranks(named)
+            return named
     return None
 
 
@@ -49,37 +49,37 @@ def _set(env: Environment, names: Sequence[str]) -> str:
     return next(name for name in names if name in env)
 
 
-def _refuse_strangers(said: Said) -> None:
+def _refuse_scattered_ranks(named: NamedLaunch) -> None:
     """Neighbouring ranks share a host everywhere else: degrees and meshes are laid out so.
 
     On one host all do, and with more processes than cores Open MPI gives local ranks in another order.
     """
-    launch = said.launch
+    launch = named.launch
     even = launch.world_size % launch.local_world_size == 0
     several = launch.local_world_size < launch.world_size
     if several and even and launch.rank % launch.local_world_size != launch.local_rank:
-        refuse_dealt_in_turn(
-            said,
-            f"{said.shown(0)} has {said.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts, or to "
+        refuse_round_robin(
+            named,
+            f"{named.shown(0)} has {named.shown(2)} of {launch.local_world_size}: ranks were dealt to the hosts, or to "
             f"their cores, in turn, and neighbours must share a host; use `mpirun --map-by slot` (more processes than "
             f"slots: `slot:OVERSUBSCRIBE`; MPICH: `-ppn {launch.local_world_size}`)",
         )
 
 
 def port_of_mpi(env: Environment, *, one_host: bool) -> int | None:
-    """A port that follows from the launcher's name of the job; None where the ranks have none in common."""
+    """Derive a port from the launcher's name of the job; None where the ranks have no name in common."""
     if name := next((name for name in _JOB_NAMES if env.get(name)), None):
         return port_of(env[name].partition("@")[0])
     return port_of(str(_process_above())) if one_host else None
 
 
 def port_of(job: str) -> int:
-    """A port below those that systems hand out by themselves, which all ranks derive alike from the job's name."""
+    """Derive a port from the job's name, below those that systems hand out; the same on all ranks."""
     return 10_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def _process_above() -> int:
-    """The nearest process above this one that is part of MPICH; its parent where none is found."""
+    """Return the pid of the nearest ancestor that is part of MPICH; of the parent where none is found."""
     parent = pid = os.getppid()
     daemons = {name[:15] for name in _DAEMONS}  # Linux cuts off the rest
     with contextlib.suppress(OSError):  # no Linux

@@ -1,4 +1,4 @@
-"""What ``srun`` sets."""
+"""The variables of ``srun``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from smp.environment.launch_info import (
     Environment,
     IncompleteError,
     Launch,
-    Said,
+    NamedLaunch,
     is_number,
     number,
-    refuse_dealt_in_turn,
     refuse_impossible,
+    refuse_round_robin,
 )
 from smp.errors import UserError
 
@@ -25,7 +25,7 @@ _HOSTS = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"  # of a node list, between commas
 
 
 def expand_nodes(text: str) -> Iterator[str]:
-    """The hosts of a Slurm node list, in order: ``node[01-03,7],gpu-1`` has node01, node02, node03, node7, gpu-1.
+    """Yield the hosts of a Slurm node list: ``node[01-03,7],gpu-1`` has node01, node02, node03, node7, gpu-1.
 
     Raises:
         ValueError: it is none.
@@ -40,7 +40,7 @@ def expand_nodes(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's tasks of each node: ``2(x3),1`` is 2, 2, 2, 1.
+    """Expand Slurm's tasks of each node: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
         ValueError: it is none.
@@ -55,7 +55,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _expand_numbers(text: str) -> list[str]:
-    """``01-03,7`` is 01, 02, 03, 7."""
+    """Expand ``01-03,7`` to 01, 02, 03, 7."""
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
@@ -67,7 +67,7 @@ def _expand_numbers(text: str) -> list[str]:
 
 
 def first_node(env: Environment, *names: str) -> str | None:
-    """The first host of the first of these node lists that is set, or None.
+    """Return the first host of the first of these node lists that is set, or None.
 
     Raises:
         UserError: it is no node list.
@@ -84,13 +84,13 @@ def first_node(env: Environment, *names: str) -> str | None:
 
 
 def job_of_slurm(env: Environment) -> str:
-    """The job and its step, by number."""
+    """Return the numbers of the job and its step, as ``job.step``."""
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
     return f"{job}.{env.get('SLURM_STEP_ID') or env.get('SLURM_STEPID')}"
 
 
-def read_slurm(env: Environment) -> Said | None:
-    """The place in a step of ``srun``; None in a batch script or an interactive shell, which are no step of several.
+def read_slurm(env: Environment) -> NamedLaunch | None:
+    """Read the ranks in a step of ``srun``; None in a batch script or an interactive shell: one process.
 
     Raises:
         UserError: part of it is missing, or its ranks are dealt to the nodes in turn.
@@ -110,22 +110,22 @@ def read_slurm(env: Environment) -> Said | None:
     size = next(name for name in sizes if name in env)
     names = ("SLURM_PROCID", size, "SLURM_LOCALID", "the tasks of this node")
     if world_size == 1:
-        return Said(Launch(rank, launcher="srun"), names)
+        return NamedLaunch(Launch(rank, launcher="srun"), names)
     local_rank = number(env, "srun", "SLURM_LOCALID")
     local_world_size, first = _tasks(env, rank, world_size)
-    said = Said(Launch(rank, world_size, local_rank, local_world_size, launcher="srun"), names)
-    refuse_impossible(said)
+    named = NamedLaunch(Launch(rank, world_size, local_rank, local_world_size, launcher="srun"), names)
+    refuse_impossible(named)
     if rank != first + local_rank:
-        refuse_dealt_in_turn(
-            said,
+        refuse_round_robin(
+            named,
             f"SLURM_PROCID={rank} has SLURM_LOCALID={local_rank}, where rank {first + local_rank} was due: ranks were "
             f"dealt to the nodes in turn, and neighbours must share a node; use `srun --distribution=block`",
         )
-    return said
+    return named
 
 
 def _tasks(env: Environment, rank: int, world_size: int) -> tuple[int, int]:
-    """How many tasks this node has, and the first one's rank."""
+    """Return the number of tasks on this node, and the rank of the first."""
     if "SLURM_NODEID" in env:
         node = number(env, "srun", "SLURM_NODEID")
         for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):

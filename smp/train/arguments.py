@@ -34,7 +34,7 @@ from smp.errors import ConfigError, UserError
 from smp.faults.config import FaultConfig
 from smp.models.model_config import ModelConfig
 from smp.retired import RETIRED
-from smp.runtime import data_channel, own_words
+from smp.runtime import data_channel, own_arguments
 from smp.train.lr_schedule import LRConfig
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig
@@ -298,7 +298,7 @@ def _default_text(flag: Flag) -> str:
 
 def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, list[Any]]:
     """Read the settings of the file and the flags, unconverted; unknown ones are added to ``problems``."""
-    namespace, extra = _build_parser().parse_known_args(own_words(argv))
+    namespace, extra = _build_parser().parse_known_args(own_arguments(argv))
     flags = vars(namespace)
     given: dict[str, list[Any]] = {}
     path = flags.pop("config")

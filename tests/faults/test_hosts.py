@@ -176,7 +176,7 @@ def test_the_groups_of_the_mesh_keep_the_timeout_of_the_job(backend):
 
 
 def test_whom_an_error_tells_of():
-    begun = "smddp: all_reduce #3 of group 0: the exchange with rank 5 on another host failed: "
+    begun = "smddp: all_reduce #3 of group 0: the connection to rank 5 on another host failed: "
     assert unreachable(RuntimeError(f"{begun}Connection closed by peer [::1]:1")) == (5, False)
     assert unreachable(RuntimeError(f"{begun}Timed out waiting 4000ms for recv")) == (5, True)
     told = f"{begun}Connection closed by peer; rank 5 has failed: {begun.replace('5', '7')}Read error [::1]:2"
