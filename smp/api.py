@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
 from smp.environment import malloc
 from smp.errors import UserError
@@ -27,7 +28,6 @@ from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
 from smp.parallel.tensor.technique import build_tp_group
 from smp.runtime import read_launch
-from smp.state import State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Lets a script that was written for SMP v2 run unchanged: ``import smp.sagemaker`` before its own imports.
 
 It makes ``import torch.sagemaker as tsm``, the modules below it, and
-``import smdistributed.dataparallel.torch.torch_smddp`` work, by the table of :mod:`smp.smp_v2_names`. A name that
+``import smdistributed.dataparallel.torch.torch_smddp`` work, by the table of :mod:`smp.compat.names`. A name that
 nothing here can stand in for says what to use instead when it is asked for.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from smp.compat.names import NAMES, Name
 from smp.errors import UserError
-from smp.smp_v2_names import NAMES, Name
 
 ROOTS = ("torch.sagemaker", "smdistributed")
 

@@ -35,8 +35,8 @@ from smp.train.report import (
 )
 from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
 from smp.train.start import agree_on_start
+from smp.train.state import TrainState
 from smp.train.trainer import Trainer, finish, train
-from smp.train_state import TrainState
 
 logger = get_logger("train")
 
