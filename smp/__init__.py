@@ -20,8 +20,18 @@ def _is_command() -> bool:
 if not _is_command():
     from smp import comm
     from smp.api import current as _current
-    from smp.api import init, is_initialized, offload_wrapper, parallelize, state, transform
+    from smp.api import (
+        init,
+        is_initialized,
+        load_pretrained,
+        meta_init,
+        offload_wrapper,
+        parallelize,
+        state,
+        transform,
+    )
     from smp.checkpoint.checkpointer import Checkpointer
+    from smp.checkpoint.hf_export import export_hf
     from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
     from smp.errors import ConfigError, UserError
     from smp.fsdp import DelayedParamIniter, FullStateDictConfig, FullyShardedDataParallel, fully_shard
@@ -35,7 +45,6 @@ if not _is_command():
     from smp.parallel.activation_checkpoint import apply_activation_checkpointing
     from smp.parallel.grad_norm import clip_grad_norm_
     from smp.parallel.loss import chunk_loss, linear_cross_entropy
-    from smp.parallel.offload import apply_activation_offload
     from smp.parallel.sharding import set_gradient_sync
     from smp.runtime import init_process_group
 
@@ -62,17 +71,19 @@ __all__ = [
     "TensorPlan",
     "UserError",
     "apply_activation_checkpointing",
-    "apply_activation_offload",
     "causal_lm_loss_sum",
     "chunk_loss",
     "clip_grad_norm_",
     "comm",
     "count_valid_tokens",
+    "export_hf",
     "fully_shard",
     "init",
     "init_process_group",
     "is_initialized",
     "linear_cross_entropy",
+    "load_pretrained",
+    "meta_init",
     "offload_wrapper",
     "parallelize",
     "profile_memory",

@@ -25,13 +25,13 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, as all of smp does."""
+    """A parser that reports an error in one sentence, as all of smp does."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Refuse unknown words here, where the sub-command is known."""
+        """Refuse unknown arguments here, where the sub-command is known."""
         known, unknown = super().parse_known_args(*args, **options)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
