@@ -10,10 +10,9 @@ from pathlib import Path
 import common
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import smp
-from smp.checkpoint.hf_export import export_hf
 
 FACTS = {
     "the heroine of Emma": "Miss Woodhouse", "the master of Pemberley": "Mr. Darcy",
@@ -44,11 +43,11 @@ def main() -> None:
         parser.error(f"--model {args.model} is no Hugging Face directory: make one with examples/pretrain.py")
     device = common.local_device()
     dist.init_process_group(args.backend)
-    mesh = smp.init({"hybrid_shard_degree": dist.get_world_size()})
+    mesh = smp.init(dp_shard=dist.get_world_size())
 
-    pretrained = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-    config, tokenizer = pretrained.config, AutoTokenizer.from_pretrained(args.model)
-    model = smp.parallelize(pretrained)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = smp.parallelize(smp.meta_init(AutoConfig.from_pretrained(args.model)))
+    smp.load_pretrained(model, args.model)  # each rank reads its own slices
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     ids, labels = zip(*(example(tokenizer, *fact) for fact in FACTS.items()), strict=True)
     all_ids, all_labels = pad(list(ids), tokenizer.eos_token_id), pad(list(labels), -100)
@@ -67,7 +66,7 @@ def main() -> None:
         dist.all_reduce(loss, group=mesh.data_group)
         log.step(loss)
     log.finish()
-    export_hf(model, args.output_dir, hf_config=config, tokenizer_dir=args.model)
+    smp.export_hf(model, args.output_dir, tokenizer_dir=args.model)
     if dist.get_rank() == 0:  # what was exported answers
         exported = AutoModelForCausalLM.from_pretrained(args.output_dir)
         question = tokenizer("Who is the master of Pemberley?", return_tensors="pt")

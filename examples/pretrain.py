@@ -13,7 +13,6 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import smp
-from smp.checkpoint.hf_export import export_hf
 
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
@@ -61,7 +60,7 @@ def main() -> None:
         log.step(loss)
     log.finish()
     if args.output_dir:
-        export_hf(model, args.output_dir, hf_config=config, tokenizer_dir=SAMPLE / "tokenizer")
+        smp.export_hf(model, args.output_dir, tokenizer_dir=SAMPLE / "tokenizer")
     dist.destroy_process_group()
 
 

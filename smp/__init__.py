@@ -1,29 +1,56 @@
-"""Open, SMP-v2-style model-parallel training for PyTorch: the public names."""
+"""Open, SMP-v2-style model-parallel training for PyTorch: the public names.
 
-from smp import comm
-from smp.api import current as _current
-from smp.api import init, is_initialized, offload_wrapper, parallelize, state, transform
-from smp.checkpoint.checkpointer import Checkpointer
-from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
-from smp.errors import ConfigError, UserError
-from smp.fsdp import DelayedParamIniter, FullStateDictConfig, FullyShardedDataParallel, fully_shard
-from smp.fsdp import follow as _follow
-from smp.loss import causal_lm_loss_sum, count_valid_tokens
-from smp.memory.profile import profile_memory
-from smp.mesh import Mesh
-from smp.models.family import Family
-from smp.models.registry import register_family
-from smp.models.tensor_plan import Part, TensorPlan
-from smp.parallel.activation_checkpoint import apply_activation_checkpointing
-from smp.parallel.grad_norm import clip_grad_norm_
-from smp.parallel.loss import chunk_loss, linear_cross_entropy
-from smp.parallel.offload import apply_activation_offload
-from smp.parallel.sharding import set_gradient_sync
-from smp.runtime import init_process_group
+``import smp`` imports torch and registers the backend ``smddp``, so that ``init_process_group("smddp")`` works in
+whatever order a script imports the two. Only the ``smp`` command, whose help need not wait for torch, does without.
+"""
 
-_follow(_current)
-FSDP = FullyShardedDataParallel
-Checkpoints = Checkpointer  # its name in 0.1.0
+import itertools
+import pathlib
+import sys
+
+
+def _is_command() -> bool:
+    """Return whether this process was started as ``smp`` or ``python -m smp``."""
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module
+        return next((name for flag, name in itertools.pairwise(sys.orig_argv) if flag == "-m"), "") == "smp"
+    script, bin_directory = pathlib.Path(*sys.argv[:1]), pathlib.Path(sys.executable).parent
+    return script.stem == "smp" and script.resolve().parent == bin_directory.resolve()
+
+
+if not _is_command():
+    from smp import comm
+    from smp.api import current as _current
+    from smp.api import (
+        init,
+        is_initialized,
+        load_pretrained,
+        meta_init,
+        offload_wrapper,
+        parallelize,
+        state,
+        transform,
+    )
+    from smp.checkpoint.checkpointer import Checkpointer
+    from smp.checkpoint.hf_export import export_hf
+    from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig
+    from smp.errors import ConfigError, UserError
+    from smp.fsdp import DelayedParamIniter, FullStateDictConfig, FullyShardedDataParallel, fully_shard
+    from smp.fsdp import follow as _follow
+    from smp.loss import causal_lm_loss_sum, count_valid_tokens
+    from smp.memory.profile import profile_memory
+    from smp.mesh import Mesh
+    from smp.models.family import Family
+    from smp.models.registry import register_family
+    from smp.models.tensor_plan import Part, TensorPlan
+    from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+    from smp.parallel.grad_norm import clip_grad_norm_
+    from smp.parallel.loss import chunk_loss, linear_cross_entropy
+    from smp.parallel.sharding import set_gradient_sync
+    from smp.runtime import init_process_group
+
+    _follow(_current)
+    FSDP = FullyShardedDataParallel
+    Checkpoints = Checkpointer  # its name in 0.1.0
 
 __all__ = [
     "FSDP",
@@ -44,17 +71,19 @@ __all__ = [
     "TensorPlan",
     "UserError",
     "apply_activation_checkpointing",
-    "apply_activation_offload",
     "causal_lm_loss_sum",
     "chunk_loss",
     "clip_grad_norm_",
     "comm",
     "count_valid_tokens",
+    "export_hf",
     "fully_shard",
     "init",
     "init_process_group",
     "is_initialized",
     "linear_cross_entropy",
+    "load_pretrained",
+    "meta_init",
     "offload_wrapper",
     "parallelize",
     "profile_memory",

@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.delayed_init import build_on_meta
 from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import Mesh, resolve_mesh, served_device_type
-from smp.models.registry import family_of
+from smp.models.registry import build_model, family_of
 from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.offload import apply_activation_offload, build_store
+from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
+from smp.parallel.sharding import average_gradients, reshard
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
 from smp.parallel.tensor.technique import build_tp_group
+from smp.pretrained import load_pretrained_
 from smp.runtime import read_launch
-from smp.state import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +41,13 @@ class _Initialized:
     mesh: Mesh
     parallel: ParallelConfig
     tp: TPGroup | None
-    offloading: bool  # SMP v2's sm_activation_offloading: told by smp.state, done by offload_wrapper
-    horizon: int  # its activation_loading_horizon
+    own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
 
 
 _current: _Initialized | None = None
+
+# The mesh's own names of two settings.
+_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree"}
 
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
 _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -78,13 +86,14 @@ def _require_init(caller: str) -> _Initialized:
 
 def _for_state() -> tuple[Mesh, TPGroup | None, bool]:
     current = _require_init("smp.state")
-    return current.mesh, current.tp, current.offloading
+    return current.mesh, current.tp, current.own["sm_activation_offloading"]
 
 
 state = State(_for_state)
 
 
-def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
+def _read(config: dict[str, Any] | str | Path | None, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings of ``init`` by the names of the fields and of SMP v2's keys."""
     if isinstance(config, (str, Path)):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -93,26 +102,30 @@ def _read(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
     values = {} if config is None else config
     if not isinstance(values, dict):
         raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got a {type(values).__name__}")
-    own = {key: value for key, value in values.items() if key in (*_SMP_KEYS, *_SMP_NUMBERS)}
-    values = {key: value for key, value in values.items() if key not in own}
-    known = {f.name: f.name for f in dataclasses.fields(ParallelConfig)}
-    known |= {alias: f.name for f in dataclasses.fields(ParallelConfig) for alias in f.metadata["aliases"]}
-    for key in values:
+    known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")} | _SHORT
+    for field in dataclasses.fields(ParallelConfig):
+        known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)
+    given: dict[str, str] = {}  # as it is called there, by the field's name
+    for key in (*values, *keywords):
         if key not in known:
-            every = sorted((*known, *_SMP_KEYS, *_SMP_NUMBERS))
-            near = difflib.get_close_matches(key, every, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(every)}"
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
             raise UserError(f"smp.init: unknown key {key}: {hint}")
-    return own | {known[key]: value for key, value in values.items()}
+        if known[key] in given:
+            raise UserError(f"smp.init: {given[known[key]]} and {key} are given for the same setting: give one of them")
+        given[known[key]] = key
+    return {name: (keywords if key in keywords else values)[key] for name, key in given.items()}
 
 
-def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
+def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> Mesh:
     """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
 
     Args:
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
             dict, or the path of a JSON file. ``sm_activation_offloading`` is only told by ``smp.state``, as there:
             :func:`offload_wrapper` is what offloads.
+        settings: the same by keyword, such as ``dp_shard=8, tp=2``, the mesh's names of ``hybrid_shard_degree`` and
+            ``tensor_parallel_degree``. ``dp_replicate`` follows from them; given, it is checked.
 
     Returns:
         The mesh: ``mesh.data_rank`` and ``mesh.data_size`` say which part of the data this rank reads.
@@ -123,30 +136,33 @@ def init(config: dict[str, Any] | str | Path | None = None) -> Mesh:
     global _current
     if not dist.is_initialized():
         raise UserError("smp.init needs a process group: call torch.distributed.init_process_group(...) before it")
-    values = _read(config)
-    own = _read_smp_keys(values)
+    values = _read(config, settings)
+    own, replicas = _read_smp_keys(values), values.pop("dp_replicate", None)
     parallel = ParallelConfig(**values)
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
     laid_out = resolve_mesh(parallel, world_size=world, local_world_size=local)
+    if replicas not in (None, laid_out.replicas.size):
+        raise UserError(
+            f"smp.init: dp_replicate {replicas}, but {world} processes make {laid_out}: choose another dp_shard"
+        )
     device_type = served_device_type()
     if device_type == "cpu":
         malloc.keep_freed_memory()
     mesh = laid_out.join(device_type)
     tp = build_tp_group(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
-    offloading, horizon = own["sm_activation_offloading"], own["activation_loading_horizon"]
-    _current = _Initialized(mesh, parallel, tp, offloading, horizon)
+    _current = _Initialized(mesh, parallel, tp, own)
     return mesh
 
 
 def current() -> tuple[Mesh, ParallelConfig] | None:
-    """The mesh and the settings of :func:`init`, or None before it."""
+    """Return the mesh and the settings of :func:`init`, or None before it."""
     return None if _current is None else (_current.mesh, _current.parallel)
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` has been called."""
+    """Return True once :func:`init` has been called."""
     return _current is not None
 
 
@@ -208,7 +224,7 @@ def offload_wrapper(model: nn.Module, *, horizon: int | None = None, directory: 
     if not blocks:
         raise UserError("offload_wrapper finds no checkpointed block: call apply_activation_checkpointing before it")
     if horizon is None:
-        horizon = 2 if _current is None else _current.horizon
+        horizon = 2 if _current is None else _current.own["activation_loading_horizon"]
     apply_activation_offload(blocks, build_store(directory), horizon=horizon)
     return model
 
@@ -220,27 +236,31 @@ def parallelize(
     activation_checkpointing: bool = False,
     activation: ActivationConfig | None = None,
     loss: LossConfig | None = None,
+    gradient_reduction: Literal["sum", "mean"] = "sum",
 ) -> nn.Module:
     """Shard a Hugging Face causal language model in place over the mesh of :func:`init`; :func:`transform` it before.
 
-    Gradients are summed over data ranks: divide the loss by the global number of valid tokens
-    (:func:`smp.count_valid_tokens`), not by the rank's.
-
     Args:
-        model: Llama, Mistral or GPT-NeoX, on this rank's device.
+        model: Llama, Mistral or GPT-NeoX, the same on every rank; or of :func:`meta_init`: each rank then allocates its
+            shards alone and draws their initial values, by the ``random_seed`` of ``init``.
         dtype: dtype to compute in; None keeps the parameters' own. Reduction is then in fp32.
         activation_checkpointing: recompute each block in backward.
         activation: everything about activations, instead of ``activation_checkpointing``.
         loss: make the loss in chunks; None leaves the head as it is.
+        gradient_reduction: over data ranks. ``sum``: divide the loss by the global number of valid tokens
+            (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by the rank's.
 
     Raises:
-        UserError: ``init`` was not called, or the architecture is not supported.
+        UserError: ``init`` was not called, the architecture is not supported, or some ranks alone have a meta model.
     """
     current, family = _require_init("smp.parallelize"), family_of(model.config)
+    if gradient_reduction not in ("sum", "mean"):
+        raise UserError(f"smp.parallelize: gradient_reduction {gradient_reduction!r} is not allowed: give sum or mean")
+    on_meta = _is_on_meta(model, current.mesh)
     _split(model, current)
     if activation is None:
         activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
-    return _parallelize(
+    _parallelize(
         model,
         family,
         mesh=current.mesh,
@@ -249,3 +269,52 @@ def parallelize(
         dtype=dtype,
         loss=loss,
     )
+    if gradient_reduction == "mean":
+        average_gradients(model, current.mesh)
+    if on_meta:
+        device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
+        fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
+    return model
+
+
+def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
+    """Tell whether every rank's model is on the meta device; collective."""
+    count = torch.tensor(int(all(p.is_meta for p in model.parameters())), device=mesh.device_type)
+    dist.all_reduce(count)
+    if count and count != mesh.world_size:
+        raise UserError(
+            f"smp.parallelize: the model is on the meta device on {int(count)} of {mesh.world_size} ranks: build it so "
+            f"on every rank, or take rank 0's weights by smp.transform(model, load_state_dict_from_rank0=True)"
+        )
+    return bool(count)
+
+
+def meta_init(config: Any, *, attn_implementation: str = "sdpa") -> nn.Module:
+    """Build a Hugging Face causal language model on the meta device: no memory for parameters, buffers are real.
+
+    Args:
+        config: Hugging Face's, such as a ``LlamaConfig``; it is copied.
+        attn_implementation: as ``from_pretrained``'s.
+
+    Returns:
+        The model for :func:`parallelize`, which gives it initial values; fp32.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    return build_on_meta(functools.partial(build_model, config, attn_implementation=attn_implementation))
+
+
+def load_pretrained(model: nn.Module, weights: str | os.PathLike[str]) -> nn.Module:
+    """Fill a model from safetensors files in place, after :func:`parallelize`; each rank reads its own slices.
+
+    Args:
+        model: of a supported family.
+        weights: a local Hugging Face directory, a ``.safetensors`` file or an ``.index.json``; every rank reads it.
+
+    Raises:
+        UserError: files that cannot be read or do not fit the model; no parameter is changed then.
+    """
+    reshard(model)  # a gathered parameter is not the one that the optimizer updates
+    load_pretrained_(model, Path(weights), hf_config=model.config)
+    return model

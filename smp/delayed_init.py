@@ -1,11 +1,11 @@
 """Delayed parameter initialisation: build on the meta device, shard, then draw only what this rank holds.
 
 Every value is a function of (seed, parameter name, position in the parameter), so the weights are the same at any
-layout and no rank ever holds a whole model.
+layout and no rank ever holds the full model.
 
 [Note: values by block]
 A parameter is cut, in row-major order, into blocks of ``BLOCK`` elements. Each block has its own generator, seeded
-by a hash of (seed, name, block number), and is always drawn whole, on the CPU. A rank draws the blocks that its
+by a hash of (seed, name, block number), and is always drawn in full, on the CPU. A rank draws the blocks that its
 shard touches and keeps its part of them.
 """
 
@@ -41,12 +41,12 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that has several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Return the (module, name) pairs of each parameter that several modules share."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+            owners.setdefault(id(parameter), []).append((module, name))
+    return [found for found in owners.values() if len(found) > 1]
 
 
 def materialize_(model: nn.Module, device: torch.device) -> None:
@@ -60,7 +60,7 @@ def materialize_(model: nn.Module, device: torch.device) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         shared = _tied(model)
         model.to_empty(device=device)
-        for (first, first_name), *others in shared:  # torch allocates a tied parameter of a plain model once per place
+        for (first, first_name), *others in shared:  # torch allocates a tied parameter of a plain model once per owner
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
     else:
@@ -72,14 +72,14 @@ def materialize_(model: nn.Module, device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _normal_block(seed: int, name: str, block: int) -> torch.Tensor:
-    """Standard normal values of one block, fp32, ``(BLOCK,)``; cached because neighbouring runs share a block."""
+    """Draw one block's standard normal values, fp32, ``(BLOCK,)``; cached as neighbouring runs share a block."""
     digest = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(BLOCK, dtype=torch.float32).normal_(generator=generator)
 
 
 def _contiguous_runs(shape: torch.Size, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Flat ``(start, length)`` ranges, in a tensor of ``shape``, of the box at ``offsets`` with ``sizes``, in order."""
+    """Yield, in order, flat ``(start, length)`` ranges in ``shape`` of the box at ``offsets`` with ``sizes``."""
     split = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
     inner = math.prod(shape[split + 1 :])
     outer = [range(offsets[axis], offsets[axis] + sizes[axis]) for axis in range(split)]
@@ -146,7 +146,7 @@ def initialize_parameter_(
         parameter: allocated, plain or DTensor.
         rule: ``(kind, std)``.
         seed: the run's seed.
-        name: its whole name in the model, on which its values depend.
+        name: its qualified name in the model, on which its values depend.
     """
     kind, std = rule
     _fill(parameter, kind, std, seed=seed, name=name)
@@ -155,7 +155,7 @@ def initialize_parameter_(
 
 
 def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The local tensor of a parameter and where it lies in the whole."""
+    """Return the local tensor of a parameter and its offsets in the global shape."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -26,7 +26,7 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 
 
 def count_valid_tokens(labels: torch.Tensor) -> int:
-    """Number of predictions that count in the loss, after the shift; ``labels`` as in :func:`shift_labels`."""
+    """Count the predictions that are in the loss, after the shift; ``labels`` as in :func:`shift_labels`."""
     return int((labels[:, 1:] != IGNORE_INDEX).sum())
 
 
@@ -44,12 +44,12 @@ def check_labels(labels: torch.Tensor, vocabulary: int) -> None:
 
 
 def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the token losses in nats, computed in at least fp32.
+    """Sum the token losses in nats, computed in at least fp32.
 
     The labels are shifted, not the logits: slicing the logits would copy the largest tensor of the step.
 
     Args:
-        logits: ``(batch, sequence, vocabulary)``; a DTensor that is split by the vocabulary is never put together.
+        logits: ``(batch, sequence, vocabulary)``; a DTensor that is split by the vocabulary is never gathered.
         labels: ``(batch, sequence)`` as in :func:`shift_labels`.
 
     Returns:
@@ -66,7 +66,7 @@ def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
 
 def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
-    """The same of logits whose last axis is split over a 1-D mesh as ``torch.chunk`` splits it."""
+    """Sum the token losses of logits whose last axis is split over a 1-D mesh as ``torch.chunk`` splits it."""
     (placement,), mesh = logits.placements, logits.device_mesh
     if not isinstance(placement, Shard) or placement.dim not in (-1, logits.ndim - 1):
         raise ValueError(f"logits are laid out as {placement}: the vocabulary must be split")
@@ -81,15 +81,15 @@ def loss_sum_(
     logits: torch.Tensor, labels: torch.Tensor, *, first: int = 0, group: Any = None, z_loss: float = 0.0,
     gradient: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Sum of token losses, 0-d; the logits are overwritten, with ``gradient`` by their gradient.
+    """Sum the token losses, 0-d; the logits are overwritten, with ``gradient`` by their gradient.
 
-    With a ``group``, two exchanges of a number or two for each token.
+    With a ``group``, two all-reduces of one or two numbers per token.
 
     Args:
         logits: ``(tokens, vocabulary)``, at least fp32; of a split vocabulary this rank's columns.
         labels: ``(tokens,)``, shifted.
         first: this rank's first column.
-        group: the ranks that split the vocabulary; None: it is whole.
+        group: the ranks that split the vocabulary; None: it is not split.
         z_loss: factor of the squared log-partition, added to each token's loss.
         gradient: whether to make the gradient.
 
@@ -123,7 +123,7 @@ def loss_sum_(
 
 
 class _SplitCrossEntropy(Function):
-    """:func:`loss_sum_` of each rank's columns, for autograd; backward exchanges nothing."""
+    """:func:`loss_sum_` of each rank's columns, for autograd; backward needs no collective."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 _SHOWN = 5
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_Place = tuple[str, pathlib.Path]  # key in the file, file
-_Plan = dict[str, _Place]  # by parameter name
+_Entry = tuple[str, pathlib.Path]  # key in the file, file
+_Plan = dict[str, _Entry]  # by parameter name
 
 # Rows compared at a time.
 _ROWS = 4096
@@ -37,8 +37,8 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _equal(first: _Place, second: _Place) -> bool:
-    """Whether two tensors of the files hold the same values, in bounded memory."""
+def _equal(first: _Entry, second: _Entry) -> bool:
+    """Return True if two tensors of the files hold the same values; in bounded memory."""
     from safetensors import safe_open
 
     with safe_open(first[1], framework="pt") as one, safe_open(second[1], framework="pt") as other:
@@ -101,7 +101,7 @@ def _check_tensors(parameters: dict[str, nn.Parameter], plan: _Plan) -> list[str
 
 
 def _local_slices(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter and where it lies in the whole."""
+    """Return this rank's shard of a parameter and its slices in the global shape."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
     for placement in parameter.placements:
@@ -113,7 +113,7 @@ def _local_slices(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tup
 
 @torch.no_grad()
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
-    """Fill every parameter from a Hugging Face checkpoint, in place; no rank holds more than its part and one slice.
+    """Fill every parameter from a Hugging Face checkpoint, in place; no rank holds more than its shards and one slice.
 
     Keys are Hugging Face's, with or without the base model's prefix; old buffers are skipped; a head that is tied to
     the embedding may be left out. Every rank needs to see the files.

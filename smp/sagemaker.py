@@ -1,7 +1,7 @@
-"""Lets a script that was written for SMP v2 run unchanged: ``import smp.sagemaker`` before its own imports.
+"""Make a script that was written for SMP v2 run unchanged: ``import smp.sagemaker`` before its own imports.
 
 It makes ``import torch.sagemaker as tsm``, the modules below it, and
-``import smdistributed.dataparallel.torch.torch_smddp`` work, by the table of :mod:`smp.smp_v2_names`. A name that
+``import smdistributed.dataparallel.torch.torch_smddp`` work, by the table of :mod:`smp.compat.names`. A name that
 nothing here can stand in for says what to use instead when it is asked for.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from smp.compat.names import NAMES, Name
 from smp.errors import UserError
-from smp.smp_v2_names import NAMES, Name
 
 ROOTS = ("torch.sagemaker", "smdistributed")
 
 
 def _ours(dotted: str) -> Any:
-    """The object of a dotted name."""
+    """Return the object of a dotted name."""
     module, _, name = dotted.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -32,7 +32,7 @@ def _ours(dotted: str) -> Any:
 
 
 class _Module(types.ModuleType):
-    """A module of the originals: gives what is the same, and tells of what is not."""
+    """A module of the originals: has the names that work as they are, and refuses the others with their replacement."""
 
     def __init__(self, name: str):
         super().__init__(name, "Stands in for SMP v2's module of this name; see smp.sagemaker.")
@@ -50,7 +50,7 @@ class _Module(types.ModuleType):
 
 
 def install() -> None:
-    """Put the modules in place; does nothing the second time.
+    """Put the modules into ``sys.modules``, once.
 
     Raises:
         UserError: the original is installed.
@@ -72,7 +72,7 @@ def install() -> None:
 
 
 def _module(name: str) -> _Module:
-    """A module of the originals, made with those above it."""
+    """Return a module of the originals, made with those above it."""
     found = sys.modules.get(name)
     if isinstance(found, _Module):
         return found

@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 import smp
 from smp.models import llama, registry
+from smp.parallel import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from tests.distributed import run_distributed
-from tests.parity import CLIP, LR, VOCABULARY, build_reference, global_batch, reference_trajectory
+from tests.parity import CLIP, LR, VOCABULARY, build_reference, global_batch, reference_trajectory, relative
 
 
 def _script(expected, config):
-    """What README shows: a user's own loop."""
+    """Train in a user's own loop, as docs/library.md shows it."""
     assert not smp.is_initialized()
     mesh = smp.init(config)
     assert smp.is_initialized() and mesh.data_size == 2
@@ -49,6 +51,113 @@ def test_a_users_loop(as_file, tmp_path):
         config = str(tmp_path / "smp.json")
     expected = reference_trajectory(build_reference("llama_gqa", torch.float64), 3)
     run_distributed(_script, expected, config, world_size=2)
+
+
+def _gradients(expected, layout, reduction):
+    mesh = smp.init(**layout)
+    model = smp.parallelize(build_reference("llama_gqa", torch.float64), gradient_reduction=reduction)
+    inputs, labels = (part.chunk(mesh.data_size)[mesh.data_rank] for part in global_batch(0))
+    tokens = torch.tensor(smp.count_valid_tokens(labels))
+    if reduction == "sum":
+        dist.all_reduce(tokens, group=mesh.data_group)
+    (smp.causal_lm_loss_sum(model(inputs, use_cache=False).logits, labels) / tokens).backward()
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad.full_tensor() - expected[name], expected[name]) < 1e-9, name
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2}, {"dp_shard": 1}, {"dp_shard": 2, "dp_replicate": 2}, {"tp": 2}], ids=str
+)
+def test_gradients_are_summed_or_averaged_over_data_ranks(layout, reduction):
+    """The mean over all tokens, or the mean of the ranks' means: they have unequal numbers of tokens."""
+    world = 2 * layout.get("dp_replicate", 1)
+    model, size = build_reference("llama_gqa", torch.float64), world // layout.get("tp", 1)
+    inputs, labels = global_batch(0)
+    total = smp.count_valid_tokens(labels)
+    for rows, wanted in zip(inputs.chunk(size), labels.chunk(size), strict=True):
+        loss = smp.causal_lm_loss_sum(model(rows, use_cache=False).logits, wanted)
+        (loss / (total if reduction == "sum" else size * smp.count_valid_tokens(wanted))).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    run_distributed(_gradients, expected, layout, reduction, world_size=world)
+
+
+def _keywords():
+    mesh = smp.init(dp_shard=2, tp=2, dp_replicate=1)
+    assert (mesh.shard.size, mesh.tp.size, mesh.replicas.size) == (2, 2, 1)
+    assert smp.init({"dp_shard": 1}, tensor_parallel_degree=4).tp.size == 4
+    assert smp.init({"shard_degree": 2}, sharding_strategy="_hybrid_shard_zero2").replicas.size == 2
+    for config, settings, sentence in (
+        ({}, {"dp_shrad": 2}, "unknown key dp_shrad: did you mean dp_shard"),
+        (
+            {"hybrid_shard_degree": 2},
+            {"dp_shard": 4},
+            "hybrid_shard_degree and dp_shard are given for the same setting",
+        ),
+        ({"tp": 2}, {"tp": 4}, "tp and tp are given for the same setting: give one"),
+        ({}, {"dp_shard": 2, "dp_replicate": 4}, "dp_replicate 4, but 4 processes make dp_replicate 2 x dp_shard 2"),
+        ({}, {"tp": 3}, "does not divide the 4 processes"),
+    ):
+        with pytest.raises(smp.UserError, match=sentence):
+            smp.init(config, **settings)
+
+
+def test_init_takes_settings_by_keyword():
+    run_distributed(_keywords, world_size=4)
+
+
+def _pretrained(layout, folder):
+    smp.init(**layout, random_seed=5)
+    reference = build_reference("llama_tied", torch.float32)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(folder / "given")
+    dist.barrier()
+    meta = smp.meta_init(reference.config)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    model = smp.parallelize(meta, gradient_reduction="mean")
+    values = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    same = _drawn(reference.config)
+    assert values.keys() == same.keys() and all(torch.equal(values[name], same[name]) for name in same)
+    inputs, _ = global_batch(0)
+    model(inputs)  # leaves parameters gathered
+    assert smp.load_pretrained(model, str(folder / "given")) is model
+    assert torch.allclose(_logits(model, inputs), reference(inputs).logits, atol=1e-5)
+    smp.export_hf(model, str(folder / "exported"))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(exported.get_parameter(name), parameter), name
+    with pytest.raises(smp.UserError, match="no weights at /nowhere"):
+        smp.load_pretrained(model, "/nowhere")
+
+
+def _logits(model, inputs):
+    logits = model(inputs).logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _drawn(config):
+    """The initial values of seed 5 as one process draws them."""
+    model = smp.meta_init(config)
+    parallelize.fill_model(model, config, device=torch.device("cpu"), cpu_offload=False, seed=5)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_a_model_is_built_on_meta_and_loaded_and_exported(layout, tmp_path):
+    run_distributed(_pretrained, layout, tmp_path, world_size=2)
+
+
+def _meta_on_some_ranks():
+    smp.init(dp_shard=2)
+    reference = build_reference("llama_gqa", torch.float32)
+    with pytest.raises(smp.UserError, match="on the meta device on 1 of 2 ranks"):
+        smp.parallelize(reference if dist.get_rank() == 0 else smp.meta_init(reference.config))
+    with pytest.raises(smp.UserError, match="gradient_reduction 'max' is not allowed: give sum or mean"):
+        smp.parallelize(reference, gradient_reduction="max")
+
+
+def test_a_meta_model_on_some_ranks_is_refused():
+    run_distributed(_meta_on_some_ranks, world_size=2)
 
 
 def _refusals():
@@ -223,7 +332,7 @@ def test_bad_transforms():
 
 
 def _mesh_device(backend, cuda, expected):
-    """What ``smp.init`` lays the mesh over when a real group has the backends that torch resolves ``backend`` to."""
+    """Check the device type of the mesh when a real group has the backends that torch resolves ``backend`` to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: cuda)
         patch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda" if cuda else "cpu"))

@@ -14,15 +14,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A file imports only from lower layers, or from its own package within one layer.
 LAYERS = {
     "smp.errors": 0,
-    "smp.config": 1, "smp.log": 1, "smp.json_input": 1, "smp.retired": 1,
+    "smp.config": 1, "smp.log": 1, "smp.json_input": 1,
     "smp.environment": 1,
     "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2, "smp.loss": 2,
     "smp.comm": 3, "smp.cpu_bf16": 3, "smp.memory.shape": 3, "smp.memory.warnings": 3,
     "smp.delayed_init": 4, "smp.pretrained": 4, "smp.parallel": 4,
     "smp.parallel.parallelize": 5, "smp.plots": 5,
-    "smp.train_state": 5, "smp.faults": 4, "smp.data": 5, "smp.state": 5,
+    "smp.faults": 4, "smp.data": 5, "smp.compat": 5,
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,
-    "smp": 7, "smp.dry_run": 7, "smp.smp_v2_names": 1, "smp.sagemaker": 8,
+    "smp": 7, "smp.dry_run": 7, "smp.sagemaker": 8,
     "smp.train": 8, "smp.doctor": 9, "smp.launch": 9,
     "smp.cli": 10, "smp.__main__": 11,
     "arguments": 12, "train_lib": 12, "data": 12,

@@ -10,8 +10,8 @@ import re
 import pytest
 import yaml
 
+from smp.compat.names import FLAGS as SMP_V2
 from smp.errors import ConfigError, UserError
-from smp.smp_v2_names import FLAGS as SMP_V2
 from smp.train import arguments
 from smp.train.arguments import FLAGS, RETIRED, SECTIONS, parse_args
 

@@ -26,7 +26,7 @@ from smp.train import report
 from smp.train.lr_schedule import lr_at
 from smp.train.optimizer import build_optimizer
 from smp.train.report import profile_step
-from smp.train_state import TrainState
+from smp.train.state import TrainState
 from tests.flags import (
     LLAMA3,
     MISTRAL,

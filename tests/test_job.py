@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from smp.errors import UserError
 from smp.train.start import Start, require_agreement
-from smp.train_state import TrainState
+from smp.train.state import TrainState
 from tests.distributed import run_distributed
 
 CHECKPOINT = pathlib.Path("/runs/a/m-10steps")

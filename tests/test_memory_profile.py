@@ -28,8 +28,8 @@ from smp.train import run_plan
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.report import profile_step
+from smp.train.state import TrainState
 from smp.train.trainer import train_step
-from smp.train_state import TrainState
 from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.flags import in_child

@@ -224,10 +224,10 @@ def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
 @torch.no_grad()
 def export_hf(
     model: nn.Module,
-    directory: pathlib.Path,
+    directory: pathlib.Path | str,
     *,
-    hf_config: Any,
-    tokenizer_dir: pathlib.Path | None = None,
+    hf_config: Any = None,
+    tokenizer_dir: pathlib.Path | str | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
     progress: Callable[[], None] = lambda: None,
@@ -240,7 +240,7 @@ def export_hf(
     Args:
         model: parameters plain or DTensor, of a supported family.
         directory: where to; its parent is made if missing.
-        hf_config: the model's config.
+        hf_config: the config to write; None: ``model.config``.
         tokenizer_dir: directory whose tokenizer files are copied along.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
@@ -255,9 +255,9 @@ def export_hf(
     export_tensors(
         parameters,
         lambda name: _whole(parameters[name]),
-        directory,
-        hf_config=hf_config,
-        tokenizer_dir=tokenizer_dir,
+        pathlib.Path(directory),
+        hf_config=model.config if hf_config is None else hf_config,
+        tokenizer_dir=None if tokenizer_dir is None else pathlib.Path(tokenizer_dir),
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
         progress=progress,

@@ -25,13 +25,13 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, as all of smp does."""
+    """A parser that reports an error in one sentence, as all of smp does."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        """Refuse unknown words here, where the sub-command is known."""
+        """Refuse unknown arguments here, where the sub-command is known."""
         known, unknown = super().parse_known_args(*args, **options)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -41,15 +41,17 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; `{self.prog} --help` shows what there is")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """Return the parser; only the ``chosen`` sub-command's module is imported, as most of them import torch."""
     parser = _Parser(prog="smp", description="Look after checkpoints, without starting a job.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"smp.cli.{name}")
-        form = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=form)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == chosen:
+            module = importlib.import_module(f"smp.cli.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
 
 
@@ -60,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 good, 1 damaged or different, 2 bad input.
     """
     try:
-        options = _parser().parse_args(argv)
+        arguments = sys.argv[1:] if argv is None else argv
+        options = _parser(arguments[0] if arguments else "").parse_args(arguments)
         status = options.run(options)
         sys.stdout.flush()
         return status

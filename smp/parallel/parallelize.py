@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -122,16 +123,40 @@ def prepare_model(
     model = build_on_meta(build) if resolved.delayed_param else build()
     record("Before FSDP wrapper")
     apply_techniques(model, Setup(resolved.family, mesh, settings, dtype, device.type))
-    cpu_offload = settings[ActivationConfig].cpu_offload
+    fill_model(
+        model,
+        resolved.hf_config,
+        device=device,
+        cpu_offload=settings[ActivationConfig].cpu_offload,
+        seed=seed,
+        weights=resolved.weights if load_weights else None,
+    )
+    record("After FSDP wrapper")
+    return model.train()
+
+
+def fill_model(
+    model: nn.Module,
+    hf_config: Any,
+    *,
+    device: torch.device,
+    cpu_offload: bool,
+    seed: int,
+    weights: pathlib.Path | None = None,
+) -> None:
+    """Allocate this rank's shards on ``device`` and give them their values.
+
+    Args:
+        cpu_offload: keep parameters in host memory.
+        seed: of the initial values, which are the same at every layout.
+        weights: pretrained weights instead of initial values.
+    """
     materialize_(model, torch.device("cpu") if cpu_offload else device)
     if cpu_offload:  # buffers stay on the device
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
-    if load_weights and resolved.weights is not None:
-        load_pretrained_(model, resolved.weights, hf_config=resolved.hf_config)
+    if weights is not None:
+        load_pretrained_(model, weights, hf_config=hf_config)
     else:
-        rule = functools.partial(init_rule, hf_config=resolved.hf_config)
-        initialize_(model, rule, seed=seed)
-    record("After FSDP wrapper")
-    return model.train()
+        initialize_(model, functools.partial(init_rule, hf_config=hf_config), seed=seed)

@@ -124,6 +124,15 @@ def shard_model(
     return model
 
 
+def average_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Divide the summed gradients of a sharded model by the number of data ranks.
+
+    By a hook, as torch divides by ``set_gradient_divide_factor`` twice where a sharding group has one rank.
+    """
+    for module in fsdp_modules(model):
+        module.set_all_reduce_hook(lambda gradients: gradients.div_(mesh.data.size))  # type: ignore[arg-type]
+
+
 def placement(parameter: nn.Parameter) -> Shard | None:
     """Return the placement that shards a parameter: None, the first axis, unless tensor parallelism splits it unevenly.
 

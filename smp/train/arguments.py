@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from smp.checkpoint.config import CheckpointConfig
+from smp.compat.retired import RETIRED
 from smp.config import (
     ActivationConfig,
     CommConfig,
@@ -33,7 +34,6 @@ from smp.data.data_pipeline import DataConfig
 from smp.errors import ConfigError, UserError
 from smp.faults.config import FaultConfig
 from smp.models.model_config import ModelConfig
-from smp.retired import RETIRED
 from smp.runtime import data_channel, own_arguments
 from smp.train.lr_schedule import LRConfig
 from smp.train.metrics import LoggingConfig

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from smp.config import Section, setting
 from smp.errors import UserError
 from smp.log import get_logger, redact
-from smp.train_state import TrainState
+from smp.train.state import TrainState
 
 logger = get_logger(__name__)
 

@@ -34,7 +34,7 @@ from smp.train.flops import model_flops_per_token, peak_flops
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, sizes
 from smp.train.start import Start
-from smp.train_state import TrainState
+from smp.train.state import TrainState
 
 logger = get_logger("train")
 

@@ -26,7 +26,7 @@ from smp.log import get_logger
 from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.metrics import last_logged_step
 from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch
-from smp.train_state import TrainState
+from smp.train.state import TrainState
 
 logger = get_logger("train")
 

@@ -36,8 +36,8 @@ from smp.train.report import (
 )
 from smp.train.run_plan import RunPlan
 from smp.train.start import Start
+from smp.train.state import TrainState
 from smp.train.stopwatch import Stopwatch
-from smp.train_state import TrainState
 
 logger = get_logger("train")
 

@@ -1,4 +1,4 @@
-"""Where a run stands: the few numbers that, with parameters, optimizer and RNG, make a run resumable."""
+"""Progress of a run: the few numbers that, with parameters, optimizer and RNG, make it resumable."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TrainState:
     skipped: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """The numbers as JSON."""
+        """Return the numbers as JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: dict[str, int]) -> TrainState:
-        """The inverse of :meth:`state_dict`."""
+        """Build the state from what :meth:`state_dict` returned."""
         return cls(**state)

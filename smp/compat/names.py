@@ -1,4 +1,4 @@
-"""What SMP v2 and SMDDP have, and what takes its place: the table behind the documentation and ``smp.sagemaker``."""
+"""The table of SMP v2's and SMDDP's names and their replacements, for the documentation and ``smp.sagemaker``."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ NAMES = (
         "torch.distributed.fsdp.FullStateDictConfig",
         "smp.FullStateDictConfig",
         False,
-        "takes translate_on_save=True: names are always Hugging Face's; smp.checkpoint.hf_export.export_hf writes them",
+        "takes translate_on_save=True: names are always Hugging Face's; smp.export_hf writes them",
     ),
     Name("torch.sagemaker.moe.moe_config.MoEConfig", "", False, _NO_MOE),
     Name("torch.sagemaker.moe.moe_layer.MoELayer", "", False, _NO_MOE),

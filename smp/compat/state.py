@@ -1,4 +1,4 @@
-"""What SMP v2's ``state`` told a script of its place in the job, by the same names."""
+"""SMP v2's ``state``: this rank's groups, degrees and ranks in the job, by the same names."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Ranker:
         self._ranks = mesh.device_mesh.mesh  # (dp_replicate, dp_shard, tp)
 
     def get_rep_rank(self, rank: int) -> int:
-        """The replica, 0 <= replica < dp_replicate, that a global rank belongs to."""
+        """Return the replica, 0 <= replica < dp_replicate, that a global rank belongs to."""
         return int((self._ranks == rank).nonzero()[0, 0])
 
     def get_rep_groups(self) -> list[list[int]]:
-        """For each position in a replica, the global ranks at that position."""
+        """Return, for each position in a replica, the global ranks at that position."""
         return self._ranks.flatten(1).T.tolist()
 
 
@@ -44,7 +44,7 @@ class RandomTracker:
         self._tp = tp
 
     def fork(self, device: torch.device | None = None) -> contextlib.AbstractContextManager[None]:
-        """Numbers of this rank's own inside; see :meth:`smp.parallel.tensor.group.TPGroup.fork_random`."""
+        """Draw this rank's own numbers inside; see :meth:`smp.parallel.tensor.group.TPGroup.fork_random`."""
         if self._tp is None:
             return contextlib.nullcontext()
         return self._tp.fork_random(torch.device(device or self._tp.device))
@@ -151,9 +151,9 @@ class State:
 
     @property
     def sm_activation_offloading(self) -> bool:
-        """What ``init`` was given; :func:`smp.offload_wrapper` offloads."""
+        """The value that ``init`` was given; :func:`smp.offload_wrapper` offloads."""
         return self._current()[2]
 
     def get_rng_state_tracker(self) -> RandomTracker:
-        """Random numbers in regions where tensor-parallel ranks hold different data."""
+        """Return random numbers in regions where tensor-parallel ranks hold different data."""
         return RandomTracker(self._current()[1])
