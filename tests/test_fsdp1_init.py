@@ -244,7 +244,7 @@ def _groups():
     assert placed(pair) == ("HYBRID_SHARD", [[0, 1], [2, 3]])
     again = FSDP(nn.Sequential(linear()), (half, stride), "_HYBRID_SHARD_ZERO2")
     assert unit_of(again).mesh is unit_of(pair).mesh, "units that are wrapped one by one share a mesh"
-    assert placed(FSDP(linear(), sharding_strategy="HYBRID_SHARD")) == ("HYBRID_SHARD", [[0, 1, 2, 3]]), "one host"
+    assert placed(FSDP(linear(), sharding_strategy="HYBRID_SHARD")) == ("HYBRID_SHARD", [0, 1, 2, 3]), "one host"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     assert placed(FSDP(linear(), device_mesh=mesh["s"])) == ("FULL_SHARD", mine)
     unnamed = [FSDP(linear(), None, "HYBRID_SHARD", device_mesh=init_device_mesh("cpu", (2, 2))) for _ in range(2)]
