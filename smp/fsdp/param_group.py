@@ -148,10 +148,10 @@ def _drop_cleared(module: nn.Module) -> None:
     units = [{held: _cleared(held) for held in group.fsdp_params if hasattr(held, _SHOWN)} for group in _groups(module)]
     everywhere = _all_cleared(cleared for unit in units for cleared in unit.values())
     for unit in units:
-        # Where a rank has no element, it does as with the unit's others, or with all others.
-        unknown = everywhere or _all_cleared(unit.values())
+        # A parameter of which this rank has no element follows the unit's others, or all others.
+        others = everywhere or _all_cleared(unit.values())
         for held, cleared in unit.items():
-            if cleared or (cleared is None and unknown):
+            if cleared or (cleared is None and others):
                 _drop(held)
 
 

@@ -92,19 +92,16 @@ def _keep_ties_together(module: nn.Module, units: Chosen, ignored: set[nn.Parame
 
     Two units would each train a parameter of their own. The unit around them takes it instead.
     """
-    while True:
-        holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-        for name, parameter, owner in _owners(module, units):
-            if parameter not in ignored:
-                holders.setdefault(parameter, []).append((name, owner))
-        apart: dict[nn.Module, list[str]] = {}
-        for found in holders.values():
-            owners = {owner for _, owner in found}
-            for owner in owners if len(owners) > 1 else ():
-                if not all(other in set(owner.modules()) for other in owners):
-                    apart[owner] = [name for name, _ in found]
-        if not apart:
-            return units
-        for owner, names in apart.items():
-            _logger.info("FSDP: %s is one parameter, so its %s is no unit", " = ".join(names), type(owner).__name__)
-        units = {unit: arguments for unit, arguments in units.items() if unit not in apart}
+    holders: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    for name, parameter, owner in _owners(module, units):
+        if parameter not in ignored:
+            holders.setdefault(parameter, {})[name] = owner
+    apart: dict[nn.Module, dict[str, nn.Module]] = {}
+    for owners in (found for found in holders.values() if len(found) > 1):
+        apart |= {owner: owners for owner in owners.values() if not {*owners.values()} <= {*owner.modules()}}
+    if not apart:
+        return units
+    for owner, owners in apart.items():
+        _logger.info("FSDP: %s is one parameter, so its %s is no unit", " = ".join(owners), type(owner).__name__)
+    left = {unit: arguments for unit, arguments in units.items() if unit not in apart}
+    return _keep_ties_together(module, left, ignored)

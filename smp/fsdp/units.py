@@ -160,54 +160,50 @@ def shard_unit(
     materialize(modules, options, device, ignored_parameters)
     if options.sync_module_states:
         take_from_first_rank(modules, mesh, device, ignored_parameters)
-    _check_parameters(modules, ignored_parameters)
-    _make_contiguous(modules, ignored_parameters)
+    own = {
+        parameter: f"{name} of a {type(inner).__name__}"
+        for inner in modules
+        for name, parameter in inner.named_parameters(recurse=False)
+        if parameter not in ignored_parameters
+    }
+    _check_parameters(own)
+    mark_taken(own)
+    for parameter in own:
+        if not parameter.is_contiguous():  # shards are row-major; convolutions may have another order
+            parameter.data = parameter.data.contiguous()
     unit = Unit(options, strategy, mesh, device, modules, ignored_parameters)
     _cast_buffers(module, unit)
-    mark_taken(p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters)
     _fully_shard(module, unit)
-    for inner, state in () if container else below:
-        state.root = False
-        _set_input_cast(inner, state)
+    for _, inside in () if container else below:
+        inside.root = False
     module.__dict__[_ATTRIBUTE] = unit
+    for each, state in units_below(module):
+        _set_input_cast(each, state)
     return unit
 
 
-def _check_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _check_parameters(own: dict[nn.Parameter, str]) -> None:
     dtypes: dict[torch.dtype, str] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in ignored:
-                continue
-            where = f"{name} of a {type(module).__name__}"
-            if is_taken(parameter):
-                raise UserError(
-                    f"FSDP: {where} is tied to a parameter of a module that is sharded already, and both would train "
-                    f"apart: wrap the module that holds both"
-                )
-            if parameter.numel() == 0:
-                raise UserError(
-                    f"FSDP: {where} has the shape {tuple(parameter.shape)}, so there is nothing to shard: leave it out "
-                    f"of the model, or give it in ignored_states"
-                )
-            if parameter.ndim == 0:
-                raise UserError(f"FSDP: {where} is a scalar, which cannot be sharded: give it the shape (1,)")
-            if parameter.requires_grad:
-                dtypes.setdefault(parameter.dtype, where)
+    for parameter, where in own.items():
+        if is_taken(parameter):
+            raise UserError(
+                f"FSDP: {where} is tied to a parameter of a module that is sharded already, and both would train "
+                f"apart: wrap the module that holds both"
+            )
+        if parameter.numel() == 0:
+            raise UserError(
+                f"FSDP: {where} has the shape {tuple(parameter.shape)}, so there is nothing to shard: leave it out "
+                f"of the model, or give it in ignored_states"
+            )
+        if parameter.ndim == 0:
+            raise UserError(f"FSDP: {where} is a scalar, which cannot be sharded: give it the shape (1,)")
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, where)
     if len(dtypes) > 1:
         found = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
         raise UserError(
             f"FSDP: a unit's trainable parameters must have one dtype: {found}: convert the model, or wrap them apart"
         )
-
-
-@torch.no_grad()
-def _make_contiguous(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Lay out parameters row by row, as shards are; convolutions may have another order."""
-    for module in modules:
-        for parameter in module.parameters(recurse=False):
-            if parameter not in ignored and not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
 
 
 def _cast_buffers(module: nn.Module, unit: Unit) -> None:
@@ -225,9 +221,7 @@ def _cast_buffers(module: nn.Module, unit: Unit) -> None:
 def _fully_shard(module: nn.Module, unit: Unit) -> None:
     options, mesh = unit.options, unit.mesh
     mixed = options.mixed_precision
-    policy = MixedPrecisionPolicy()
-    if mixed is not None:
-        policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=_casts_inputs(unit))
+    policy = MixedPrecisionPolicy() if mixed is None else MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype)
     if is_container(module):  # torch refuses a class without a forward; the caller replaces the class again
         module.__class__ = type(type(module).__name__, (type(module),), {"forward": lambda self: None})
     # Pinned memory is a GPU's.
@@ -266,15 +260,11 @@ def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: boo
         install_collectives(module, groups[-1], mesh.device_type, shared_buffers=shared_buffers)
 
 
-def _casts_inputs(unit: Unit) -> bool:
-    mixed = unit.options.mixed_precision
-    return mixed is not None and (mixed.cast_forward_inputs or (unit.root and mixed.cast_root_forward_inputs))
-
-
 def _set_input_cast(module: FSDPModule, unit: Unit) -> None:
-    """Set anew whether a unit casts its inputs: the outermost does, and a unit around it was made after it."""
-    state = module._get_fsdp_state()
-    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=_casts_inputs(unit))
+    """Set whether a unit casts its inputs; the outermost does, so once more after a unit around it is made."""
+    state, mixed = module._get_fsdp_state(), unit.options.mixed_precision
+    casts = mixed is not None and (mixed.cast_forward_inputs or (unit.root and mixed.cast_root_forward_inputs))
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
 def prefetch_in_forward(root: nn.Module) -> None:
