@@ -29,6 +29,7 @@ from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
 from smp.fsdp.units import (
+    Unit,
     prefetch_in_forward,
     shard_unit,
     shards_of_gathered,
@@ -148,7 +149,7 @@ class FullyShardedDataParallel(FSDPModule):
 
     @property
     def module(self) -> nn.Module:
-        """The module itself, or its own submodule of that name, without which its forward could not work."""
+        """The module itself, or its own submodule of that name, which its forward needs."""
         own = self.__dict__.get("_modules", {}).get("module")
         return self if own is None else own  # type: ignore[return-value]
 
@@ -198,9 +199,7 @@ class FullyShardedDataParallel(FSDPModule):
         Raises:
             UserError: this is no root.
         """
-        self._require_root("no_sync")
-        unit = unit_of(self)  # type: ignore[arg-type]
-        assert unit is not None
+        unit = self._root_unit("no_sync")
         before, unit.syncs = unit.syncs, False
         self.set_requires_gradient_sync(False)
         try:
@@ -223,7 +222,7 @@ class FullyShardedDataParallel(FSDPModule):
         Raises:
             UserError: this is no root, or gradients are not reduced yet.
         """
-        self._require_root("clip_grad_norm_")
+        unit = self._root_unit("clip_grad_norm_")
         if param_group.accumulates(self):  # type: ignore[arg-type]
             raise UserError(
                 "FSDP.clip_grad_norm_: gradients have accumulated under no_sync, and no backward has reduced them: run "
@@ -231,8 +230,6 @@ class FullyShardedDataParallel(FSDPModule):
             )
         norm = _clip_grad_norm(self, float(max_norm), float(norm_type))  # type: ignore[arg-type]
         if all(parameter.grad is None for parameter in self.parameters()):
-            unit = unit_of(self)  # type: ignore[arg-type]
-            assert unit is not None
             warnings.warn(
                 f"Called FSDP.clip_grad_norm_() on rank {attributes.process_group(unit).rank()} with no gradients -- "
                 f"returning the total norm in the default dtype {norm.dtype}",
@@ -244,9 +241,11 @@ class FullyShardedDataParallel(FSDPModule):
                     parameter.grad.zero_()
         return norm
 
-    def _require_root(self, method: str) -> None:
-        if not self.check_is_root():
+    def _root_unit(self, method: str) -> Unit:
+        unit = unit_of(self)  # type: ignore[arg-type]
+        if unit is None or not unit.root:
             raise UserError(f"FSDP.{method}: another FSDP module is around this one: call it on the outermost")
+        return unit
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Refuse FSDP1's communication hook."""
