@@ -61,6 +61,9 @@ def _meta():
     assert model.embed.weight is model.head.weight, "allocated apart, still tied"
     fsdp1.loss_of(model, fsdp1.batch(0, 0)).backward()
 
+    model = FSDP(on_meta(tied=True), param_init_fn=lambda m: None if isinstance(m, nn.Embedding) else _to_zero(m))
+    assert model.embed.weight is model.head.weight and all((v == 0.25).all() for v in agree(model).values())
+
     model = FSDP(on_meta(), auto_wrap_policy=fsdp1.by_block)  # reset_parameters of every module
     assert fsdp1.loss_of(model, fsdp1.batch(0, 0)) < 10 and torch.equal(model.scale, torch.tensor([0.5]))
 
@@ -121,13 +124,15 @@ def _delayed():
     model = on_meta()  # no rule of the model's: reset_parameters
     _, functions = delayed(model)
     assert agree(FSDP(model, auto_wrap_policy=fsdp1.by_block, **functions))["layers.0.up.bias"].std() > 0
-    model = on_meta()
-    _, functions = delayed(model, init_method_using_config=lambda m: [nn.init.ones_(t) for t in _all(m)])
+    model, filled = on_meta(tied=True), []
+    _, functions = delayed(model, init_method_using_config=lambda m: filled.append(m) or _ones(m))
     assert all((v == 1).all() for v in agree(FSDP(model, **functions)).values())
+    assert model.embed in filled and model.head not in filled, "a tied weight is filled once"
 
 
-def _all(module):
-    return (*module.parameters(recurse=False), *module.buffers(recurse=False))
+def _ones(module):
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.ones_(tensor)
 
 
 def _delayed_errors():
@@ -246,7 +251,7 @@ def _groups():
     assert placed(pair) == ("HYBRID_SHARD", [[0, 1], [2, 3]])
     again = FSDP(nn.Sequential(linear()), (half, stride), "_HYBRID_SHARD_ZERO2")
     assert unit_of(again).mesh is unit_of(pair).mesh, "units that are wrapped one by one share a mesh"
-    assert placed(FSDP(linear(), sharding_strategy="HYBRID_SHARD")) == ("HYBRID_SHARD", [[0, 1, 2, 3]]), "one host"
+    assert placed(FSDP(linear(), sharding_strategy="HYBRID_SHARD")) == ("HYBRID_SHARD", [0, 1, 2, 3]), "one host"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     assert placed(FSDP(linear(), device_mesh=mesh["s"])) == ("FULL_SHARD", mine)
     unnamed = [FSDP(linear(), None, "HYBRID_SHARD", device_mesh=init_device_mesh("cpu", (2, 2))) for _ in range(2)]

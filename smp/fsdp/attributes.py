@@ -1,11 +1,10 @@
-"""The attributes of FSDP1 that scripts read, from what a unit remembers."""
+"""FSDP1's attributes that scripts read, from the state of a unit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState
@@ -14,17 +13,12 @@ from smp.fsdp.units import Unit
 
 
 def process_group(unit: Unit) -> dist.ProcessGroup:
-    """What a unit is sharded over; without sharding, what it is replicated over."""
+    """Return the group that a unit is sharded over; without sharding, the group of its replicas."""
     return unit.mesh.get_group(0 if unit.strategy == ShardingStrategy.NO_SHARD else unit.mesh.ndim - 1)
 
 
 def _sharding_strategy(unit: Unit) -> ShardingStrategy:
     return unit.strategy if process_group(unit).size() > 1 else ShardingStrategy.NO_SHARD
-
-
-def _compute_device(unit: Unit) -> torch.device:
-    kind = unit.mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _training_state(unit: Unit) -> TrainingState:
@@ -46,6 +40,6 @@ READERS: dict[str, Callable[[Unit], Any]] = {
     "backward_prefetch": lambda unit: unit.options.backward_prefetch,
     "forward_prefetch": lambda unit: unit.options.forward_prefetch,
     "limit_all_gathers": lambda unit: unit.options.limit_all_gathers,
-    "compute_device": _compute_device,
+    "compute_device": lambda unit: unit.device,
     "training_state": _training_state,
 }

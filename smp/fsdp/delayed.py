@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import math
@@ -35,7 +34,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _unwritten(tensor: torch.Tensor) -> float | int | bool | None:
-    """A value that no initialisation leaves, or None for a dtype without one."""
+    """Return a value that no initialisation leaves, or None for a dtype without one."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return float("nan")
     # The least unsigned number is 0, which many an initialisation leaves.
@@ -43,7 +42,7 @@ def _unwritten(tensor: torch.Tensor) -> float | int | bool | None:
 
 
 class DelayedParamIniter:
-    """What FSDP's ``param_init_fn`` and ``post_param_init_fn`` need, for a model on the meta device.
+    """Source of FSDP's ``param_init_fn`` and ``post_param_init_fn`` for a model on the meta device.
 
     Every module's values are a function of the seed and its name, so they are the same on all ranks and at any layout.
     Llama, Mistral and GPT-NeoX of Hugging Face start as in :mod:`smp.delayed_init`, other models by their own
@@ -68,23 +67,26 @@ class DelayedParamIniter:
         self._model, self._method, self._verbose, self._seed = model, init_method_using_config, verbose, seed
         self._names = {module: name for name, module in model.named_modules()}
         self._count = sum(parameter.numel() for parameter in model.parameters())
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        # A tied parameter is filled where it is found first; FSDP shares it with the others.
+        self._filled_elsewhere: set[tuple[nn.Module, str]] = set()
+        seen: set[nn.Parameter] = set()
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                places.setdefault(parameter, []).append((module, name))
-        self._tied = [found for found in places.values() if len(found) > 1]
+                if parameter in seen:
+                    self._filled_elsewhere.add((module, name))
+                seen.add(parameter)
 
     def count_num_params(self) -> int:
-        """Elements of all parameters, tied ones once."""
+        """Return the number of elements of all parameters, tied ones once."""
         return self._count
 
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """FSDP's ``param_init_fn``: allocates and fills a module's own parameters and buffers."""
+        """Return FSDP's ``param_init_fn``: it allocates and fills a module's own parameters and buffers."""
         return self._initialize
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """FSDP's ``post_param_init_fn``: ties again what was tied."""
-        return lambda module: self._tie()
+        """Return FSDP's ``post_param_init_fn``. Nothing is left to do: FSDP itself keeps ties."""
+        return lambda module: None
 
     @contextlib.contextmanager
     def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
@@ -101,48 +103,30 @@ class DelayedParamIniter:
                 f"get_param_init_fn() as param_init_fn"
             )
 
-    def _tie(self) -> None:
-        for places in self._tied:
-            real = [p for m, n in places if (p := m._parameters[n]) is not None and not p.is_meta]
-            for module, name in places if real else ():
-                module._parameters[name] = real[0]
-
     @torch.no_grad()
     def _initialize(self, module: nn.Module) -> None:
-        if not any(tensor.is_meta for _, tensor in _own(module)):
+        missing = {own: t for own, t in _own(module) if t.is_meta and (module, own) not in self._filled_elsewhere}
+        if not missing:
             return
         if module not in self._names:
             raise UserError(
                 f"a {type(module).__name__} is not of the model that DelayedParamIniter was made for: make it of the "
                 f"same model that FSDP wraps"
             )
-        name = self._names[module]
-        # A tied parameter's values are those of its first place, whichever is asked for first.
-        for (first, first_name), *others in self._tied:
-            held = first._parameters[first_name]
-            if held is not None and held.is_meta and any(other is module for other, _ in others):
-                self._initialize(first)
-        self._tie()
-        if not any(tensor.is_meta for _, tensor in _own(module)):
-            return
-        module_device = _device()
-        on_meta = {own for own, tensor in _own(module) if tensor.is_meta}
-        kept = {own: tensor for own, tensor in _own(module) if own not in on_meta}
-        module.to_empty(device=module_device, recurse=False)
-        for own, tensor in kept.items():
+        name, device = self._names[module], _device()
+        for own, tensor in missing.items():
+            real = torch.empty_like(tensor, device=device)
+            if (mark := _unwritten(real)) is not None:
+                real.fill_(mark)
             if isinstance(tensor, nn.Parameter):
-                module._parameters[own] = tensor
+                module._parameters[own] = nn.Parameter(real, requires_grad=tensor.requires_grad)
             else:
-                module._buffers[own] = tensor
-        written = [(own, tensor) for own, tensor in _own(module) if own in on_meta]
-        for _, tensor in written:
-            if (mark := _unwritten(tensor)) is not None:
-                tensor.fill_(mark)
-        self._fill(module, name, module_device)
-        for own, tensor in written:
-            self._check_written(f"{name}.{own}" if name else own, tensor)
+                module._buffers[own] = real
+        self._fill(module, list(missing), name, device)
+        for own in missing:
+            self._check_written(f"{name}.{own}" if name else own, getattr(module, own))
         if self._verbose:
-            _logger.info("initialised %s: %s", name or "the model", ", ".join(sorted(on_meta)))
+            _logger.info("initialised %s: %s", name or "the model", ", ".join(sorted(missing)))
 
     def _check_written(self, name: str, tensor: torch.Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -153,12 +137,12 @@ class DelayedParamIniter:
                 f"DelayedParamIniter an init_method_using_config that does, or build the model with real buffers"
             )
 
-    def _fill(self, module: nn.Module, name: str, device: torch.device) -> None:
+    def _fill(self, module: nn.Module, missing: list[str], name: str, device: torch.device) -> None:
         if self._method is None and self._has_rule(module):
-            rule = functools.partial(init_rule, hf_config=self._model.config)
-            for own, parameter in module.named_parameters(recurse=False):
+            for own in missing:
+                rule = init_rule(module, own, hf_config=self._model.config)
                 full = f"{name}.{own}" if name else own
-                initialize_parameter_(module, parameter, rule(module, own), seed=self._seed, name=full)
+                initialize_parameter_(module, getattr(module, own), rule, seed=self._seed, name=full)
             return
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -176,7 +160,7 @@ class DelayedParamIniter:
                 )
 
     def _has_rule(self, module: nn.Module) -> bool:
-        """Whether the model is of a family whose initial values are known here; buffers it fills by itself."""
+        """Return True for a model of a known family, but for modules with buffers, which it fills by itself."""
         config: Any = getattr(self._model, "config", None)
         if config is None or next(module.buffers(recurse=False), None) is not None:
             return False

@@ -14,7 +14,7 @@ from smp.fsdp.units import use_collectives
 
 
 def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
-    """torch's ``fully_shard`` (FSDP2), averaging on any backend and exchanging by smp's collectives.
+    """Apply torch's ``fully_shard`` (FSDP2), averaging gradients on any backend and with smp's collectives.
 
     Args:
         module: a module, or a list of modules that make one unit.

@@ -1,44 +1,36 @@
-"""From the meta device to real parameters, one unit at a time, and the first rank's values for everybody."""
+"""Fill parameters from the meta device, one unit at a time, and broadcast the first rank's values."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.options import Options
 
-Place = tuple[nn.Module, str]
 
-
-def own_modules(unit: nn.Module, leave: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules of a unit, outer ones first; what ``leave`` names is left out, with all below it."""
+def own_modules(unit: nn.Module, leave: set[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a unit, outer ones first, without other units, ``leave``, and all below these."""
     found, queue = [unit], collections.deque([unit])
     seen = {unit}
     while queue:
         for child in queue.popleft().children():
-            if child not in seen and not leave(child):
+            if child not in seen and child not in leave and not isinstance(child, FSDPModule):
                 seen.add(child)
                 found.append(child)
                 queue.append(child)
     return found
 
 
-def _parameters(modules: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in modules:
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield module, name, parameter
-
-
 def _on_meta(modules: list[nn.Module], ignored: set[nn.Parameter]) -> str | None:
-    """The name of a parameter or buffer without values, or None."""
+    """Return the name of a parameter or buffer without values, or None."""
     for module in modules:
         own = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for name, tensor in own:
@@ -48,9 +40,9 @@ def _on_meta(modules: list[nn.Module], ignored: set[nn.Parameter]) -> str | None
 
 
 def materialize(modules: list[nn.Module], options: Options, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Give what is on the meta device its values, as FSDP1 does: ``param_init_fn``, else ``reset_parameters``.
+    """Fill what is on the meta device as FSDP1 does: by ``param_init_fn``, else by ``reset_parameters``.
 
-    Parameters that were tied stay tied, whatever the function does.
+    Parameters that were tied stay tied, whatever the function does; it may fill a tied one through one module only.
 
     Args:
         modules: of one unit, outer ones first.
@@ -63,17 +55,19 @@ def materialize(modules: list[nn.Module], options: Options, device: torch.device
     """
     if _on_meta(modules, ignored) is None:
         return
-    places: dict[nn.Parameter, list[Place]] = {}
-    for module, name, parameter in _parameters(modules):
-        places.setdefault(parameter, []).append((module, name))
+    tied: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            tied.setdefault(parameter, []).append((module, name))
     for module in modules:
         if options.param_init_fn is not None:
             options.param_init_fn(module)
         else:
             _reset(module, device)
-    for (first, first_name), *others in places.values():
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
+    for holders in tied.values():
+        filled = [p for module, name in holders if not (p := getattr(module, name)).is_meta]
+        for module, name in holders if filled else ():
+            module._parameters[name] = filled[0]
     if options.post_param_init_fn is not None:
         options.post_param_init_fn(modules[0])
     if (left := _on_meta(modules, ignored)) is not None:
@@ -101,7 +95,7 @@ def _reset(module: nn.Module, device: torch.device) -> None:
 def take_from_first_rank(
     modules: list[nn.Module], mesh: DeviceMesh, device: torch.device, ignored: set[nn.Parameter]
 ) -> None:
-    """Give parameters and buffers the values of the mesh's first rank; collective.
+    """Broadcast parameters and buffers from the mesh's first rank; collective.
 
     Args:
         modules: of one unit.
@@ -109,15 +103,11 @@ def take_from_first_rank(
         device: to move the values to first; a backend may send nothing else.
         ignored: parameters that are left alone.
     """
-    parameters = [p for _, _, p in _parameters(modules) if p not in ignored]
+    parameters = [p for module in modules for p in module.parameters(recurse=False) if p not in ignored]
     buffers = [b for module in modules for b in module.buffers(recurse=False)]
-    done: set[int] = set()
-    for tensor in (*parameters, *buffers):
-        if id(tensor) in done:
-            continue
-        done.add(id(tensor))
+    for tensor in dict.fromkeys((*parameters, *buffers)):  # tied ones once
         if not isinstance(tensor, DTensor) and (tensor.device != device or not tensor.is_contiguous()):
-            # Row by row, as memory is sent as it lies, and may lie otherwise on another rank.
+            # Row-major: memory is sent as it lies, and another rank's may have another order.
             tensor.data = tensor.detach().to(device).contiguous()
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
         # Replicas first: each sharding group then finds its values at its own first rank.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from smp.config import ParallelConfig
@@ -27,7 +26,7 @@ _job: Callable[[], tuple[Mesh, ParallelConfig] | None] = lambda: None  # noqa: E
 
 
 def follow(job: Callable[[], tuple[Mesh, ParallelConfig] | None]) -> None:
-    """Say where the mesh of ``smp.init`` is found; layers go one way, so the package's top says it.
+    """Set where the mesh of ``smp.init`` is found; imports go one way, so the package's top calls this.
 
     Args:
         job: returns the mesh and its settings, or None before ``init``.
@@ -36,55 +35,44 @@ def follow(job: Callable[[], tuple[Mesh, ParallelConfig] | None]) -> None:
     _job = job
 
 
-class Placed(NamedTuple):
-    """Where a unit is sharded."""
-
-    mesh: DeviceMesh  # 1-D, or (replicate, shard)
-    strategy: ShardingStrategy
-
-
 def default_mesh() -> DeviceMesh | None:
-    """The mesh of ``smp.init`` that parameters are sharded over, or None before it."""
+    """Return the mesh of ``smp.init`` that parameters are sharded over, or None before it."""
     job = _job()
     return None if job is None else job[0].fsdp_mesh
 
 
 def shared_buffers() -> bool:
-    """What ``smp.init`` was told of them; True before it."""
+    """Return the ``shared_buffers`` of ``smp.init``; True before it."""
     job = _job()
     return job is None or job[1].shared_buffers
 
 
 def device_type(module: nn.Module, options: Options) -> str:
-    """``cpu`` or ``cuda``: what is given, else where the parameters are, else what the process group serves.
+    """Return ``cpu`` or ``cuda``: as given, else of the parameters, else as the process group serves.
 
     Raises:
         UserError: ``device_id`` is not the device that this process computes on.
     """
+    given = options.device_id
     if options.device_mesh is not None:
         found = options.device_mesh.device_type
-    elif options.device_id is not None:
-        found = options.device_id.type
+    elif given is not None:
+        found = given.type
     else:
         own = {p.device.type for p in module.parameters()} - {"cpu", "meta"}
         found = own.pop() if own else served_device_type()
-    if options.device_id is not None:
-        _check_device(options.device_id, found)
+    if given is None:
+        return found
+    if given.type != found:
+        raise UserError(f"FSDP: device_id {given} is no {found} device, which device_mesh is of: leave it out")
+    if found == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"FSDP: device_id {given} is a GPU, and there is none: leave it out to shard on the CPU")
+    if found == "cuda" and given.index not in (None, torch.cuda.current_device()):
+        raise UserError(
+            f"FSDP: device_id is {given} while this process computes on cuda:{torch.cuda.current_device()}: call "
+            f"torch.cuda.set_device({given.index}) before init_process_group"
+        )
     return found
-
-
-def _check_device(device: torch.device, found: str) -> None:
-    if device.type != found:
-        raise UserError(f"FSDP: device_id {device} is no {found} device, which device_mesh is of: leave it out")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(f"FSDP: device_id {device} is a GPU, and there is none: leave it out to shard on the CPU")
-        current = torch.cuda.current_device()
-        if device.index not in (None, current):
-            raise UserError(
-                f"FSDP: device_id is {device} while this process computes on cuda:{current}: call "
-                f"torch.cuda.set_device({device.index}) before init_process_group"
-            )
 
 
 def _cached(group: dist.ProcessGroup, key: tuple, make: Callable[[], DeviceMesh]) -> DeviceMesh:
@@ -95,7 +83,7 @@ def _cached(group: dist.ProcessGroup, key: tuple, make: Callable[[], DeviceMesh]
 
 
 def require_process_group() -> dist.ProcessGroup:
-    """The group of all ranks.
+    """Return the group of all ranks.
 
     Raises:
         UserError: there is none.
@@ -111,32 +99,52 @@ def _local_world_size() -> int:
     return launch.local_world_size if launch.world_size == world else world
 
 
-def resolve(options: Options, device: str) -> Placed:
-    """The mesh and the strategy of a unit; making a mesh is collective.
+def resolve(options: Options, device: str) -> tuple[DeviceMesh, ShardingStrategy]:
+    """Return the mesh of a unit, 1-D or (replicate, shard), and its strategy; making a mesh is collective.
 
     Raises:
         UserError: group, mesh and strategy do not go together; the text says what does.
     """
     world = require_process_group()
-    group, mesh = options.process_group, options.device_mesh
+    group, mesh, job = options.process_group, options.device_mesh, _job()
+    strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
     if group is not None and mesh is not None:
         raise UserError("FSDP: both process_group and device_mesh are given: give one of them")
-    strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
-    job = _job()
-    if group is None and mesh is None and job is not None and job[0].device_type == device:
-        return _from_job(*job, strategy)
     if mesh is not None:
-        return Placed(_from_mesh(mesh, strategy), strategy)
+        return _from_mesh(mesh, strategy), strategy
+    if group is None and job is not None and job[0].device_type == device:
+        return _from_job(*job, strategy)
     if isinstance(group, tuple):
         if strategy not in HYBRID:
             raise UserError(
                 f"FSDP: process_group is a pair of groups, which is for hybrid sharding, and sharding_strategy is "
                 f"{strategy.name}: give one group, or HYBRID_SHARD"
             )
-        return Placed(_cached(group[0], (group[1].group_name, device), lambda: _from_pair(*group, device)), strategy)
+        return _cached(group[0], (group[1].group_name, device), lambda: _from_pair(*group, device)), strategy
     if strategy in HYBRID:
-        return Placed(_per_host(world, group, strategy, device), strategy)
-    return Placed(_from_group(group or world, strategy, device), strategy)
+        if group is not None and group is not world:
+            raise UserError(
+                f"FSDP: sharding_strategy {strategy.name} with one process_group says not where to shard and where to "
+                f"replicate: give the tuple (group to shard over, group to replicate over), or a 2-D device_mesh"
+            )
+        if world.size() % _local_world_size():
+            raise UserError(
+                f"FSDP: sharding_strategy {strategy.name} shards over the {_local_world_size()} processes of a host, "
+                f"which do not divide the {world.size()} processes: give a 2-D device_mesh"
+            )
+        return _of_all_ranks(_lay_out(strategy), device), strategy
+    return _from_group(group or world, strategy, device), strategy
+
+
+def _lay_out(strategy: ShardingStrategy, tp: int = 1) -> Mesh:
+    """Lay out all ranks as a strategy has them when nothing else is given."""
+    script = ParallelConfig(sharding_strategy=strategy.name.lower(), tensor_parallel_degree=tp)  # type: ignore[arg-type]
+    return resolve_mesh(script, world_size=dist.get_world_size(), local_world_size=_local_world_size())
+
+
+def _of_all_ranks(laid_out: Mesh, device: str) -> DeviceMesh:
+    key = (laid_out.replicas.size, laid_out.shard.size, device)
+    return _cached(require_process_group(), key, lambda: laid_out.join(device).fsdp_mesh)
 
 
 def _from_group(group: dist.ProcessGroup, strategy: ShardingStrategy, device: str) -> DeviceMesh:
@@ -146,48 +154,21 @@ def _from_group(group: dist.ProcessGroup, strategy: ShardingStrategy, device: st
 
 
 def _replicas(group: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """A mesh (ranks of the group, 1): every rank holds all of it."""
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == dist.get_world_size():
-        return _mesh_of_all(device, (len(ranks), 1))
+    """Make a mesh (ranks of the group, 1): every rank holds whole parameters."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
-    layout = torch.tensor(ranks).view(-1, 1)
+    keep_timeout([alone], device)
+    layout = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 1)
     return DeviceMesh.from_group([group, alone], device, layout, mesh_dim_names=_HYBRID_AXES)
 
 
-def _mesh_of_all(device: str, shape: tuple[int, int]) -> DeviceMesh:
-    """A mesh (replicate, shard) of all ranks, whose groups wait as long as the default group does."""
-    mesh = init_device_mesh(device, shape, mesh_dim_names=_HYBRID_AXES)
-    keep_timeout(mesh.get_all_groups(), device)
-    return mesh
-
-
 def _from_pair(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """A mesh over the two groups of hybrid sharding; every rank tells its replicas whom it shards with."""
+    """Make a mesh over the two groups of hybrid sharding; ranks tell their replicas whom they shard with."""
     own = torch.tensor(dist.get_process_group_ranks(shard), device=device)
     rows = [torch.empty_like(own) for _ in range(replicate.size())]
     dist.all_gather(rows, own, group=replicate)
     layout = torch.stack(rows).cpu()
     return DeviceMesh.from_group([replicate, shard], device, layout, mesh_dim_names=_HYBRID_AXES)
-
-
-def _per_host(
-    world: dist.ProcessGroup, group: dist.ProcessGroup | None, strategy: ShardingStrategy, device: str
-) -> DeviceMesh:
-    if group is not None and group is not world:
-        raise UserError(
-            f"FSDP: sharding_strategy {strategy.name} with one process_group says not where to shard and where to "
-            f"replicate: give the tuple (group to shard over, group to replicate over), or a 2-D device_mesh"
-        )
-    shard = _local_world_size()
-    if world.size() % shard:
-        raise UserError(
-            f"FSDP: sharding_strategy {strategy.name} shards over the {shard} processes of a host, which do not divide "
-            f"the {world.size()} processes: give a 2-D device_mesh"
-        )
-    shape = (world.size() // shard, shard)
-    return _cached(world, ("host", shape, device), lambda: _mesh_of_all(device, shape))
 
 
 def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
@@ -210,33 +191,21 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
     return mesh
 
 
-def _from_job(mesh: Mesh, parallel: ParallelConfig, strategy: ShardingStrategy) -> Placed:
-    """SMP v2's rules: a degree overrides the script's strategy, 0 leaves it alone."""
+def _from_job(mesh: Mesh, parallel: ParallelConfig, strategy: ShardingStrategy) -> tuple[DeviceMesh, ShardingStrategy]:
+    """Apply SMP v2's rules: a degree overrides the script's strategy, 0 leaves it alone."""
     degree = parallel.hybrid_shard_degree
     if degree == 1:
-        return Placed(mesh.fsdp_mesh, ShardingStrategy.NO_SHARD)
+        return mesh.fsdp_mesh, ShardingStrategy.NO_SHARD
     if degree > 1:
         zero2 = strategy == ShardingStrategy._HYBRID_SHARD_ZERO2
-        return Placed(mesh.fsdp_mesh, strategy if zero2 else ShardingStrategy.HYBRID_SHARD)
-    script = ParallelConfig(
-        sharding_strategy=strategy.name.lower(),  # type: ignore[arg-type]
-        tensor_parallel_degree=mesh.tp.size,
-    )
-    wanted = resolve_mesh(script, world_size=dist.get_world_size(), local_world_size=_local_world_size())
+        return mesh.fsdp_mesh, strategy if zero2 else ShardingStrategy.HYBRID_SHARD
+    wanted = _lay_out(strategy, mesh.tp.size)
     if (wanted.replicas.size, wanted.shard.size) == (mesh.replicas.size, mesh.shard.size):
-        return Placed(mesh.fsdp_mesh, strategy)
-    if wanted.replicas.size == 1:
-        flat = mesh.device_mesh[_HYBRID_AXES]._flatten("data")
-        keep_timeout([flat.get_group()], mesh.device_type)
-        return Placed(flat, strategy)
+        return mesh.fsdp_mesh, strategy
     if mesh.tp.size == 1:
-        shape = (wanted.replicas.size, wanted.shard.size)
-        made = _cached(
-            require_process_group(),
-            ("job", shape, mesh.device_type),
-            lambda: wanted.join(mesh.device_type).fsdp_mesh,
-        )
-        return Placed(made, strategy)
+        return _of_all_ranks(wanted, mesh.device_type), strategy
+    if wanted.replicas.size == 1:
+        return mesh.device_mesh[_HYBRID_AXES]._flatten("data"), strategy
     raise UserError(
         f"FSDP: sharding_strategy {strategy.name} needs another mesh than smp.init laid for tensor parallelism: give "
         f"smp.init the same sharding_strategy, or a hybrid_shard_degree"

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
-from smp.fsdp.state_dicts import clean_name, get_state_dict_type, refuse_sharded_tensor
-from smp.fsdp.units import local_part, reshard_below, units_below, whole_tensor
+from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
+from smp.fsdp.units import clean_name, local_part, reshard_below, units_below, whole_tensor
 
 State = dict[str, Any]
+Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the plain model's names
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -26,25 +27,20 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
 
 
-def _groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Any = None
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """The optimizer's parameter groups, each parameter with its name; without an optimizer one group of all."""
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Any = None) -> list[Group]:
+    """Return the optimizer's parameter groups; without an optimizer one group of all parameters."""
     if optim_input is not None:
         raise UserError("FSDP: optim_input is not available: give the optimizer itself as optim")
     names = _names(model)
     if optimizer is None:
-        return [[(name, parameter) for parameter, name in names.items()]]
-    groups = []
-    for group in optimizer.param_groups:
-        unknown = [p for p in group["params"] if p not in names]
-        if unknown:
+        return [{name: parameter for parameter, name in names.items()}]
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in names:
             raise UserError(
-                f"FSDP: the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model has "
+                f"FSDP: the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model has "
                 f"not: make the optimizer after FSDP, from the model's parameters"
             )
-        groups.append([(names[p], p) for p in group["params"]])
-    return groups
+    return [{names[p]: p for p in group["params"]} for group in optimizer.param_groups]
 
 
 def _check_group(group: Any) -> None:
@@ -55,8 +51,8 @@ def _check_group(group: Any) -> None:
         )
 
 
-def _first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
-    """Whether this is the group's first rank; without one, of those that the model is sharded and replicated over."""
+def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    """Return True on the group's first rank; without a group, on the first rank of the model's mesh."""
     _check_group(group)
     if group is not None:
         return group.rank() == 0
@@ -65,10 +61,10 @@ def _first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
     raise UserError(f"FSDP: nothing in the {type(model).__name__} is wrapped: give the model that FSDP returned")
 
 
-def by_name(
+def _gather(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    state: State | None,
+    state: State | None = None,
     *,
     full: bool,
     rank0_only: bool,
@@ -76,48 +72,44 @@ def by_name(
     optim_input: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; collective if ``full``.
+    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; collective if ``full``.
 
     Args:
         model: whose parameters the optimizer holds.
         optimizer: made from them after wrapping.
-        state: what ``optimizer.state_dict()`` gave; None calls it.
+        state: the result of ``optimizer.state_dict()``; None calls it.
         full: whole tensors instead of DTensors.
-        rank0_only: only for the first rank; ``{}`` for the others.
+        rank0_only: only on the first rank; ``{}`` on the others.
         offload_to_cpu: tensors on the CPU.
-        optim_input: FSDP1's argument of old: refused.
+        optim_input: an older argument of FSDP1: refused.
         group: whose first rank ``rank0_only`` means; None: the model's.
     """
     groups = _groups(model, optimizer, optim_input)
+    names = [name for own in groups for name in own]
     state = optimizer.state_dict() if state is None else state
-    names = [name for group in groups for name, _ in group]
-    keep = not rank0_only or _first_rank(model, group)
+    keep = not rank0_only or _is_first_rank(model, group)
+    by_name = {names[number]: values for number, values in state["state"].items()}
     found: State = {}
-    own = {names[key]: values for key, values in state["state"].items()}
-    # In the model's order, and the parts of each in one: ranks may have others, and all gather the same together.
-    for name in [name for name in _names(model).values() if name in own]:
-        converted = {}
-        for part, value in sorted(own[name].items(), key=lambda item: str(item[0])):
-            if full and isinstance(value, DTensor):
-                value = whole_tensor(value)
-            elif full and isinstance(value, torch.Tensor):
-                value = value.clone()  # the optimizer counts its steps in place
-            if offload_to_cpu and isinstance(value, torch.Tensor):
-                value = value.cpu()
+    # In the model's order, and each parameter's entries sorted: ranks may order both differently, and all have to
+    # gather the same tensor together.
+    for name in [name for name in _names(model).values() if name in by_name]:
+        entries = found.setdefault(name, {})
+        for entry, value in sorted(by_name[name].items(), key=lambda item: str(item[0])):
+            if isinstance(value, torch.Tensor):
+                if full:  # a copy of what is whole already: the optimizer counts its steps in place
+                    value = whole_tensor(value) if isinstance(value, DTensor) else value.clone()
+                value = value.cpu() if offload_to_cpu else value
             if keep:
-                converted[part] = value
-        found[name] = converted
+                entries[entry] = value
     if not keep:
         return {}
     if "param_groups" not in state:
         return {"state": found}
-    saved_groups = [
-        {**saved, "params": [name for name, _ in own]} for saved, own in zip(state["param_groups"], groups, strict=True)
-    ]
-    return {"state": found, "param_groups": saved_groups}
+    pairs = zip(state["param_groups"], groups, strict=True)
+    return {"state": found, "param_groups": [{**saved, "params": list(own)} for saved, own in pairs]}
 
 
-def to_load(
+def _to_load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     saved: State | None,
@@ -126,62 +118,59 @@ def to_load(
     optim_input: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """The reverse of :func:`by_name`, for ``optimizer.load_state_dict``.
+    """Return a state by names as ``optimizer.load_state_dict`` takes it.
 
     Args:
         model: whose parameters the optimizer holds.
         optimizer: None: one that holds all of the model's parameters in one group.
         saved: by names; whole tensors or DTensors.
         from_first_rank: only the group's first rank has ``saved``; collective then.
-        optim_input: FSDP1's argument of old: refused.
+        optim_input: an older argument of FSDP1: refused.
         group: None: all ranks.
 
     Raises:
         UserError: names or shapes are not the model's.
     """
     groups = _groups(model, optimizer, optim_input)
-    parameters = dict(item for group in groups for item in group)
+    parameters = {name: parameter for own in groups for name, parameter in own.items()}
     if from_first_rank:
         _check_group(group)
-        saved = _spread(saved, group or _all_ranks(parameters.values()))
+        saved = _broadcast(saved, group or _all_ranks(parameters.values()))
     if not isinstance(saved, dict) or "state" not in saved:
         raise UserError(
             "FSDP: the optimizer's state has no 'state': give what FSDP.optim_state_dict returned, on every rank, or "
             "use a configuration with rank0_only=True"
         )
-    state = {}
-    numbers = {name: number for number, name in enumerate(parameters)}
-    for name, values in saved["state"].items():
-        if name not in parameters:
-            raise UserError(f"FSDP: the optimizer's state of {name} belongs to no parameter of the optimizer")
-        parameter = parameters[name]
-        state[numbers[name]] = {
-            part: _localized(value, parameter, f"{part} of {name}") for part, value in values.items()
-        }
-    result: State = {"state": dict(sorted(state.items()))}
+    if unknown := [name for name in saved["state"] if name not in parameters]:
+        raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the optimizer")
+    result: State = {"state": {}}
+    for number, (name, parameter) in enumerate(parameters.items()):
+        if name in saved["state"]:
+            entries = saved["state"][name].items()
+            result["state"][number] = {key: _shard(value, parameter, f"{key} of {name}") for key, value in entries}
     if "param_groups" in saved:
         result["param_groups"] = _numbered(saved["param_groups"], groups)
     return result
 
 
-def _numbered(saved: list[State], groups: list[list[tuple[str, nn.Parameter]]]) -> list[State]:
-    """The saved groups in the order of the optimizer's, with the numbers of its parameters."""
-    left, found, first = list(saved), [], 0
+def _numbered(saved: list[State], groups: list[Group]) -> list[State]:
+    """Return the saved groups in the order of the optimizer's, with the numbers of its parameters."""
+    by_members = {frozenset(group["params"]): group for group in saved}
+    found, first = [], 0
     for own in groups:
-        same = [group for group in left if set(group["params"]) == {name for name, _ in own}]
-        if len(saved) != len(groups) or not same:
+        if len(saved) != len(groups) or frozenset(own) not in by_members:
             raise UserError(
                 f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: "
                 f"make groups of the same parameters"
             )
-        left.remove(same[0])
-        found.append({**copy.deepcopy(same[0]), "params": list(range(first, first + len(own)))})
+        numbers = list(range(first, first + len(own)))
+        found.append({**copy.deepcopy(by_members[frozenset(own)]), "params": numbers})
         first += len(own)
     return found
 
 
-def _localized(value: Any, parameter: nn.Parameter, what: str) -> Any:
-    """A saved value as the optimizer keeps it beside its parameter, and may change it."""
+def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
+    """Return a saved value as the optimizer keeps it beside its parameter; a copy, which it may change."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if not value.size():
@@ -196,10 +185,10 @@ def _localized(value: Any, parameter: nn.Parameter, what: str) -> Any:
 
 
 def _all_ranks(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup:
-    """The group of all ranks, whose rank 0 has to be among those that hold the parameters: else its state is another's.
+    """Return the group of all ranks, whose rank 0 has to be among those that hold the parameters.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not, so its state would be another model's.
     """
     meshes = [parameter.device_mesh.mesh for parameter in parameters if isinstance(parameter, DTensor)]
     if meshes and not any(bool((mesh == 0).any()) for mesh in meshes):
@@ -210,8 +199,8 @@ def _all_ranks(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup:
     return require_process_group()
 
 
-def _spread(saved: State | None, group: dist.ProcessGroup) -> State:
-    """The state of the group's first rank on all of its ranks, one parameter at a time; collective."""
+def _broadcast(saved: State | None, group: dist.ProcessGroup) -> State:
+    """Return the state of the group's first rank on all of its ranks, sent one parameter at a time; collective."""
 
     def from_first(value: Any) -> Any:
         box = [tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]  # a GPU's tensor would come out on the same GPU
@@ -231,13 +220,13 @@ def optim_state_dict(
     optim_state_dict: State | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """The optimizer's state by names, of the chosen state dict type; of ``rank0_only``, on the group's first rank."""
+    """Return the optimizer's state by names, of the chosen type; with ``rank0_only`` on the group's first rank."""
     chosen = get_state_dict_type(model)
     config = chosen.optim_state_dict_config
     full = chosen.state_dict_type == StateDictType.FULL_STATE_DICT
     rank0_only = full and getattr(config, "rank0_only", False)
     cpu = config.offload_to_cpu
-    return by_name(model, optim, optim_state_dict, full=full, rank0_only=rank0_only, offload_to_cpu=cpu, group=group)
+    return _gather(model, optim, optim_state_dict, full=full, rank0_only=rank0_only, offload_to_cpu=cpu, group=group)
 
 
 def optim_state_dict_to_load(
@@ -248,12 +237,14 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """What ``optim.load_state_dict`` takes; ``load_directly`` calls it. ``rank0_only`` is of the group's first rank."""
+    """Return the argument of ``optim.load_state_dict``; ``load_directly`` calls it.
+
+    With ``rank0_only`` of the chosen type, the state of the group's first rank is taken; collective then.
+    """
     if is_named_optimizer:
         raise UserError("FSDP.optim_state_dict_to_load: named optimizers are not available: use one of torch.optim")
-    chosen = get_state_dict_type(model)
-    rank0_only = getattr(chosen.optim_state_dict_config, "rank0_only", False)
-    result = to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, group=group)
+    rank0_only = getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False)
+    result = _to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, group=group)
     if load_directly:
         if "param_groups" not in result:
             raise UserError(
@@ -264,6 +255,53 @@ def optim_state_dict_to_load(
     return result
 
 
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: Any = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    """Return the whole state on the CPU, on the group's first rank or all; FSDP1's older name."""
+    own: dict[str, Any] = {"optim_input": optim_input, "group": group}
+    return _gather(model, optim, full=True, rank0_only=rank0_only, offload_to_cpu=True, **own)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> State:
+    """Return the state as DTensors, by names; FSDP1's older name. Nothing is gathered, so ``group`` has no effect."""
+    return _gather(model, optim, full=False, rank0_only=False, offload_to_cpu=True)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: State,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> State:
+    """Return the argument of ``optim.load_state_dict``, from a whole state that every rank has."""
+    return _to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: State, model: nn.Module, optim: torch.optim.Optimizer
+) -> State:
+    """Return the argument of ``optim.load_state_dict``, from DTensors."""
+    return _to_load(model, optim, sharded_optim_state_dict)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: State | None,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    """Return the argument of ``optim.load_state_dict``, from a whole state that the group's first rank has."""
+    return _to_load(model, optim, full_optim_state_dict, from_first_rank=True, optim_input=optim_input, group=group)
+
+
 def rekey_optim_state_dict(
     optim_state_dict: State,
     optim_state_key_type: OptimStateKeyType,
@@ -271,24 +309,22 @@ def rekey_optim_state_dict(
     optim_input: Iterable[Any] | None = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> State:
-    """Names instead of numbers or the reverse, for a model that is not wrapped."""
+    """Replace numbers by names or the reverse, for a model that is not wrapped."""
     if not isinstance(optim_state_key_type, OptimStateKeyType):
         raise UserError(
             f"FSDP.rekey_optim_state_dict: the key type is a {type(optim_state_key_type).__name__}: give "
             f"OptimStateKeyType.PARAM_NAME or OptimStateKeyType.PARAM_ID"
         )
-    groups = _groups(model, optim, optim_input)
-    names = [name for group in groups for name, _ in group]
+    names = [name for own in _groups(model, optim, optim_input) for name in own]
     keys = list(optim_state_dict["state"])
     named = all(isinstance(key, str) for key in keys)
     if not named and not all(isinstance(key, int) for key in keys):
         raise UserError(f"FSDP.rekey_optim_state_dict: keys are neither all names nor all numbers: {keys[:4]}")
     if named == (optim_state_key_type == OptimStateKeyType.PARAM_NAME):
         return optim_state_dict
-    new: dict[Any, Any] = {name: n for n, name in enumerate(names)} if named else dict(enumerate(names))
+    new: dict[Any, Any] = {name: number for number, name in enumerate(names)} if named else dict(enumerate(names))
     rekeyed = {**optim_state_dict, "state": {new[key]: value for key, value in optim_state_dict["state"].items()}}
     if "param_groups" in rekeyed:
-        rekeyed["param_groups"] = copy.deepcopy(rekeyed["param_groups"])
-        for group in rekeyed["param_groups"]:
-            group["params"] = sorted(new[key] for key in group["params"])
+        groups = copy.deepcopy(rekeyed["param_groups"])
+        rekeyed["param_groups"] = [{**g, "params": sorted(new[key] for key in g["params"])} for g in groups]
     return rekeyed

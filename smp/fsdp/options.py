@@ -1,4 +1,4 @@
-"""What a user may give to FSDP's constructor, checked: one place that says what is allowed of each argument."""
+"""Check the arguments of FSDP's constructor: one place knows the allowed values of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
 
 from smp.errors import UserError
 from smp.log import get_logger
@@ -29,21 +29,9 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The checked arguments of one unit; the constructor's own, or a policy's for that module.
+    """Checked arguments of one unit, the constructor's or a policy's for that module.
 
-    Attributes:
-        process_group: over which to shard; for hybrid sharding (sharding group, replication group).
-        device_mesh: the same as a mesh, 1-D or (replicate, shard).
-        sharding_strategy: None stands for FULL_SHARD.
-        cpu_offload: keep shards, gradients and so the optimizer's state in host memory.
-        backward_prefetch: None or BACKWARD_POST gather a unit when its backward begins.
-        mixed_precision: dtypes of computation, reduction and buffers.
-        param_init_fn: gives a module on the meta device its parameters and buffers.
-        post_param_init_fn: called with a unit's module after ``param_init_fn`` was called for its modules.
-        device_id: where to shard and compute.
-        sync_module_states: take parameters and buffers from the group's first rank.
-        forward_prefetch: gather the next unit before this one computes.
-        limit_all_gathers: nothing depends on it.
+    They are as in :class:`smp.FullyShardedDataParallel`, but ``cpu_offload`` is a bool and ``device_id`` a device.
     """
 
     process_group: ProcessGroups | None = None
@@ -61,7 +49,7 @@ class Options:
 
 
 def _choice(name: str, value: Any, kind: type[_Choice]) -> _Choice | None:
-    """A member of torch's enum, given as such or by name."""
+    """Return a member of torch's enum, given as such or by name."""
     if value is None or isinstance(value, kind):
         return value
     members = {member.name.lower(): member for member in kind}
@@ -73,7 +61,7 @@ def _choice(name: str, value: Any, kind: type[_Choice]) -> _Choice | None:
     )
 
 
-def _instance(name: str, value: Any, kind: type, what: str) -> Any:
+def _instance(name: str, value: Any, kind: Any, what: str) -> Any:
     if value is not None and not isinstance(value, kind):
         raise UserError(f"FSDP: {name} is a {type(value).__name__}: give {what}, or leave it out")
     return value
@@ -82,12 +70,6 @@ def _instance(name: str, value: Any, kind: type, what: str) -> Any:
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise UserError(f"FSDP: {name} is {value!r}: give True or False")
-    return value
-
-
-def _function(name: str, value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise UserError(f"FSDP: {name} is a {type(value).__name__}: give a function that takes a module, or None")
     return value
 
 
@@ -119,10 +101,8 @@ def _mixed_precision(value: Any) -> MixedPrecision | None:
 
 
 def _cpu_offload(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    offload = _instance("cpu_offload", value, CPUOffload, "torch's CPUOffload")
-    return offload is not None and offload.offload_params
+    given = _instance("cpu_offload", value, (CPUOffload, bool), "torch's CPUOffload")
+    return given.offload_params if isinstance(given, CPUOffload) else bool(given)
 
 
 def _device(value: Any) -> torch.device | None:
@@ -141,6 +121,8 @@ def _device(value: Any) -> torch.device | None:
     return device
 
 
+_FUNCTION = "a function that takes a module"
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "process_group": _process_group,
     "device_mesh": lambda value: _instance("device_mesh", value, DeviceMesh, "a DeviceMesh"),
@@ -148,8 +130,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "cpu_offload": _cpu_offload,
     "backward_prefetch": lambda value: _choice("backward_prefetch", value, BackwardPrefetch),
     "mixed_precision": _mixed_precision,
-    "param_init_fn": lambda value: _function("param_init_fn", value),
-    "post_param_init_fn": lambda value: _function("post_param_init_fn", value),
+    "param_init_fn": lambda value: _instance("param_init_fn", value, Callable, _FUNCTION),
+    "post_param_init_fn": lambda value: _instance("post_param_init_fn", value, Callable, _FUNCTION),
     "device_id": _device,
     "sync_module_states": lambda value: _flag("sync_module_states", value),
     "forward_prefetch": lambda value: _flag("forward_prefetch", value),
@@ -187,18 +169,16 @@ def ignored_states(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
-    nested: Callable[[nn.Module], bool],
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The modules and parameters that are left alone.
+    """Return the modules and the parameters that are not sharded.
 
     Args:
         module: what is sharded.
         ignored_modules: FSDP's argument.
         ignored: FSDP's ``ignored_states``: modules or parameters, not both kinds.
-        nested: whether a module is a unit already, which cannot be ignored.
 
     Raises:
-        UserError: both arguments are given, or something else than modules or parameters is in them.
+        UserError: both arguments are given, or something else than modules or parameters is in them, or a unit is.
     """
     if ignored_modules is not None and ignored is not None:
         raise UserError("FSDP: both ignored_modules and ignored_states are given: give ignored_states alone")
@@ -215,9 +195,9 @@ def ignored_states(
         allowed = "modules" if name == "ignored_modules" else "either modules or parameters"
         wrong = sorted({type(item).__name__ for item in found})
         raise UserError(f"FSDP: {name} holds {', '.join(wrong)}: give {allowed}")
-    if sharded := [item for item in modules if nested(item)]:
+    if sharded := [item for item in modules if isinstance(item, FSDPModule)]:
         raise UserError(f"FSDP: {name} holds a {type(sharded[0]).__name__}, which FSDP was applied to: leave it out")
     if module in modules:
         raise UserError(f"FSDP: {name} holds the module that is to be sharded itself: leave it out")
-    below = {inner for outer in modules for inner in outer.modules() if not nested(inner)}
+    below = {inner for outer in modules for inner in outer.modules() if not isinstance(inner, FSDPModule)}
     return below, {*parameters, *(p for inner in below for p in inner.parameters(recurse=False))}

@@ -1,9 +1,9 @@
-"""What FSDP1 promises and ``fully_shard`` does not: unused parameters, dropped gradients, parameters changed since."""
+"""Guarantees of FSDP1 that ``fully_shard`` lacks: unused parameters, dropped gradients, parameters changed since."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,21 @@ from smp.errors import UserError
 # Kept on torch's record of a parameter: the parameter and its storage, as they were when last looked at, and the
 # gradient that it showed after a backward without reduction.
 _NOTED, _SHOWN = "_smp_noted", "_smp_shown"
+
+# On parameters of a unit, as they were and as shards: any other module that holds one shares a tied weight. A table of
+# weak references would forbid torch to convert them.
+_TAKEN = "_smp_taken"
+
+
+def mark_taken(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that these are parameters of a unit."""
+    for parameter in parameters:
+        setattr(parameter, _TAKEN, True)
+
+
+def is_taken(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter of a unit."""
+    return getattr(parameter, _TAKEN, False)
 
 
 def _groups_of(module: Any) -> list[FSDPParamGroup]:
@@ -41,7 +56,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _post_backward(group: FSDPParamGroup, *unused: Any) -> None:
-    """torch's own, with zeros for what this rank did not use: another may have."""
+    """Reduce as torch does, with zeros for parameters that this rank did not use: another may have."""
     if group._orig_dtype is None:  # all was frozen at the first forward
         group._init_mp_dtypes()
     if group.reduce_grads:
@@ -76,14 +91,14 @@ def _fill_unused(group: FSDPParamGroup) -> None:
 
 @torch.no_grad()
 def _show(group: FSDPParamGroup) -> None:
-    """Let shards show a gradient while whole ones accumulate, out of an optimizer's sight: ``zero_grad`` changes it."""
+    """Give shards a gradient while unsharded ones accumulate, which no optimizer sees: ``zero_grad`` changes it."""
     for held in group.fsdp_params:
         parameter = held.sharded_param
         if hasattr(held, _SHOWN) or _accumulated(held) is None:
             continue
         shown = parameter.grad
         if shown is None:
-            # Negative zeros, which count as nothing: ``zero_grad(set_to_none=False)`` makes them positive.
+            # Negative zeros add nothing, and ``zero_grad(set_to_none=False)`` makes them positive.
             shown = parameter.grad = torch.full_like(parameter, -0.0)
         elif not bool(_local(shown).any()):
             continue  # it looks the same when it is cleared
@@ -104,52 +119,52 @@ def _drop(held: Any) -> None:
 
 
 def drop_accumulated(module: nn.Module) -> None:
-    """Forget what the units in a module have accumulated without reducing it."""
+    """Drop the gradients that the units in a module have accumulated without reduction."""
     for group in _groups(module):
         for held in group.fsdp_params:
             _drop(held)
 
 
-def _looked_at(group: FSDPParamGroup) -> tuple[list[Any], list[Any], list[Any]]:
-    """The parameters whose gradient somebody has cleared since, those where nobody has, and those that cannot tell."""
-    cleared, kept, unknown = [], [], []
-    for held in group.fsdp_params:
-        shown = getattr(held, _SHOWN, None)
-        if shown is None:
-            continue
-        local = _local(shown)
-        if held.sharded_param.grad is not shown:
-            cleared.append(held)
-        elif local.numel() == 0:
-            unknown.append(held)
-        # The first element tells of negative zeros: they are cleared together.
-        elif bool(local.any()) or bool(local.flatten()[0].signbit()):
-            kept.append(held)
-        else:
-            cleared.append(held)
-    return cleared, kept, unknown
+def _cleared(held: Any) -> bool | None:
+    """Return whether the gradient that a parameter showed was cleared; None where this rank has no element of it."""
+    shown = getattr(held, _SHOWN)
+    local = _local(shown)
+    if held.sharded_param.grad is not shown:
+        return True
+    if local.numel() == 0:
+        return None
+    # The first element tells of negative zeros: they are cleared together.
+    return not bool(local.any()) and not bool(local.flatten()[0].signbit())
+
+
+def _all_cleared(found: Iterable[bool | None]) -> bool:
+    known = {each for each in found if each is not None}
+    return known == {True}
 
 
 @torch.no_grad()
 def _drop_cleared(module: nn.Module) -> None:
-    """Forget what was accumulated of parameters whose gradients somebody has cleared since."""
-    found = [_looked_at(group) for group in _groups(module)]
-    # Zeroing shows nothing where a rank holds no element: what holds of the others holds of it, the unit's first.
-    all_cleared = any(cleared for cleared, _, _ in found) and not any(kept for _, kept, _ in found)
-    for cleared, kept, unknown in found:
-        for held in [*cleared, *unknown] if all_cleared or (cleared and not kept) else cleared:
-            _drop(held)
+    """Drop the accumulated gradients of parameters whose shown gradient was cleared."""
+    units = [{held: _cleared(held) for held in group.fsdp_params if hasattr(held, _SHOWN)} for group in _groups(module)]
+    everywhere = _all_cleared(cleared for unit in units for cleared in unit.values())
+    for unit in units:
+        # A parameter of which this rank has no element follows the unit's others, or all others.
+        others = everywhere or _all_cleared(unit.values())
+        for held, cleared in unit.items():
+            if cleared or (cleared is None and others):
+                _drop(held)
 
 
 def accumulates(module: nn.Module) -> bool:
-    """Whether a unit in a module has gradients that are not reduced, and that nobody has cleared."""
+    """Return True if a unit in a module has gradients that are neither reduced nor cleared."""
     _drop_cleared(module)
     return any(_accumulated(held) is not None for group in _groups(module) for held in group.fsdp_params)
 
 
 def note_converted(module: Any) -> None:
-    """Take a unit's parameters as they are now for unassigned, and compute in the dtype that they have now."""
+    """Take a unit's parameters as they are now for its own and unassigned, and compute in their present dtype."""
     for group in _groups_of(module):
+        mark_taken(held.sharded_param for held in group.fsdp_params)
         for held in group.fsdp_params:
             setattr(held, _NOTED, (held.sharded_param, held.sharded_param.untyped_storage()))
         if not hasattr(group, "_orig_dtype"):
@@ -166,8 +181,7 @@ def note_converted(module: Any) -> None:
 def refuse_assigned(module: Any) -> None:
     """Raise UserError if ``.data`` of a parameter of this unit was assigned.
 
-    Of a DTensor that exchanges the storage which it names, and not the local tensor that is computed with: the value
-    would be lost, and cannot be found again.
+    That replaces the storage of the DTensor, and not the local tensor that is computed with: the value would be lost.
     """
     for group in _groups_of(module):
         for held in group.fsdp_params:
@@ -198,14 +212,14 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         if isinstance(inner, FSDPModule):
             refuse_assigned(inner)
     for group in _groups(module):
-        # One rank has it all: to take the parameters as they are now exchanges nothing.
+        # In a group of one rank, gathering anew takes the parameters as they are now, without a collective.
         alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
         if alone and group.is_unsharded and group.reshard_after_backward:
             group.reshard()
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    """Free what no backward will: parameters may change before the next forward."""
+    """Free gathered parameters that no backward will free: they may change before the next forward."""
     if not _outermost_of_forward(module):
         return
     for group in _groups(module):
@@ -219,7 +233,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def keep_promises(module: Any) -> None:
-    """Make one unit keep them; ``fully_shard`` was applied to it."""
+    """Install the hooks of one unit; ``fully_shard`` was applied to it."""
     note_converted(module)
     for group in _groups_of(module):
         group.post_backward = functools.partial(_post_backward, group)  # type: ignore[method-assign]

@@ -1,12 +1,13 @@
-"""Which modules become units: torch's own policies, run by torch's own code, so that the units are FSDP1's."""
+"""Choose the modules that become units: torch's own code runs its policies, so that the units are FSDP1's."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.fsdp.wrap import _Policy
 
@@ -31,9 +32,8 @@ def choose_units(
     *,
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
-    nested: Callable[[nn.Module], bool],
 ) -> Chosen:
-    """The modules below ``module`` that the policy wraps, children before parents, each with its arguments.
+    """Return the modules below ``module`` that the policy wraps, children before parents, each with its arguments.
 
     Args:
         module: the root, which is not among them.
@@ -41,7 +41,6 @@ def choose_units(
         arguments: what the root is given; a ``CustomPolicy`` may replace some for its modules.
         ignored_modules: are never wrapped.
         ignored_parameters: do not count as a module's size.
-        nested: whether a module is a unit already.
 
     Raises:
         UserError: the policy is none, fails, or the model has units already.
@@ -51,7 +50,7 @@ def choose_units(
     if not callable(policy) and not isinstance(policy, _Policy):
         raise UserError(f"FSDP: auto_wrap_policy is a {type(policy).__name__}: give {_EXAMPLE}")
     for name, inner in module.named_modules():
-        if nested(inner):
+        if isinstance(inner, FSDPModule):
             raise UserError(
                 f"FSDP: auto_wrap_policy is given, and {name or 'the module'} is wrapped already: wrap by hand, or "
                 f"leave it all to the policy"
@@ -75,12 +74,12 @@ def choose_units(
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module is never called: nothing would gather its parameters, so what encloses it takes them."""
+    """Return True for a module that is never called: nothing would gather its parameters."""
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
 def _owners(module: nn.Module, units: Chosen) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Every place of every parameter: its name, the parameter, and the innermost unit around it."""
+    """Yield every name of every parameter, the parameter, and the innermost unit around it."""
     around: dict[str, nn.Module] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         around[path] = inner if inner in units or not path else around[path.rpartition(".")[0]]
@@ -89,23 +88,20 @@ def _owners(module: nn.Module, units: Chosen) -> Iterator[tuple[str, nn.Paramete
 
 
 def _keep_ties_together(module: nn.Module, units: Chosen, ignored: set[nn.Parameter]) -> Chosen:
-    """Leave out the units that hold one place of a tied parameter and not the others.
+    """Leave out the units that hold a tied parameter under one of its names and not under the others.
 
-    Two units would each take the parameter for their own, and train two. What encloses them takes it then.
+    Two units would each train a parameter of their own. The unit around them takes it instead.
     """
-    while True:
-        places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-        for name, parameter, owner in _owners(module, units):
-            if parameter not in ignored:
-                places.setdefault(parameter, []).append((name, owner))
-        apart: dict[nn.Module, list[str]] = {}
-        for found in places.values():
-            owners = {owner for _, owner in found}
-            for owner in owners if len(owners) > 1 else ():
-                if not all(other in set(owner.modules()) for other in owners):
-                    apart[owner] = [name for name, _ in found]
-        if not apart:
-            return units
-        for owner, names in apart.items():
-            _logger.info("FSDP: %s is one parameter, so its %s is no unit", " = ".join(names), type(owner).__name__)
-        units = {unit: arguments for unit, arguments in units.items() if unit not in apart}
+    holders: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    for name, parameter, owner in _owners(module, units):
+        if parameter not in ignored:
+            holders.setdefault(parameter, {})[name] = owner
+    apart: dict[nn.Module, dict[str, nn.Module]] = {}
+    for owners in (found for found in holders.values() if len(found) > 1):
+        apart |= {owner: owners for owner in owners.values() if not {*owners.values()} <= {*owner.modules()}}
+    if not apart:
+        return units
+    for owner, owners in apart.items():
+        _logger.info("FSDP: %s is one parameter, so its %s is no unit", " = ".join(owners), type(owner).__name__)
+    left = {unit: arguments for unit, arguments in units.items() if unit not in apart}
+    return _keep_ties_together(module, left, ignored)

@@ -1,4 +1,4 @@
-"""What ``state_dict()`` gives and ``load_state_dict()`` takes: whole tensors by default, as with FSDP1, or DTensors."""
+"""``state_dict()`` and ``load_state_dict()``: whole tensors by default, as with FSDP1, or DTensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.param_group import refuse_assigned
-from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
-
-# What wrappers put into the names of modules; their own hooks take it out of the keys of a state dict.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+from smp.fsdp.units import Unit, clean_name, local_part, unit_of, units_below, whole_tensor
 
 _KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (TorchFullStateDictConfig, FullOptimStateDictConfig),
@@ -54,13 +51,6 @@ class FullStateDictConfig(TorchFullStateDictConfig):
             )
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name as the plain model has it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def refuse_sharded_tensor(value: torch.Tensor, what: str) -> None:
     """Raise UserError for FSDP1's ``ShardedTensor``."""
     if type(value).__name__ == "ShardedTensor":
@@ -72,14 +62,12 @@ def refuse_sharded_tensor(value: torch.Tensor, what: str) -> None:
 
 
 def _config(name: str, given: Any, kind: type, state_dict_type: StateDictType) -> Any:
-    if given is None:
-        return kind()
-    if not isinstance(given, kind):
+    if given is not None and not isinstance(given, kind):
         raise UserError(
             f"FSDP.state_dict_type: {name} is a {type(given).__name__}, and {state_dict_type.name} takes a "
             f"{kind.__name__}: give that, or leave it out"
         )
-    return given
+    return given or kind()
 
 
 def set_state_dict_type(
@@ -88,7 +76,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose what ``state_dict()`` of all units in ``module`` gives; returns what was chosen before.
+    """Choose the type of ``state_dict()`` of all units in ``module``; return the settings before.
 
     Raises:
         UserError: the type is LOCAL_STATE_DICT, which is FSDP1's own flat storage, or a configuration is another's.
@@ -101,7 +89,7 @@ def set_state_dict_type(
     if state_dict_type not in _KINDS:
         raise UserError(
             f"FSDP.state_dict_type: {state_dict_type.name} is not available, there are no "
-            f"flat parameters: use StateDictType.SHARDED_STATE_DICT, which exchanges nothing either"
+            f"flat parameters: use StateDictType.SHARDED_STATE_DICT, which gathers nothing either"
         )
     model_kind, optim_kind = _KINDS[state_dict_type]
     model_config = _config("state_dict_config", state_dict_config, model_kind, state_dict_type)
@@ -113,7 +101,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What ``state_dict()`` of the units in ``module`` gives.
+    """Return the type and configurations that the units in ``module`` have.
 
     Raises:
         UserError: there is no unit, or they differ.
@@ -133,7 +121,7 @@ def chosen_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """:func:`set_state_dict_type` within a context."""
+    """Choose the type within a context, as :func:`set_state_dict_type`."""
     before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
@@ -159,37 +147,32 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     unit = unit_of(module)
     assert unit is not None
-    own = [key for key in state_dict if key.startswith(prefix)]
-    _restore_buffers(module, unit, state_dict, prefix)
+    for name, dtype in unit.buffer_dtypes.items():  # saved as before mixed precision
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
     config = unit.state_dicts.state_dict_config
-    if unit.state_dicts.state_dict_type == StateDictType.FULL_STATE_DICT:
-        assert isinstance(config, TorchFullStateDictConfig)
-        parameters = {prefix + clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
-        gathered: dict[Any, Any] = {}  # by parameter: the places of a tied one share a tensor
-        for key in own:
-            value = state_dict[key]
-            if isinstance(value, DTensor):
-                parameter = parameters.get(key)
-                source = parameter if parameter is not None and _shows(value, parameter) else key
-                if source not in gathered:
-                    gathered[source] = whole_tensor(value)
-                    if config.offload_to_cpu:
-                        gathered[source] = gathered[source].cpu()
-                    if config.rank0_only and not unit.first_rank:
-                        gathered[source] = None
-                state_dict[key] = gathered[source]
-            elif config.offload_to_cpu and hasattr(value, "cpu"):
-                state_dict[key] = value.cpu()
-            if config.rank0_only and not unit.first_rank:
-                del state_dict[key]
-    elif config.offload_to_cpu:
-        for key in own:
-            if hasattr(state_dict[key], "cpu"):
-                state_dict[key] = state_dict[key].cpu()
+    full = isinstance(config, TorchFullStateDictConfig)
+    keep = unit.first_rank or not getattr(config, "rank0_only", False)
+    parameters = {prefix + clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+    gathered: dict[Any, Any] = {}  # by parameter: all names of a tied one share a tensor
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict[key]
+        if full and isinstance(value, DTensor):
+            parameter = parameters.get(key)
+            source = parameter if parameter is not None and _shows(value, parameter) else key
+            if source not in gathered:
+                whole = whole_tensor(value)
+                gathered[source] = (whole.cpu() if config.offload_to_cpu else whole) if keep else None
+            value = gathered[source]
+        elif config.offload_to_cpu and hasattr(value, "cpu"):
+            value = value.cpu()
+        state_dict[key] = value
+        if not keep:
+            del state_dict[key]
 
 
 def _shows(value: DTensor, parameter: nn.Parameter) -> bool:
-    """Whether a value is a parameter as it is, and not what somebody's state dict hook made of it."""
+    """Return True for a parameter as it is, and not what a state dict hook made of it."""
     return (
         isinstance(parameter, DTensor)
         and value.shape == parameter.shape
@@ -198,21 +181,10 @@ def _shows(value: DTensor, parameter: nn.Parameter) -> bool:
     )
 
 
-def _restore_buffers(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Save buffers in the dtype that they had before mixed precision."""
-    if not unit.buffer_dtypes:
-        return
-    for path, inner in module.named_modules():
-        for name, _ in inner.named_buffers(recurse=False):
-            key = prefix + clean_name(f"{path}.{name}" if path else name)
-            if (dtype := unit.buffer_dtypes.get((inner, name))) is not None and key in state_dict:
-                state_dict[key] = state_dict[key].to(dtype)
-
-
 def _before_loading(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Take this rank's part of every whole tensor."""
+    """Replace every whole tensor by this rank's shard."""
     if unit.summoned is not None:
-        unit.summoned.interrupt(exchanges=True)
+        unit.summoned.interrupt(collective=True)
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         key, value = prefix + name, state_dict.get(prefix + name)
         # What is no tensor torch refuses itself, and a DTensor is placed by it.

@@ -1,10 +1,10 @@
-"""One unit: real parameters, the first rank's values, torch's ``fully_shard``, and what FSDP1 adds to it."""
+"""One unit: fill its parameters, broadcast them, apply torch's ``fully_shard``, and add what FSDP1 has beyond it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,40 +30,43 @@ from smp.errors import UserError
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
-from smp.fsdp.param_group import keep_promises
+from smp.fsdp.param_group import is_taken, keep_promises, mark_taken
 from smp.fsdp.policies import is_container
 from smp.parallel.sharding import install_collectives, placement
 
 _ATTRIBUTE = "_smp_unit"
 
-# On parameters that a unit has taken, as they were and as shards: who else holds one has it from a tie. A table of
-# weak references would forbid torch to convert them.
-_TAKEN = "_smp_taken"
+# Put into the names of modules by wrappers, whose own hooks take it out of the keys of a state dict.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 @dataclasses.dataclass(eq=False)
 class Unit:
-    """What is remembered of a wrapped module.
+    """State of a wrapped module.
 
     Attributes:
         options: its arguments.
         strategy: after the rules of ``smp.init``.
         mesh: 1-D, or (replicate, shard).
-        modules: itself and what lies below, without other units and what is ignored.
+        device: that it computes on.
+        modules: itself and the modules below, without other units and ignored modules.
         ignored_parameters: of its constructor and of the units below.
-        root: whether no other unit that can be called is around it.
-        buffer_dtypes: of buffers that were cast, their own dtype.
-        summoned: what shows its full parameters, while they are shown.
-        state_dicts: what ``state_dict()`` gives.
+        root: no other unit that can be called is around it.
+        syncs: a backward reduces gradients; not inside ``no_sync``.
+        buffer_dtypes: of buffers that were cast, by their names in the plain module, their own dtype.
+        summoned: its full parameters, inside ``summon_full_params``.
+        state_dicts: the type that ``state_dict()`` gives.
     """
 
     options: Options
     strategy: ShardingStrategy
     mesh: DeviceMesh
+    device: torch.device
     modules: list[nn.Module]
     ignored_parameters: set[nn.Parameter]
     root: bool = True
-    buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = dataclasses.field(default_factory=dict)
+    syncs: bool = True
+    buffer_dtypes: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
     summoned: Any = None
     state_dicts: StateDictSettings = dataclasses.field(
         default_factory=lambda: StateDictSettings(
@@ -73,12 +76,19 @@ class Unit:
 
     @property
     def first_rank(self) -> bool:
-        """Whether this is the first rank of the unit's mesh."""
+        """True on the first rank of the unit's mesh."""
         return all(self.mesh.get_local_rank(axis) == 0 for axis in range(self.mesh.ndim))
 
 
+def clean_name(name: str) -> str:
+    """Return a parameter's or buffer's name as the plain model has it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def unit_of(module: nn.Module) -> Unit | None:
-    """What is remembered of a module, or None if it is no unit."""
+    """Return the state of a module, or None if it is no unit."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
@@ -89,16 +99,11 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def units_below(module: nn.Module) -> Iterator[tuple[FSDPModule, Unit]]:
-    """The units in a module tree, outer ones first, ``module`` included."""
+    """Yield the units in a module tree, outer ones first, ``module`` included."""
     for inner in _modules(module):
         if (unit := unit_of(inner)) is not None:
             assert isinstance(inner, FSDPModule)
             yield inner, unit
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a module is a unit, of FSDP here or of ``fully_shard``."""
-    return isinstance(module, FSDPModule)
 
 
 def reshard_below(module: nn.Module) -> None:
@@ -109,9 +114,9 @@ def reshard_below(module: nn.Module) -> None:
 
 
 def shards_of_gathered(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """The sharded parameter, which the optimizer knows, of each that a forward without a backward left gathered.
+    """Map parameters that a forward without a backward left gathered to their shards, which the optimizer knows.
 
-    Within forward and backward there are none: there, parameters are what is computed with.
+    Within forward and backward the result is empty: there, a module's parameters are those computed with.
     """
     found: dict[nn.Parameter, nn.Parameter] = {}
     for inner in module.modules():
@@ -132,7 +137,6 @@ def shard_unit(
     *,
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
-    root: bool,
 ) -> Unit:
     """Shard one unit in place; what is below it and sharded already stays as it is.
 
@@ -141,68 +145,60 @@ def shard_unit(
         options: its arguments.
         ignored_modules: left alone.
         ignored_parameters: left alone; grows by those of the units below.
-        root: whether no other unit will be around it, as far as is known.
 
     Raises:
         UserError: the module is sharded already, cannot be materialised, or its parameters do not go together.
     """
-    if is_sharded(module):
+    if isinstance(module, FSDPModule):
         raise UserError(f"FSDP: the {type(module).__name__} is sharded already: apply FSDP to it once")
     kind = device_type(module, options)
     mesh, strategy = resolve(options, kind)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     below, container = list(units_below(module)), is_container(module)
     ignored_parameters = ignored_parameters.union(*(unit.ignored_parameters for _, unit in below))
-    modules = own_modules(module, lambda inner: is_sharded(inner) or inner in ignored_modules)
+    modules = own_modules(module, ignored_modules)
     materialize(modules, options, device, ignored_parameters)
     if options.sync_module_states:
         take_from_first_rank(modules, mesh, device, ignored_parameters)
-    _check_parameters(modules, ignored_parameters)
-    _make_contiguous(modules, ignored_parameters)
-    unit = Unit(options, strategy, mesh, modules, ignored_parameters, root)
-    _cast_buffers(unit)
-    own = [p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters]
-    left_there = [(b, b.device) for inner in ignored_modules for b in inner.buffers(recurse=False)]
+    own = {
+        parameter: f"{name} of a {type(inner).__name__}"
+        for inner in modules
+        for name, parameter in inner.named_parameters(recurse=False)
+        if parameter not in ignored_parameters
+    }
+    _check_parameters(own)
+    mark_taken(own)
+    for parameter in own:
+        if not parameter.is_contiguous():  # shards are row-major; convolutions may have another order
+            parameter.data = parameter.data.contiguous()
+    unit = Unit(options, strategy, mesh, device, modules, ignored_parameters)
+    _cast_buffers(module, unit)
     _fully_shard(module, unit)
-    shards = [p for inner in modules for p in inner.parameters(recurse=False) if p not in ignored_parameters]
-    mark_taken((*own, *shards))
-    for buffer, where in left_there:
-        if buffer.device != where:
-            buffer.data = buffer.to(where)
-    for inner, state in () if container else below:
-        state.root = False
-        _set_input_cast(inner, state)
+    for _, inside in () if container else below:
+        inside.root = False
     module.__dict__[_ATTRIBUTE] = unit
+    for each, state in units_below(module):
+        _set_input_cast(each, state)
     return unit
 
 
-def mark_taken(parameters: Iterable[nn.Parameter]) -> None:
-    """Note that a unit has these."""
-    for parameter in parameters:
-        setattr(parameter, _TAKEN, True)
-
-
-def _check_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _check_parameters(own: dict[nn.Parameter, str]) -> None:
     dtypes: dict[torch.dtype, str] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter in ignored:
-                continue
-            where = f"{name} of a {type(module).__name__}"
-            if getattr(parameter, _TAKEN, False):
-                raise UserError(
-                    f"FSDP: {where} is tied to a parameter of a module that is sharded already, and both would train "
-                    f"apart: wrap the module that holds both"
-                )
-            if parameter.numel() == 0:
-                raise UserError(
-                    f"FSDP: {where} has the shape {tuple(parameter.shape)}, so there is nothing to shard: leave it out "
-                    f"of the model, or give it in ignored_states"
-                )
-            if parameter.ndim == 0:
-                raise UserError(f"FSDP: {where} is a scalar, which cannot be sharded: give it the shape (1,)")
-            if parameter.requires_grad:
-                dtypes.setdefault(parameter.dtype, where)
+    for parameter, where in own.items():
+        if is_taken(parameter):
+            raise UserError(
+                f"FSDP: {where} is tied to a parameter of a module that is sharded already, and both would train "
+                f"apart: wrap the module that holds both"
+            )
+        if parameter.numel() == 0:
+            raise UserError(
+                f"FSDP: {where} has the shape {tuple(parameter.shape)}, so there is nothing to shard: leave it out "
+                f"of the model, or give it in ignored_states"
+            )
+        if parameter.ndim == 0:
+            raise UserError(f"FSDP: {where} is a scalar, which cannot be sharded: give it the shape (1,)")
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, where)
     if len(dtypes) > 1:
         found = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
         raise UserError(
@@ -210,33 +206,23 @@ def _check_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> N
         )
 
 
-@torch.no_grad()
-def _make_contiguous(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Lay out parameters row by row, as shards are; convolutions may have another order."""
-    for module in modules:
-        for parameter in module.parameters(recurse=False):
-            if parameter not in ignored and not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-
-
-def _cast_buffers(unit: Unit) -> None:
+def _cast_buffers(module: nn.Module, unit: Unit) -> None:
     mixed = unit.options.mixed_precision
     if mixed is None or mixed.buffer_dtype is None:
         return
-    for module in unit.modules:
-        for name, buffer in module.named_buffers(recurse=False):
+    own = set(unit.modules)
+    for path, inner in module.named_modules():
+        for name, buffer in inner.named_buffers(recurse=False) if inner in own else ():
             if buffer.is_floating_point() and buffer.dtype != mixed.buffer_dtype:
-                unit.buffer_dtypes[module, name] = buffer.dtype
+                unit.buffer_dtypes[clean_name(f"{path}.{name}" if path else name)] = buffer.dtype
                 buffer.data = buffer.to(mixed.buffer_dtype)
 
 
 def _fully_shard(module: nn.Module, unit: Unit) -> None:
     options, mesh = unit.options, unit.mesh
     mixed = options.mixed_precision
-    policy = MixedPrecisionPolicy()
-    if mixed is not None:
-        policy = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=_casts_inputs(unit))
-    if is_container(module):  # it holds units; torch refuses it for a class without a forward, which the caller changes
+    policy = MixedPrecisionPolicy() if mixed is None else MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype)
+    if is_container(module):  # torch refuses a class without a forward; the caller replaces the class again
         module.__class__ = type(type(module).__name__, (type(module),), {"forward": lambda self: None})
     # Pinned memory is a GPU's.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
@@ -259,7 +245,7 @@ def _fully_shard(module: nn.Module, unit: Unit) -> None:
 
 
 def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: bool = True) -> None:
-    """Average gradients on any backend, and exchange by smp's collectives where they are better than torch's.
+    """Average gradients on any backend, by smp's collectives where they are better than torch's.
 
     Args:
         module: ``fully_shard`` was applied to it, over ``mesh``.
@@ -274,15 +260,11 @@ def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: boo
         install_collectives(module, groups[-1], mesh.device_type, shared_buffers=shared_buffers)
 
 
-def _casts_inputs(unit: Unit) -> bool:
-    mixed = unit.options.mixed_precision
-    return mixed is not None and (mixed.cast_forward_inputs or (unit.root and mixed.cast_root_forward_inputs))
-
-
 def _set_input_cast(module: FSDPModule, unit: Unit) -> None:
-    """Inputs of the outermost unit are cast; which that is, is known when the last is made."""
-    state = module._get_fsdp_state()
-    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=_casts_inputs(unit))
+    """Set whether a unit casts its inputs; the outermost does, so once more after a unit around it is made."""
+    state, mixed = module._get_fsdp_state(), unit.options.mixed_precision
+    casts = mixed is not None and (mixed.cast_forward_inputs or (unit.root and mixed.cast_root_forward_inputs))
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=casts)
 
 
 def prefetch_in_forward(root: nn.Module) -> None:
@@ -293,7 +275,7 @@ def prefetch_in_forward(root: nn.Module) -> None:
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a whole tensor, which every rank has, placed as ``like``; exchanges nothing.
+    """Return this rank's shard of a whole tensor that every rank has, with ``like``'s placements; not collective.
 
     Args:
         whole: of ``like``'s shape, on any device.
@@ -304,9 +286,9 @@ def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def whole_tensor(sharded: DTensor) -> torch.Tensor:
-    """All of a sharded tensor, in memory of its own, on the device of its mesh; collective."""
+    """Gather a sharded tensor into memory of its own, on the device of its mesh; collective."""
     with torch.no_grad():
-        # Shards that are kept on the CPU are gathered where the backend works.
+        # Shards in host memory are gathered on the device that the backend serves.
         sharded = sharded.to(sharded.device_mesh.device_type)  # type: ignore[assignment]
         whole = sharded.full_tensor().detach()
         shared = whole.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -20,7 +19,6 @@ from torch.distributed.fsdp import (
     CPUOffload,
     FSDPModule,
     MixedPrecision,
-    OptimStateKeyType,
     ShardingStrategy,
 )
 
@@ -31,8 +29,7 @@ from smp.fsdp.meshes import require_process_group
 from smp.fsdp.options import Options, ProcessGroups, ignored_states, read_options
 from smp.fsdp.policies import choose_units, is_container
 from smp.fsdp.units import (
-    is_sharded,
-    mark_taken,
+    Unit,
     prefetch_in_forward,
     shard_unit,
     shards_of_gathered,
@@ -41,11 +38,14 @@ from smp.fsdp.units import (
 )
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
 
+# Names of the constructor that a single unit does not have.
+_OF_THE_MODEL = ("cls", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
+
 _mixed: dict[tuple[type, type], type] = {}
 
 
 def _wrapped_class(wrapper: type, original: type) -> type:
-    """A class that is both; called, it makes the original, as a slice of a sharded ``nn.Sequential`` does."""
+    """Return a class that is both; calling it makes the original, as a slice of a sharded ``nn.Sequential`` does."""
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         return original(*args, **kwargs)
@@ -65,18 +65,11 @@ def _shard(
     options = read_options(arguments)
     if unit_of(module) is not None and policy is None:
         return module  # nothing is left to shard
-    ignored_modules, ignored_parameters = ignored_states(module, *ignored, nested=is_sharded)
-    chosen = choose_units(
-        module,
-        policy,
-        arguments,
-        ignored_modules=ignored_modules,
-        ignored_parameters=ignored_parameters,
-        nested=is_sharded,
-    )
-    container = is_container(module)
-    if container:
-        rest = own_modules(module, lambda inner: is_sharded(inner) or inner in chosen or inner in ignored_modules)
+    ignored_modules, ignored_parameters = ignored_states(module, *ignored)
+    leave: dict[str, Any] = {"ignored_modules": ignored_modules, "ignored_parameters": ignored_parameters}
+    chosen = choose_units(module, policy, arguments, **leave)
+    if container := is_container(module):
+        rest = own_modules(module, ignored_modules.union(chosen))
         if any(p not in ignored_parameters for inner in rest for p in inner.parameters(recurse=False)):
             raise UserError(
                 f"FSDP: a {type(module).__name__} is never called, so nothing would gather its parameters: wrap its "
@@ -85,13 +78,7 @@ def _shard(
     units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
     for inner, own in [*units, (module, options)]:
         original = type(inner)
-        unit = shard_unit(
-            inner,
-            own,
-            ignored_modules=ignored_modules,
-            ignored_parameters=ignored_parameters,
-            root=container or inner is module,
-        )
+        unit = shard_unit(inner, own, **leave)
         inner.__class__ = _wrapped_class(wrapper, original)
         state_dicts.register_hooks(inner, unit)
     if options.forward_prefetch and not container:
@@ -151,37 +138,23 @@ class FullyShardedDataParallel(FSDPModule):
         post_param_init_fn: Callable[[nn.Module], None] | None = None,
     ) -> Any:
         """Shard ``module`` in place and return it."""
-        arguments = {
-            "process_group": process_group,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "device_mesh": device_mesh,
-            "post_param_init_fn": post_param_init_fn,
-        }
+        arguments = {name: value for name, value in locals().items() if name not in _OF_THE_MODEL}
         return _shard(cls, module, arguments, auto_wrap_policy, (ignored_modules, ignored_states))
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Nothing: the module was made by its own class."""
+        """Do nothing: the module was made by its own class."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise UserError("FSDP: a sharded model cannot be copied: make another one and load the state_dict() into it")
 
     @property
     def module(self) -> nn.Module:
-        """The module itself, or its own submodule of that name, without which its forward could not work."""
+        """The module itself, or its own submodule of that name, which its forward needs."""
         own = self.__dict__.get("_modules", {}).get("module")
         return self if own is None else own  # type: ignore[return-value]
 
     def __getattr__(self, name: str) -> Any:
-        """FSDP1's attributes, such as ``sharding_strategy`` and ``rank``, where the module has none of that name."""
+        """Read FSDP1's attributes, such as ``sharding_strategy`` and ``rank``; the module's own go first."""
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
@@ -191,31 +164,29 @@ class FullyShardedDataParallel(FSDPModule):
             return attributes.READERS[name](unit)
 
     def check_is_root(self) -> bool:
-        """Whether no other FSDP module that can be called is around this one."""
+        """Return True if no other FSDP module that can be called is around this one."""
         unit = unit_of(self)  # type: ignore[arg-type]
         return unit is not None and unit.root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The FSDP modules in ``module``, outer ones first; with ``root_only`` those that no other is around."""
+        """Return the FSDP modules in ``module``, outer ones first; with ``root_only`` only the outermost."""
         return [inner for inner, unit in units_below(module) if unit.root or not root_only]  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``: the model's names and, outside of forward and backward, the shards."""
+        """Yield names and parameters; outside of forward and backward, the parameters are the shards."""
         shards = shards_of_gathered(self)  # type: ignore[arg-type]
         for name, parameter in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
             yield name, shards.get(parameter, parameter)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``nn.Module.to`` and its like; what was noted on a parameter is lost when torch replaces its contents."""
+        """Convert as ``nn.Module.to`` does, and note the parameters anew: torch may replace their contents."""
         result = super()._apply(*args, **kwargs)
-        for group in self._get_fsdp_state()._fsdp_param_groups:
-            mark_taken(held.sharded_param for held in group.fsdp_params)
         param_group.note_converted(self)
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """``nn.Module.apply`` with whole parameters, unit by unit; collective."""
+        """Apply ``fn`` to every module with whole parameters, unit by unit; collective."""
         with full_params.summon_full_params(self, recurse=False):  # type: ignore[arg-type]
             return super().apply(fn)  # type: ignore[misc]
 
@@ -228,23 +199,17 @@ class FullyShardedDataParallel(FSDPModule):
         Raises:
             UserError: this is no root.
         """
-        self._require_root("no_sync")
-        groups = [
-            group
-            for module in self.modules()  # type: ignore[attr-defined]
-            if isinstance(module, FSDPModule)
-            for group in module._get_fsdp_state()._fsdp_param_groups
-        ]
-        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+        unit = self._root_unit("no_sync")
+        before, unit.syncs = unit.syncs, False
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
-                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+            unit.syncs = before
+            self.set_requires_gradient_sync(before)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``nn.Module.zero_grad``, also of what accumulated under :meth:`no_sync`."""
+        """Clear gradients, also those that accumulated under :meth:`no_sync`."""
         param_group.drop_accumulated(self)  # type: ignore[arg-type]
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -257,7 +222,7 @@ class FullyShardedDataParallel(FSDPModule):
         Raises:
             UserError: this is no root, or gradients are not reduced yet.
         """
-        self._require_root("clip_grad_norm_")
+        unit = self._root_unit("clip_grad_norm_")
         if param_group.accumulates(self):  # type: ignore[arg-type]
             raise UserError(
                 "FSDP.clip_grad_norm_: gradients have accumulated under no_sync, and no backward has reduced them: run "
@@ -265,8 +230,6 @@ class FullyShardedDataParallel(FSDPModule):
             )
         norm = _clip_grad_norm(self, float(max_norm), float(norm_type))  # type: ignore[arg-type]
         if all(parameter.grad is None for parameter in self.parameters()):
-            unit = unit_of(self)  # type: ignore[arg-type]
-            assert unit is not None
             warnings.warn(
                 f"Called FSDP.clip_grad_norm_() on rank {attributes.process_group(unit).rank()} with no gradients -- "
                 f"returning the total norm in the default dtype {norm.dtype}",
@@ -278,12 +241,14 @@ class FullyShardedDataParallel(FSDPModule):
                     parameter.grad.zero_()
         return norm
 
-    def _require_root(self, method: str) -> None:
-        if not self.check_is_root():
+    def _root_unit(self, method: str) -> Unit:
+        unit = unit_of(self)  # type: ignore[arg-type]
+        if unit is None or not unit.root:
             raise UserError(f"FSDP.{method}: another FSDP module is around this one: call it on the outermost")
+        return unit
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """FSDP1's communication hook: refused."""
+        """Refuse FSDP1's communication hook."""
         raise UserError(
             "FSDP.register_comm_hook is not available: set MixedPrecision(reduce_dtype=torch.bfloat16) to send less, "
             "call set_custom_reduce_scatter of torch's fully_shard on each of FSDP.fsdp_modules(model) for a sum of "
@@ -297,56 +262,8 @@ class FullyShardedDataParallel(FSDPModule):
     optim_state_dict = staticmethod(optimizer_states.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optimizer_states.optim_state_dict_to_load)
     rekey_optim_state_dict = staticmethod(optimizer_states.rekey_optim_state_dict)
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """FSDP1's older name: the whole state on the CPU, on the group's first rank or all."""
-        own: dict[str, Any] = {"optim_input": optim_input, "group": group}
-        return optimizer_states.by_name(
-            model, optim, None, full=True, rank0_only=rank0_only, offload_to_cpu=True, **own
-        )
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """FSDP1's older name: the state as DTensors, by names. Nothing is exchanged, so ``group`` has no effect."""
-        return optimizer_states.by_name(model, optim, None, full=False, rank0_only=False, offload_to_cpu=True)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that every rank has."""
-        return optimizer_states.to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """FSDP1's older name: what ``optim.load_state_dict`` takes, from DTensors."""
-        return optimizer_states.to_load(model, optim, sharded_optim_state_dict)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """FSDP1's older name: what ``optim.load_state_dict`` takes, from a whole state that the first rank has."""
-        own: dict[str, Any] = {"optim_input": optim_input, "group": group}
-        return optimizer_states.to_load(model, optim, full_optim_state_dict, from_first_rank=True, **own)
-
-
-__all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
+    full_optim_state_dict = staticmethod(optimizer_states.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optimizer_states.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optimizer_states.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optimizer_states.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optimizer_states.scatter_full_optim_state_dict)
