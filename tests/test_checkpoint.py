@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -32,7 +33,6 @@ from smp.checkpoint.layout import (
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Chunk,
-    FileEntry,
     Manifest,
     TensorEntry,
     coverage_problem,
@@ -65,7 +65,7 @@ def make(directory, step, name="m", val_loss=None, kind="sharded"):
     entry = TensorEntry(torch.float32, (2, 3), (Chunk("a.safetensors", (0, 0), (2, 3)),))
     manifest = Manifest(
         kind=kind, step=step, world_size=1, degrees={}, model={"name": name, "config": {}}, run={"val_loss": val_loss},
-        files={file.name: FileEntry(file.size, file.digest)}, tensors={"w": entry},
+        files={"a.safetensors": file}, tensors={"w": entry},
         saved_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
     (path / MANIFEST_FILE).write_bytes(encode(manifest))
@@ -151,19 +151,40 @@ def test_coverage(chunks, problem):
     assert (found is None) if problem is None else problem in found
 
 
-def test_slices_of_one_axis_are_judged_as_all_other_parts(monkeypatch):
-    cuts = [(0, 2), (2, 1), (3, 1), (0, 3), (1, 3), (0, 4), (2, 2), (4, 1), (2, 0)]
+def each_element_once(entry):
+    count = torch.zeros(entry.shape, dtype=torch.int64)
+    for chunk in entry.chunks:
+        count[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+    return bool((count == 1).all()) and all(0 not in chunk.sizes for chunk in entry.chunks)
+
+
+def test_slices_of_one_axis_are_judged_as_their_elements_are():
+    cuts = [(0, 2), (2, 1), (3, 1), (0, 3), (1, 3), (0, 4), (2, 2), (2, 0)]
 
     def boxes(axis, count):
         for chosen in itertools.product(cuts, repeat=count):
             offsets = [(o, 0) if axis == 0 else (0, o) for o, _ in chosen]
-            sizes = [(n, 5) if axis == 0 else (4, n) for _, n in chosen]
+            sizes = [(n, 4) if axis == 0 else (4, n) for _, n in chosen]
             yield tuple(Chunk("f", o, n) for o, n in zip(offsets, sizes, strict=True))
 
-    entries = [TensorEntry(torch.float32, (4, 5), c) for a in (0, 1) for k in (1, 2, 3) for c in boxes(a, k)]
+    entries = [TensorEntry(torch.float32, (4, 4), c) for a in (0, 1) for k in (1, 2, 3) for c in boxes(a, k)]
     found = [coverage_problem(entry) is None for entry in entries]
-    monkeypatch.setattr(manifest_module, "_is_a_row", lambda entry: False)
-    assert found == [coverage_problem(entry) is None for entry in entries] and 10 < sum(found) < len(found)
+    assert found == [each_element_once(entry) for entry in entries] and 10 < sum(found) < len(found)
+
+
+@pytest.mark.parametrize("rows", [(3, 2, 1), (1, 5), (6,)])
+@pytest.mark.parametrize("columns", [(2, 2, 3), (7,)])
+def test_a_grid_without_one_of_its_parts_or_with_one_moved_is_not_whole(rows, columns):
+    spans = [[(sum(sizes[:i]), n) for i, n in enumerate(sizes)] for sizes in (rows, columns)]
+    chunks = [Chunk("f", (r, c), (h, w)) for r, h in spans[0] for c, w in spans[1]]
+    whole = TensorEntry(torch.float32, (sum(rows), sum(columns)), tuple(reversed(chunks)))
+    assert coverage_problem(whole) is None
+    for index, chunk in enumerate(chunks):
+        others = chunks[:index] + chunks[index + 1 :]
+        moved = [dataclasses.replace(chunk, offsets=(0, 0))] if any(chunk.offsets) else []
+        for instead in ([], [chunk, chunk], moved):
+            entry = dataclasses.replace(whole, chunks=(*others, *instead))
+            assert coverage_problem(entry) == "has parts that leave holes or overlap"
 
 
 def test_coverage_of_a_scalar_and_of_nothing():

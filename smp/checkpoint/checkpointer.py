@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from smp.checkpoint.background import HostCopies, PendingWrite, to_host
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, own
 from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
-from smp.checkpoint.restore import check_architecture, is_script, restore, verify_together
+from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
 from smp.checkpoint.shards import snapshot_of
@@ -250,7 +249,11 @@ class Checkpointer:
             UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
         """
         self.finish()
-        chosen, manifest = self._choose(str(path))
+        if dist.get_rank() == 0:
+            bring_back(self.storage.directory, self._name)
+        candidate = functools.partial(self._candidate, str(path))
+        found = first_whole(candidate, latest=str(path) == LATEST, content=True)
+        chosen, manifest = found.checkpoint, found.saved
         if chosen is None or manifest is None:
             return None
         config = getattr(self._model, "config", None)
@@ -261,27 +264,30 @@ class Checkpointer:
         extra = decode(manifest.run["extra"]) if is_script(manifest.run) else None
         return Saved(chosen, manifest.step, extra)
 
-    def _choose(self, wanted: str) -> tuple[Path | None, Manifest | None]:
-        """Return the checkpoint that all ranks have found whole; collective."""
-        damaged: list[Path] = []
-        if dist.get_rank() == 0:
-            bring_back(self.storage.directory, self._name)
-        while True:
-            # Rank 0 chooses for all: another rank's view of the directory may be older.
-            chosen = _from_rank0(
-                lambda: choose_checkpoint(wanted, [self.storage.directory], self._name, damaged=damaged)
-            )
-            if chosen is None:
-                return None, None
-            manifest = together(functools.partial(_read, chosen))
-            problems = verify_together(chosen, manifest, content=True)
-            if not problems:
-                return chosen, manifest
-            if wanted != LATEST:
-                raise DamagedCheckpointError(chosen, problems)
-            if dist.get_rank() == 0:
-                logger.warning("Passed over: %s", DamagedCheckpointError(chosen, problems))
-            damaged.append(chosen)
+    def _candidate(self, wanted: str, damaged: set[Path]) -> Candidate:
+        """Return the checkpoint that rank 0 chooses, as another rank's view of the directory may be older; collective.
+
+        Raises:
+            UserError: there is none that can be loaded, or the directory cannot be read.
+        """
+
+        def choose() -> Path | None:
+            try:
+                directories = [self.storage.directory]
+                return (
+                    choose_checkpoint(wanted, directories, self._name, damaged=damaged)
+                    if dist.get_rank() == 0
+                    else None
+                )
+            except OSError as error:
+                raise UserError(
+                    f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
+                ) from None
+
+        chosen: list[Path | None] = [together(choose)]
+        dist.broadcast_object_list(chosen)
+        path = chosen[0]
+        return Candidate(path, None if path is None else together(lambda: _read(path)))
 
     def _manifest(self, step: int, extra: Any) -> Manifest:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -313,21 +319,3 @@ def _read(path: Path) -> Manifest:
     if not (is_script(manifest.run) or of_a_job) or not isinstance(manifest.model.get("config"), dict):
         raise DamagedCheckpointError(path, ["its manifest is neither a script's nor a training job's"])
     return manifest
-
-
-def _from_rank0(choose: Callable[[], Path | None]) -> Path | None:
-    """Return what rank 0 chooses, on all ranks; collective.
-
-    Raises:
-        UserError: what ``choose`` raises, or the directory cannot be read.
-    """
-
-    def look() -> Path | None:
-        try:
-            return choose() if dist.get_rank() == 0 else None
-        except OSError as error:
-            raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that and start again") from None
-
-    chosen: list[Path | None] = [together(look)]
-    dist.broadcast_object_list(chosen)
-    return chosen[0]

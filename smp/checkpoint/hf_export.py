@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from smp.checkpoint.safetensors_io import sync
+from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
@@ -102,18 +102,6 @@ def _claim(directory: pathlib.Path) -> None:
     partial.mkdir()
 
 
-@contextlib.contextmanager
-def _alone(directory: pathlib.Path) -> Iterator[None]:
-    """Hold ``directory`` for an export to it.
-
-    Raises:
-        UserError: another process exports to it, or a file beside it cannot be made.
-    """
-    # The last thing a run does is not to fail for want of locks.
-    with locked(_beside(directory, "lock"), directory, "give another directory", required=False):
-        yield
-
-
 def _plan_files(
     parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
@@ -149,18 +137,10 @@ def _write_configs(
 
 
 def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if "I/O error" not in str(error):
-            raise
-        raise RunError(f"{path} cannot be written ({error})") from error
-    # safetensors makes private files; config.json was made by open(), under the user's umask.
-    path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
-    sync(path)  # a file at a time: flushing all in the end would take long without a sign of progress
+        write_tensors(path, [Piece(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()])
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({reason(error)})") from error
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -290,7 +270,9 @@ def export_tensors(
     with contextlib.ExitStack() as held:
 
         def prepare() -> None:
-            held.enter_context(_alone(directory))
+            # The last thing a run does is not to fail for want of locks.
+            lock = _beside(directory, "lock")
+            held.enter_context(locked(lock, directory, "give another directory", required=False))
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
             _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)

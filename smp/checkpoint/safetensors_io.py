@@ -36,10 +36,9 @@ MAX_HEADER = 100_000_000  # safetensors' own bound
 _ATTEMPTS = 3
 
 
-class Written(NamedTuple):
-    """A file as it was handed to the disk."""
+class FileEntry(NamedTuple):
+    """Size in bytes and digest of a file, as it was handed to the disk."""
 
-    name: str
     size: int
     digest: str
 
@@ -114,7 +113,7 @@ def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def write_bytes(path: Path, data: bytes) -> Written:
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a new file and flush it to the disk."""
     descriptor = _create(path)
     try:
@@ -122,9 +121,6 @@ def write_bytes(path: Path, data: bytes) -> Written:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    digest = new_digest()
-    digest.update(data)
-    return Written(path.name, len(data), shown(digest))
 
 
 def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
@@ -146,7 +142,7 @@ def _ignore(end: int) -> None:
     """For a writer that nobody follows."""
 
 
-def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], None] = _ignore) -> Written:
+def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], None] = _ignore) -> FileEntry:
     """Write a safetensors file and flush it to the disk; needs no memory beside the tensors.
 
     Args:
@@ -175,7 +171,7 @@ def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], N
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(path.name, offset, shown(digest))
+    return FileEntry(offset, shown(digest))
 
 
 def digest_of(path: Path, *, cached: bool = True) -> str:
