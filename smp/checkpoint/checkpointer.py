@@ -1,4 +1,4 @@
-"""Save and load the state of a run, together on all ranks: what the training job and a user's own script use."""
+"""Save and load the state of a run, together on all ranks; used by the training job and by users' own scripts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 
 class Saved(NamedTuple):
-    """What :meth:`Checkpointer.load` found: its path, the step, and the script's own ``extra`` (None: a job's)."""
+    """Result of :meth:`Checkpointer.load`: path, step, and the script's own ``extra`` (None for a job's checkpoint)."""
 
     path: Path
     step: int
@@ -71,7 +71,7 @@ class Checkpointer:
         copies: host memory for writes in the background; shared by several that write one at a time.
 
     Attributes:
-        writing: what is being written in the background.
+        writing: the write under way in the background.
         step: last loaded or saved.
 
     Raises:
@@ -171,7 +171,7 @@ class Checkpointer:
         first = {f"model.{name}" for name, _ in buffers_of(self._model)}
         snapshot = snapshot_of(tensors, everything=not self.storage.shared, of_rank0=first)
         if not wait:
-            snapshot = dataclasses.replace(snapshot, pieces=self._copy_what_waits_for_nobody(snapshot.pieces))
+            snapshot = dataclasses.replace(snapshot, pieces=self._copy_unguarded(snapshot.pieces))
         copy = self._copies if self._copies or not wait else to_host
         self.writing = PendingWrite(temporary, manifest, snapshot, copy=copy, check=verify)
         if wait:
@@ -181,8 +181,8 @@ class Checkpointer:
             self.writing.start()
         return self.storage.directory / checkpoint_name(self._name, manifest.step)
 
-    def _copy_what_waits_for_nobody(self, pieces: list[Piece]) -> list[Piece]:
-        """Only this optimizer's step waits for a copy; a forward may change buffers, another optimizer the rest."""
+    def _copy_unguarded(self, pieces: list[Piece]) -> list[Piece]:
+        """Copy what may change before this optimizer's step, which alone waits for the background copy."""
         later = changed_by(self._optimizer, self._model)
         return [p if p.name in later else p._replace(tensor=p.tensor.detach().cpu().clone()) for p in pieces]
 

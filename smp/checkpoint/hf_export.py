@@ -61,7 +61,7 @@ def _beside(directory: pathlib.Path, suffix: str) -> pathlib.Path:
 
 
 def _files_of_export(directory: pathlib.Path) -> set[str]:
-    """Names of the files that an earlier export wrote there; none when no export did."""
+    """Return the names of the files that an earlier export wrote there; none when no export did."""
     try:
         return {MARKER, *map(str, read_object(directory / MARKER)["files"])}
     except (OSError, ValueError, KeyError, TypeError):
@@ -105,7 +105,7 @@ def _claim(directory: pathlib.Path) -> None:
 def _plan_files(
     parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
-    """File name -> parameter names, in order, each file at most ``max_shard_bytes`` or one parameter."""
+    """Return parameter names by file, in order, each file at most ``max_shard_bytes`` or one parameter."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, parameter in parameters.items():
@@ -144,7 +144,7 @@ def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Every rank's part of a parameter, put together axis by axis; collective.
+    """Gather a parameter from its shards, axis by axis; collective.
 
     The data axes first, which were split last. ``full_tensor()`` does the same, and warns that it does.
     """
@@ -255,7 +255,7 @@ def export_tensors(
     dtype: torch.dtype | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """:func:`export_hf` from any source of whole parameters. All ranks call it; without a process group this one alone.
+    """Write as :func:`export_hf` from any source of whole parameters; on all ranks, or without a process group.
 
     Args:
         parameters: shape and dtype of each parameter by name, a tied one once; only these two are looked at.

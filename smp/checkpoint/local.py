@@ -53,7 +53,7 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
 
 
 def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[list[int]]) -> bool:
-    """Tell if a fresh start loses nothing: no rank has anything, or the run was ended in its first save; collective.
+    """Tell if a fresh start loses nothing: no rank has any, or the run was ended in its first save; collective.
 
     A rank that has lost its disk has no directory either, and one whose checkpoint is damaged has had it whole.
 

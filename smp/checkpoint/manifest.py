@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, with size and digest of every file and the place of every tensor.
+"""The manifest: contents of a checkpoint, with size and digest of every file and the location of every tensor.
 
 It is written last. A directory without one is no checkpoint; one whose files are not exactly those it lists is damaged.
 Its first entry is a digest of all its bytes that follow, so that no change of it goes unnoticed.
@@ -69,7 +69,7 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Description of a checkpoint.
 
     Attributes:
         kind: ``sharded`` (the tensors of all ranks) or ``local`` (those of one rank).
@@ -106,7 +106,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what wrote the checkpoint; smp's own is added by who knows it."""
+    """Return the versions of torch and Python; the caller adds smp's own."""
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -207,7 +207,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Millions of objects are made, none in a cycle: looking for cycles again and again takes half of the time."""
+    """Disable garbage collection: millions of objects are made, none in a cycle, and looking takes half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -211,7 +211,7 @@ def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manif
 
 
 def adamw_state(parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
-    """AdamW's state before its first step."""
+    """Return AdamW's state before its first step."""
     value = parameter.detach()
     step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
     return {"step": step, "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}

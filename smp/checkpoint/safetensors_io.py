@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors#format. The headers carry the
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import json
@@ -36,7 +37,8 @@ MAX_HEADER = 100_000_000  # safetensors' own bound
 _ATTEMPTS = 3
 
 
-class FileEntry(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
     """Size in bytes and digest of a file, as it was handed to the disk."""
 
     size: int
@@ -44,7 +46,7 @@ class FileEntry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor of a file: the part that a rank holds of ``name``, beginning at ``offsets``."""
+    """Shard of the tensor ``name`` that a rank holds and writes, beginning at ``offsets``."""
 
     name: str
     tensor: torch.Tensor  # contiguous, on the CPU
@@ -52,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies in a file: ``start`` is counted from the beginning of the file, in bytes."""
+    """Location of a tensor in a file: ``start`` counts bytes from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,7 +63,7 @@ class Stored(NamedTuple):
 
 
 def new_digest() -> Any:
-    """xxh3, 128 bits: finds damage, at the speed of memory; it is no protection against an attacker."""
+    """Return a new xxh3 digest of 128 bits: finds damage at the speed of memory, and does not stop an attacker."""
     return xxhash.xxh3_128()
 
 
@@ -139,7 +141,7 @@ def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
 
 
 def _ignore(end: int) -> None:
-    """For a writer that nobody follows."""
+    """Do nothing: the default of ``follow``."""
 
 
 def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], None] = _ignore) -> FileEntry:
