@@ -203,10 +203,11 @@ def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
 
 @torch.no_grad()
 def export_hf(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, torch.Tensor],
     directory: pathlib.Path,
     *,
     hf_config: Any,
+    whole: Callable[[str], torch.Tensor] | None = None,
     tokenizer_dir: pathlib.Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
@@ -215,12 +216,14 @@ def export_hf(
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
 
     Rank 0 gathers one parameter at a time and writes; the directory appears when it is complete. An earlier export
-    there is replaced; a directory with anything else in it is not touched.
+    there is replaced; a directory with anything else in it is not touched. Without a process group this process writes.
 
     Args:
-        model: parameters plain or DTensor, of a supported family.
+        model: of a supported family, its parameters plain or DTensor; or, to go with ``whole``, tensors of the shape
+            and dtype of each parameter by name, a tied one once.
         directory: where to; its parent is made if missing.
         hf_config: the model's config.
+        whole: returns a parameter by name; called once for each, in their order, on every rank.
         tokenizer_dir: directory whose tokenizer files are copied along.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
@@ -230,39 +233,11 @@ def export_hf(
         UserError: the directory holds other files, is a mount point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
-    reshard(model)  # a gathered parameter is in the dtype of the computation
-    parameters = dict(model.named_parameters())
-    export_tensors(
-        parameters,
-        lambda name: _whole(parameters[name]),
-        directory,
-        hf_config=hf_config,
-        tokenizer_dir=tokenizer_dir,
-        max_shard_bytes=max_shard_bytes,
-        dtype=dtype,
-        progress=progress,
-    )
-
-
-def export_tensors(
-    parameters: Mapping[str, torch.Tensor],
-    whole: Callable[[str], torch.Tensor],
-    directory: pathlib.Path,
-    *,
-    hf_config: Any,
-    tokenizer_dir: pathlib.Path | None = None,
-    max_shard_bytes: int = 5 * 2**30,
-    dtype: torch.dtype | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> None:
-    """Write as :func:`export_hf` from any source of whole parameters; on all ranks, or without a process group.
-
-    Args:
-        parameters: shape and dtype of each parameter by name, a tied one once; only these two are looked at.
-        whole: returns a parameter by name; called once for each, in their order, on every rank.
-
-    Raises: as :func:`export_hf`.
-    """
+    if isinstance(model, nn.Module):
+        reshard(model)  # a gathered parameter is in the dtype of the computation
+        parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+    else:
+        parameters = model
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = _beside(directory, "partial"), family_of(hf_config)
     stored = dtype or next(iter(parameters.values())).dtype
@@ -279,6 +254,7 @@ def export_tensors(
 
         _on_main(prepare)
         _gather_and_write(
-            parameters, whole, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress
-        )
+            parameters, whole or (lambda name: _whole(parameters[name])), partial, family,
+            max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress,
+        )  # fmt: skip
         _on_main(lambda: _publish(partial, directory))

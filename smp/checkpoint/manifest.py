@@ -290,9 +290,11 @@ def coverage_problem(entry: TensorEntry) -> str | None:
     if problem := _bounds_problem(entry):
         return problem
     shape = entry.shape
-    if _fills(entry.chunks, (0,) * len(shape), shape, range(len(shape))) or not (entry.chunks or math.prod(shape)):
-        return None
-    return "has parts that leave holes or overlap"
+    if not entry.chunks:
+        whole = 0 in shape
+    else:
+        whole = _fills(entry.chunks, (0,) * len(shape), shape, range(len(shape)))
+    return None if whole else "has parts that leave holes or overlap"
 
 
 def _fills(chunks: Sequence[Chunk], begin: tuple[int, ...], end: tuple[int, ...], axes: Sequence[int]) -> bool:

@@ -2,8 +2,8 @@
 
 The main thread records its phase with :meth:`Watchdog.enter`. Two threads read that. One publishes it to the store, for
 the other ranks; a process that is stopped publishes nothing, and so is found. The other one waits for nothing but time,
-and ends the process where the main thread cannot: it hangs in a collective that nobody will complete, or has not noticed
-that a peer has died.
+and ends the process where the main thread cannot: it hangs in a collective that nobody will complete, or has not
+noticed that a peer has died.
 """
 
 from __future__ import annotations
