@@ -41,13 +41,13 @@ from smp.checkpoint.manifest import (
     read_manifest,
 )
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.restore import check_architecture, restore
+from smp.checkpoint.restore import Candidate, check_architecture, first_whole, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, new_digest, read_header, shown, strict_json, write_tensors
 from smp.checkpoint.state import model_entry
 from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig
-from smp.errors import RunError, UserError
+from smp.errors import DamagedCheckpointError, RunError, UserError
 from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -503,6 +503,30 @@ def test_a_manifest_may_list_more_where_there_are_more_files(tmp_path, monkeypat
         read_manifest(path)
     monkeypatch.setattr(manifest_module, "VALUES_PER_FILE", 10)
     assert read_manifest(path).step == 7
+
+
+def _first_whole(folder, kind):
+    paths = [make(folder, step, kind=kind) for step in (3, 2)]
+    flipped = bytearray((paths[0] / "a.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (paths[0] / "a.safetensors").write_bytes(flipped)
+
+    def newest(damaged):
+        left = [path for path in paths if path not in damaged]
+        return Candidate(left[0], read_manifest(left[0])) if left else Candidate(None, None)
+
+    assert first_whole(newest, latest=True, content=True).checkpoint == paths[1]
+    assert first_whole(newest, latest=True, content=False).checkpoint == paths[0]
+    with pytest.raises(DamagedCheckpointError, match=r"m-3steps is damaged: .*a.safetensors is not as it was written"):
+        first_whole(newest, latest=False, content=True)
+    (paths[1] / "a.safetensors").unlink()
+    assert first_whole(newest, latest=True, content=False).checkpoint == paths[0]
+    assert first_whole(newest, latest=True, content=True) == Candidate(None, None)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_damaged_candidates_are_passed_over_only_where_the_latest_is_wanted(kind, tmp_path):
+    run_distributed(_first_whole, tmp_path, kind, world_size=1)
 
 
 def _load_wrong(folder, name, sentence):

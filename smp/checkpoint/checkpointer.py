@@ -272,13 +272,10 @@ class Checkpointer:
         """
 
         def choose() -> Path | None:
+            if dist.get_rank() != 0:
+                return None
             try:
-                directories = [self.storage.directory]
-                return (
-                    choose_checkpoint(wanted, directories, self._name, damaged=damaged)
-                    if dist.get_rank() == 0
-                    else None
-                )
+                return choose_checkpoint(wanted, [self.storage.directory], self._name, damaged=damaged)
             except OSError as error:
                 raise UserError(
                     f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
