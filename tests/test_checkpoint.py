@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -32,7 +33,6 @@ from smp.checkpoint.layout import (
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Chunk,
-    FileEntry,
     Manifest,
     TensorEntry,
     coverage_problem,
@@ -41,13 +41,13 @@ from smp.checkpoint.manifest import (
     read_manifest,
 )
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.restore import check_architecture, restore
+from smp.checkpoint.restore import Candidate, check_architecture, first_whole, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, new_digest, read_header, shown, strict_json, write_tensors
 from smp.checkpoint.state import model_entry
 from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig
-from smp.errors import RunError, UserError
+from smp.errors import DamagedCheckpointError, RunError, UserError
 from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -65,7 +65,7 @@ def make(directory, step, name="m", val_loss=None, kind="sharded"):
     entry = TensorEntry(torch.float32, (2, 3), (Chunk("a.safetensors", (0, 0), (2, 3)),))
     manifest = Manifest(
         kind=kind, step=step, world_size=1, degrees={}, model={"name": name, "config": {}}, run={"val_loss": val_loss},
-        files={file.name: FileEntry(file.size, file.digest)}, tensors={"w": entry},
+        files={"a.safetensors": file}, tensors={"w": entry},
         saved_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
     (path / MANIFEST_FILE).write_bytes(encode(manifest))
@@ -151,19 +151,40 @@ def test_coverage(chunks, problem):
     assert (found is None) if problem is None else problem in found
 
 
-def test_slices_of_one_axis_are_judged_as_all_other_parts(monkeypatch):
-    cuts = [(0, 2), (2, 1), (3, 1), (0, 3), (1, 3), (0, 4), (2, 2), (4, 1), (2, 0)]
+def each_element_once(entry):
+    count = torch.zeros(entry.shape, dtype=torch.int64)
+    for chunk in entry.chunks:
+        count[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+    return bool((count == 1).all()) and all(0 not in chunk.sizes for chunk in entry.chunks)
+
+
+def test_slices_of_one_axis_are_judged_as_their_elements_are():
+    cuts = [(0, 2), (2, 1), (3, 1), (0, 3), (1, 3), (0, 4), (2, 2), (2, 0)]
 
     def boxes(axis, count):
         for chosen in itertools.product(cuts, repeat=count):
             offsets = [(o, 0) if axis == 0 else (0, o) for o, _ in chosen]
-            sizes = [(n, 5) if axis == 0 else (4, n) for _, n in chosen]
+            sizes = [(n, 4) if axis == 0 else (4, n) for _, n in chosen]
             yield tuple(Chunk("f", o, n) for o, n in zip(offsets, sizes, strict=True))
 
-    entries = [TensorEntry(torch.float32, (4, 5), c) for a in (0, 1) for k in (1, 2, 3) for c in boxes(a, k)]
+    entries = [TensorEntry(torch.float32, (4, 4), c) for a in (0, 1) for k in (1, 2, 3) for c in boxes(a, k)]
     found = [coverage_problem(entry) is None for entry in entries]
-    monkeypatch.setattr(manifest_module, "_is_a_row", lambda entry: False)
-    assert found == [coverage_problem(entry) is None for entry in entries] and 10 < sum(found) < len(found)
+    assert found == [each_element_once(entry) for entry in entries] and 10 < sum(found) < len(found)
+
+
+@pytest.mark.parametrize("rows", [(3, 2, 1), (1, 5), (6,)])
+@pytest.mark.parametrize("columns", [(2, 2, 3), (7,)])
+def test_a_grid_without_one_of_its_parts_or_with_one_moved_is_not_whole(rows, columns):
+    spans = [[(sum(sizes[:i]), n) for i, n in enumerate(sizes)] for sizes in (rows, columns)]
+    chunks = [Chunk("f", (r, c), (h, w)) for r, h in spans[0] for c, w in spans[1]]
+    whole = TensorEntry(torch.float32, (sum(rows), sum(columns)), tuple(reversed(chunks)))
+    assert coverage_problem(whole) is None
+    for index, chunk in enumerate(chunks):
+        others = chunks[:index] + chunks[index + 1 :]
+        moved = [dataclasses.replace(chunk, offsets=(0, 0))] if any(chunk.offsets) else []
+        for instead in ([], [chunk, chunk], moved):
+            entry = dataclasses.replace(whole, chunks=(*others, *instead))
+            assert coverage_problem(entry) == "has parts that leave holes or overlap"
 
 
 def test_coverage_of_a_scalar_and_of_nothing():
@@ -482,6 +503,30 @@ def test_a_manifest_may_list_more_where_there_are_more_files(tmp_path, monkeypat
         read_manifest(path)
     monkeypatch.setattr(manifest_module, "VALUES_PER_FILE", 10)
     assert read_manifest(path).step == 7
+
+
+def _first_whole(folder, kind):
+    paths = [make(folder, step, kind=kind) for step in (3, 2)]
+    flipped = bytearray((paths[0] / "a.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (paths[0] / "a.safetensors").write_bytes(flipped)
+
+    def newest(damaged):
+        left = [path for path in paths if path not in damaged]
+        return Candidate(left[0], read_manifest(left[0])) if left else Candidate(None, None)
+
+    assert first_whole(newest, latest=True, content=True).checkpoint == paths[1]
+    assert first_whole(newest, latest=True, content=False).checkpoint == paths[0]
+    with pytest.raises(DamagedCheckpointError, match=r"m-3steps is damaged: .*a.safetensors is not as it was written"):
+        first_whole(newest, latest=False, content=True)
+    (paths[1] / "a.safetensors").unlink()
+    assert first_whole(newest, latest=True, content=False).checkpoint == paths[0]
+    assert first_whole(newest, latest=True, content=True) == Candidate(None, None)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_damaged_candidates_are_passed_over_only_where_the_latest_is_wanted(kind, tmp_path):
+    run_distributed(_first_whole, tmp_path, kind, world_size=1)
 
 
 def _load_wrong(folder, name, sentence):

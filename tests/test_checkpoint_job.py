@@ -171,7 +171,7 @@ def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     # Damage in one rank's files takes all ranks back to a step that all have.
     flip(next((ranks[0] / "llama_v2-8steps").glob("*.safetensors")))
     outcome = run_job(*resume, world_size=2).succeeded()
-    assert "Not resuming from step 8: rank 0:" in outcome.output and "at step 6" in outcome.output
+    assert "llama_v2-8steps is damaged: rank 0: " in outcome.output and "at step 6" in outcome.output
 
 
 def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_without_its_disk_does_not(tmp_path):

@@ -25,12 +25,12 @@ from smp.errors import RunError
 
 
 def to_host(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces on the CPU, as they are where they are there already."""
+    """Return the tensors on the CPU; those that are there already without a copy."""
     return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
 
 
 class HostCopies:
-    """Copies of pieces in host memory that is kept from one save to the next: pinned for a GPU."""
+    """Buffers in host memory that are kept from one save to the next: pinned for a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -55,7 +55,7 @@ class HostCopies:
 
 
 class PendingWrite:
-    """A checkpoint that is being written: this rank's part of it.
+    """This rank's part of a checkpoint that is being written.
 
     Args:
         temporary: the checkpoint's temporary directory.
@@ -93,7 +93,7 @@ class PendingWrite:
         self.seconds = time.perf_counter() - begun
 
     def start(self) -> None:
-        """:meth:`run` in a thread of its own."""
+        """Begin :meth:`run` in a thread of its own."""
         device = next((p.tensor.device for p in self._snapshot.pieces if p.tensor.device.type == "cuda"), None)
         ready = None if device is None else torch.cuda.current_stream(device).record_event()
 
@@ -121,12 +121,12 @@ class PendingWrite:
 
     @property
     def ended(self) -> bool:
-        """Whether this rank's part has been written, or could not be."""
+        """True when this rank's part has been written, or could not be."""
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it could not be written; None while it is being written, and after success."""
+        """Error that ended the write; None while it is under way, and after success."""
         return self._outcome if self.ended else None
 
     def wait(self) -> None:

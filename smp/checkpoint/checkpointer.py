@@ -1,4 +1,4 @@
-"""Save and load the state of a run, together on all ranks: what the training job and a user's own script use."""
+"""Save and load the state of a run, together on all ranks; used by the training job and by users' own scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from smp.checkpoint.background import HostCopies, PendingWrite, to_host
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, own
 from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
-from smp.checkpoint.restore import check_architecture, is_script, restore, verify_together
+from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
 from smp.checkpoint.shards import snapshot_of
@@ -45,7 +44,7 @@ logger = get_logger(__name__)
 
 
 class Saved(NamedTuple):
-    """What :meth:`Checkpointer.load` found: its path, the step, and the script's own ``extra`` (None: a job's)."""
+    """Result of :meth:`Checkpointer.load`: path, step, and the script's own ``extra`` (None for a job's checkpoint)."""
 
     path: Path
     step: int
@@ -72,7 +71,7 @@ class Checkpointer:
         copies: host memory for writes in the background; shared by several that write one at a time.
 
     Attributes:
-        writing: what is being written in the background.
+        writing: the write under way in the background.
         step: last loaded or saved.
 
     Raises:
@@ -172,7 +171,7 @@ class Checkpointer:
         first = {f"model.{name}" for name, _ in buffers_of(self._model)}
         snapshot = snapshot_of(tensors, everything=not self.storage.shared, of_rank0=first)
         if not wait:
-            snapshot = dataclasses.replace(snapshot, pieces=self._copy_what_waits_for_nobody(snapshot.pieces))
+            snapshot = dataclasses.replace(snapshot, pieces=self._copy_unguarded(snapshot.pieces))
         copy = self._copies if self._copies or not wait else to_host
         self.writing = PendingWrite(temporary, manifest, snapshot, copy=copy, check=verify)
         if wait:
@@ -182,8 +181,8 @@ class Checkpointer:
             self.writing.start()
         return self.storage.directory / checkpoint_name(self._name, manifest.step)
 
-    def _copy_what_waits_for_nobody(self, pieces: list[Piece]) -> list[Piece]:
-        """Only this optimizer's step waits for a copy; a forward may change buffers, another optimizer the rest."""
+    def _copy_unguarded(self, pieces: list[Piece]) -> list[Piece]:
+        """Copy what may change before this optimizer's step, which alone waits for the background copy."""
         later = changed_by(self._optimizer, self._model)
         return [p if p.name in later else p._replace(tensor=p.tensor.detach().cpu().clone()) for p in pieces]
 
@@ -250,7 +249,11 @@ class Checkpointer:
             UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
         """
         self.finish()
-        chosen, manifest = self._choose(str(path))
+        if dist.get_rank() == 0:
+            bring_back(self.storage.directory, self._name)
+        candidate = functools.partial(self._candidate, str(path))
+        found = first_whole(candidate, latest=str(path) == LATEST, content=True)
+        chosen, manifest = found.checkpoint, found.saved
         if chosen is None or manifest is None:
             return None
         config = getattr(self._model, "config", None)
@@ -261,27 +264,27 @@ class Checkpointer:
         extra = decode(manifest.run["extra"]) if is_script(manifest.run) else None
         return Saved(chosen, manifest.step, extra)
 
-    def _choose(self, wanted: str) -> tuple[Path | None, Manifest | None]:
-        """Return the checkpoint that all ranks have found whole; collective."""
-        damaged: list[Path] = []
-        if dist.get_rank() == 0:
-            bring_back(self.storage.directory, self._name)
-        while True:
-            # Rank 0 chooses for all: another rank's view of the directory may be older.
-            chosen = _from_rank0(
-                lambda: choose_checkpoint(wanted, [self.storage.directory], self._name, damaged=damaged)
-            )
-            if chosen is None:
-                return None, None
-            manifest = together(functools.partial(_read, chosen))
-            problems = verify_together(chosen, manifest, content=True)
-            if not problems:
-                return chosen, manifest
-            if wanted != LATEST:
-                raise DamagedCheckpointError(chosen, problems)
-            if dist.get_rank() == 0:
-                logger.warning("Passed over: %s", DamagedCheckpointError(chosen, problems))
-            damaged.append(chosen)
+    def _candidate(self, wanted: str, damaged: set[Path]) -> Candidate:
+        """Return the checkpoint that rank 0 chooses, as another rank's view of the directory may be older; collective.
+
+        Raises:
+            UserError: there is none that can be loaded, or the directory cannot be read.
+        """
+
+        def choose() -> Path | None:
+            if dist.get_rank() != 0:
+                return None
+            try:
+                return choose_checkpoint(wanted, [self.storage.directory], self._name, damaged=damaged)
+            except OSError as error:
+                raise UserError(
+                    f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
+                ) from None
+
+        chosen: list[Path | None] = [together(choose)]
+        dist.broadcast_object_list(chosen)
+        path = chosen[0]
+        return Candidate(path, None if path is None else together(lambda: _read(path)))
 
     def _manifest(self, step: int, extra: Any) -> Manifest:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -313,21 +316,3 @@ def _read(path: Path) -> Manifest:
     if not (is_script(manifest.run) or of_a_job) or not isinstance(manifest.model.get("config"), dict):
         raise DamagedCheckpointError(path, ["its manifest is neither a script's nor a training job's"])
     return manifest
-
-
-def _from_rank0(choose: Callable[[], Path | None]) -> Path | None:
-    """Return what rank 0 chooses, on all ranks; collective.
-
-    Raises:
-        UserError: what ``choose`` raises, or the directory cannot be read.
-    """
-
-    def look() -> Path | None:
-        try:
-            return choose() if dist.get_rank() == 0 else None
-        except OSError as error:
-            raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that and start again") from None
-
-    chosen: list[Path | None] = [together(look)]
-    dist.broadcast_object_list(chosen)
-    return chosen[0]

@@ -61,12 +61,12 @@ class CheckpointConfig(Section):
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank has checkpoints of its own."""
+        """True if each rank has checkpoints of its own."""
         return self.checkpoint_type.endswith("local")
 
     @property
     def is_async(self) -> bool:
-        """Whether training goes on while a checkpoint is written."""
+        """True if training goes on while a checkpoint is written."""
         return self.checkpoint_type.startswith("async_")
 
     def problems(self) -> list[str]:

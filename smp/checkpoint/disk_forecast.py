@@ -1,4 +1,4 @@
-"""What a checkpoint will need, found out before the first step: room on the disk, and time."""
+"""Disk space and time that a checkpoint will take, measured before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROBE_BYTES = 32 << 20
 
 
 def state_bytes(model: nn.Module, *, own: bool) -> int:
-    """Bytes of parameters and optimizer state: of the whole, or of what this rank holds."""
+    """Return the bytes of parameters and optimizer state: of the whole model, or of this rank's shards."""
     total = 0
     for parameter in model.parameters():
         tensor: torch.Tensor = parameter.to_local() if own and isinstance(parameter, DTensor) else parameter
@@ -31,7 +31,7 @@ def state_bytes(model: nn.Module, *, own: bool) -> int:
 
 
 def forecast(directory: Path, nbytes: int) -> str:
-    """Write a little, to see that it is possible; say how long a checkpoint will take if one disk takes it all.
+    """Write a little, and return a sentence on the size of a checkpoint and the time that one disk takes for it.
 
     Args:
         nbytes: of a checkpoint in ``directory``.

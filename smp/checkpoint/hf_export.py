@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from smp.checkpoint.safetensors_io import sync
+from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
@@ -61,7 +61,7 @@ def _beside(directory: pathlib.Path, suffix: str) -> pathlib.Path:
 
 
 def _files_of_export(directory: pathlib.Path) -> set[str]:
-    """Names of the files that an earlier export wrote there; none when no export did."""
+    """Return the names of the files that an earlier export wrote there; none when no export did."""
     try:
         return {MARKER, *map(str, read_object(directory / MARKER)["files"])}
     except (OSError, ValueError, KeyError, TypeError):
@@ -102,22 +102,10 @@ def _claim(directory: pathlib.Path) -> None:
     partial.mkdir()
 
 
-@contextlib.contextmanager
-def _alone(directory: pathlib.Path) -> Iterator[None]:
-    """Hold ``directory`` for an export to it.
-
-    Raises:
-        UserError: another process exports to it, or a file beside it cannot be made.
-    """
-    # The last thing a run does is not to fail for want of locks.
-    with locked(_beside(directory, "lock"), directory, "give another directory", required=False):
-        yield
-
-
 def _plan_files(
     parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
-    """File name -> parameter names, in order, each file at most ``max_shard_bytes`` or one parameter."""
+    """Return parameter names by file, in order, each file at most ``max_shard_bytes`` or one parameter."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, parameter in parameters.items():
@@ -133,7 +121,12 @@ def _plan_files(
 
 
 def _write_configs(
-    partial: pathlib.Path, hf_config: Any, family: Family, *, dtype: torch.dtype, tokenizer_dir: pathlib.Path | None
+    partial: pathlib.Path,
+    hf_config: Any,
+    family: Family,
+    *,
+    dtype: torch.dtype,
+    tokenizer_dir: pathlib.Path | str | None,
 ) -> None:
     from transformers import GenerationConfig
 
@@ -144,27 +137,20 @@ def _write_configs(
     config.save_pretrained(partial)
     GenerationConfig.from_model_config(config).save_pretrained(partial)
     for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
-        if (tokenizer_dir / name).is_file():  # type: ignore[operator]
-            shutil.copyfile(tokenizer_dir / name, partial / name)  # type: ignore[operator]
+        file = pathlib.Path(tokenizer_dir, name)  # type: ignore[arg-type]
+        if file.is_file():
+            shutil.copyfile(file, partial / name)
 
 
 def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if "I/O error" not in str(error):
-            raise
-        raise RunError(f"{path} cannot be written ({error})") from error
-    # safetensors makes private files; config.json was made by open(), under the user's umask.
-    path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
-    sync(path)  # a file at a time: flushing all in the end would take long without a sign of progress
+        write_tensors(path, [Piece(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()])
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({reason(error)})") from error
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Every rank's part of a parameter, put together axis by axis; collective.
+    """Gather a parameter from its shards, axis by axis; collective.
 
     The data axes first, which were split last. ``full_tensor()`` does the same, and warns that it does.
     """
@@ -223,10 +209,11 @@ def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
 
 @torch.no_grad()
 def export_hf(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, torch.Tensor],
     directory: pathlib.Path | str,
     *,
     hf_config: Any = None,
+    whole: Callable[[str], torch.Tensor] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
@@ -235,12 +222,14 @@ def export_hf(
     """Write a directory that ``from_pretrained`` loads: safetensors, configs, tokenizer. All ranks call it.
 
     Rank 0 gathers one parameter at a time and writes; the directory appears when it is complete. An earlier export
-    there is replaced; a directory with anything else in it is not touched.
+    there is replaced; a directory with anything else in it is not touched. Without a process group this process writes.
 
     Args:
-        model: parameters plain or DTensor, of a supported family.
+        model: of a supported family, its parameters plain or DTensor; or, to go with ``whole``, tensors of the shape
+            and dtype of each parameter by name, a tied one once.
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
+        whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
         tokenizer_dir: directory whose tokenizer files are copied along.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
@@ -250,39 +239,12 @@ def export_hf(
         UserError: the directory holds other files, is a mount point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
-    reshard(model)  # a gathered parameter is in the dtype of the computation
-    parameters = dict(model.named_parameters())
-    export_tensors(
-        parameters,
-        lambda name: _whole(parameters[name]),
-        pathlib.Path(directory),
-        hf_config=model.config if hf_config is None else hf_config,
-        tokenizer_dir=None if tokenizer_dir is None else pathlib.Path(tokenizer_dir),
-        max_shard_bytes=max_shard_bytes,
-        dtype=dtype,
-        progress=progress,
-    )
-
-
-def export_tensors(
-    parameters: Mapping[str, torch.Tensor],
-    whole: Callable[[str], torch.Tensor],
-    directory: pathlib.Path,
-    *,
-    hf_config: Any,
-    tokenizer_dir: pathlib.Path | None = None,
-    max_shard_bytes: int = 5 * 2**30,
-    dtype: torch.dtype | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> None:
-    """:func:`export_hf` from any source of whole parameters. All ranks call it; without a process group this one alone.
-
-    Args:
-        parameters: shape and dtype of each parameter by name, a tied one once; only these two are looked at.
-        whole: returns a parameter by name; called once for each, in their order, on every rank.
-
-    Raises: as :func:`export_hf`.
-    """
+    if isinstance(model, nn.Module):
+        reshard(model)  # a gathered parameter is in the dtype of the computation
+        parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+        hf_config = model.config if hf_config is None else hf_config
+    else:
+        parameters = model
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = _beside(directory, "partial"), family_of(hf_config)
     stored = dtype or next(iter(parameters.values())).dtype
@@ -290,13 +252,16 @@ def export_tensors(
     with contextlib.ExitStack() as held:
 
         def prepare() -> None:
-            held.enter_context(_alone(directory))
+            # The last thing a run does is not to fail for want of locks.
+            lock = _beside(directory, "lock")
+            held.enter_context(locked(lock, directory, "give another directory", required=False))
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
             _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)
 
         _on_main(prepare)
         _gather_and_write(
-            parameters, whole, partial, family, max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress
-        )
+            parameters, whole or (lambda name: _whole(parameters[name])), partial, family,
+            max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress,
+        )  # fmt: skip
         _on_main(lambda: _publish(partial, directory))

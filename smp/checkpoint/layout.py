@@ -1,4 +1,4 @@
-"""Where checkpoints lie on disk, how one is published, and which to resume from.
+"""Layout of checkpoints on disk: names, atomic publication, deletion, and the choice of one to resume from.
 
 A checkpoint is a directory ``<model>-<step>steps`` with the files that its ``manifest.json`` lists, and no others. It
 is written under a temporary name, which ends in ``.tmp``, and renamed when complete; one to be deleted is renamed back
@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 def checkpoint_name(model_name: str, step: int) -> str:
-    """SMP v2's directory name."""
+    """Return the directory's name, as SMP v2 has it."""
     return f"{model_name}-{step}steps"
 
 
@@ -56,7 +56,7 @@ def find_checkpoints(directory: Path, model_name: str) -> list[Checkpoint]:
 
 
 def _named(directory: Path, model_name: str, ending: str = "") -> list[Checkpoint]:
-    """Return what is called as a checkpoint of ``model_name``, and no other, with ``ending`` behind."""
+    """Return the entries named as a checkpoint of ``model_name``, followed by ``ending``."""
     pattern = re.compile(rf"{re.escape(model_name)}-(\d+)steps{ending}")
     matches = ((path, pattern.fullmatch(path.name)) for path in (directory.iterdir() if directory.is_dir() else ()))
     return [Checkpoint(path, int(match.group(1))) for path, match in matches if match]
@@ -65,7 +65,7 @@ def _named(directory: Path, model_name: str, ending: str = "") -> list[Checkpoin
 def read_outline(path: Path) -> Manifest:
     """Return the manifest without its tensors; from memory while the file is as it was when read.
 
-    Whether the kept checkpoints are whole is asked at every save. Raises: as :func:`read_manifest`.
+    Retention checks the kept checkpoints at every save. Raises: as :func:`read_manifest`.
     """
     try:
         status = os.lstat(path / MANIFEST_FILE)
@@ -80,7 +80,7 @@ def _read(path: Path, *identity: int) -> Manifest:
 
 
 def quick_problems(path: Path, manifest: Manifest) -> list[str]:
-    """Return what is wrong with a checkpoint as far as its name, and names and sizes of files tell."""
+    """Return the problems of a checkpoint that its name, and names and sizes of its files show."""
     problems = problems_of_files(path, manifest, content=False)
     if step_of(path) not in (None, manifest.step):
         problems.append(f"its manifest is of step {manifest.step}")
@@ -147,7 +147,7 @@ def _newest_whole(
         problem = quick_problem(checkpoint.path)
         if problem is None:
             return checkpoint.path
-        _say_once(f"Not resuming from {checkpoint.path}: {problem}.")
+        _warn_once(f"Not resuming from {checkpoint.path}: {problem}.")
     if present:
         raise UserError(
             f"none of the {len(present)} checkpoints in {present[-1].path.parent} is whole: run `smp verify "
@@ -163,8 +163,8 @@ def _newest_whole(
 
 
 @functools.cache
-def _say_once(text: str) -> None:
-    """Warn of what a start finds each time it looks."""
+def _warn_once(text: str) -> None:
+    """Warn once of what each look at the directory finds."""
     logger.warning("%s", text)
 
 
@@ -268,7 +268,7 @@ def set_aside(directory: Path, model_name: str, *, after: int) -> None:
 
 
 def interrupted_replacements(directory: Path, model_name: str) -> list[tuple[Path, Path]]:
-    """Whole checkpoints whose replacement was cut short, so that nothing has their names; and those names."""
+    """Return whole checkpoints whose replacement was interrupted before another took their names, with those names."""
     found = []
     for checkpoint in _named(directory, model_name, re.escape(_REPLACED)):
         final = checkpoint.path.with_name(checkpoint.path.name.removesuffix(_REPLACED))
@@ -279,7 +279,7 @@ def interrupted_replacements(directory: Path, model_name: str) -> list[tuple[Pat
 
 
 def clean(directory: Path, model_name: str) -> None:
-    """Delete what interrupted saves and deletions of ``model_name`` have left behind; of use to its only writer.
+    """Delete what interrupted saves and deletions of ``model_name`` have left; for its only writer.
 
     A checkpoint that was about to be replaced gets its name back.
     """
@@ -296,11 +296,11 @@ def clean(directory: Path, model_name: str) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """``path``, or what it would be made in."""
+    """Return ``path`` if it exists, else the nearest parent that does."""
     return path if os.path.lexists(path) or path == path.parent else nearest_existing(path.parent)
 
 
 def disk_free(path: Path) -> int:
-    """Bytes that may be written below ``path``, which need not exist yet."""
+    """Return the bytes that may be written below ``path``, which need not exist yet."""
     status = os.statvfs(nearest_existing(path.resolve()))
     return status.f_bavail * status.f_frsize

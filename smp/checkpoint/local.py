@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from smp.checkpoint.layout import find_checkpoints, quick_problem
-from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.errors import UserError
 from smp.log import get_logger
 
@@ -53,18 +52,8 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
             )
 
 
-def _whole_steps(directories: list[Path], model_name: str) -> dict[int, list[Path]]:
-    """Return the steps of which this rank has whole checkpoints, as far as names and sizes tell, and where."""
-    found: dict[int, list[Path]] = {}
-    for directory in directories:
-        for checkpoint in find_checkpoints(directory, model_name):
-            if quick_problem(checkpoint.path) is None:
-                found.setdefault(checkpoint.step, []).append(checkpoint.path)
-    return found
-
-
 def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[list[int]]) -> bool:
-    """Tell if a fresh start loses nothing: no rank has anything, or the run was ended in its first save; collective.
+    """Tell if a fresh start loses nothing: no rank has any, or the run was ended in its first save; collective.
 
     A rank that has lost its disk has no directory either, and one whose checkpoint is damaged has had it whole.
 
@@ -81,36 +70,30 @@ def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[li
     return not steps or (len(steps) == 1 and all(has_directory for _, has_directory in ranks))
 
 
-def common_start(directories: list[Path], model_name: str) -> Path | None:
-    """Choose this rank's checkpoint of the newest step that all have whole; None for a fresh start; collective.
+def common_start(directories: list[Path], model_name: str, damaged: set[Path]) -> Path | None:
+    """Return this rank's checkpoint of the newest step that all ranks have; None for a fresh start; collective.
+
+    Args:
+        damaged: checkpoints to pass over, beside those whose manifest or names and sizes of files show damage.
 
     Raises:
         UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.
     """
-    mine = _whole_steps(directories, model_name)
+    mine: dict[int, Path] = {}
+    for checkpoint in (c for directory in directories for c in find_checkpoints(directory, model_name)):
+        if checkpoint.path not in damaged and quick_problem(checkpoint.path) is None:
+            mine.setdefault(checkpoint.step, checkpoint.path)
     everyone: list[Any] = [None] * dist.get_world_size()
-    while True:
-        dist.all_gather_object(everyone, sorted(mine))
-        common = set(everyone[0]).intersection(*everyone[1:])
-        if not common:
-            if _nothing_is_lost(directories, model_name, everyone):
-                return None
-            steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
-            raise UserError(
-                f"no step of which every rank has a whole local checkpoint (steps: {steps}): bring back the missing "
-                f"disks or a copy of what is damaged, or start anew in another --output_dir"
-            )
-        step = max(common)
-        path = mine[step][0]
-        dist.all_gather_object(everyone, problems_of_files(path, read_manifest(path), content=True))
-        if not any(everyone):
-            for other in sorted(other for other in mine if other > step):
-                logger.warning("Not resuming from step %d: not every rank has a whole checkpoint of it.", other)
-            return path
-        for rank, problems in enumerate(everyone):
-            if problems:
-                logger.warning("Not resuming from step %d: rank %d: %s", step, rank, "; ".join(problems[:3]))
-        if everyone[dist.get_rank()]:
-            mine[step].pop(0)  # another directory may have it, too
-        if not mine[step]:
-            del mine[step]
+    dist.all_gather_object(everyone, sorted(mine))
+    common = set(everyone[0]).intersection(*everyone[1:])
+    if common:
+        for step in sorted(step for step in mine if step > max(common)):
+            logger.warning("Not resuming from step %d: not every rank has a whole checkpoint of it.", step)
+        return mine[max(common)]
+    if _nothing_is_lost(directories, model_name, everyone):
+        return None
+    steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
+    raise UserError(
+        f"no step of which every rank has a whole local checkpoint (steps: {steps}): bring back the missing "
+        f"disks or a copy of what is damaged, or start anew in another --output_dir"
+    )

@@ -1,4 +1,4 @@
-"""One process at a time saves into a directory; it alone may clear up what others have left there."""
+"""Lock of a directory for one writing process, which alone may delete what interrupted saves have left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, with size and digest of every file and the place of every tensor.
+"""The manifest: contents of a checkpoint, with size and digest of every file and the location of every tensor.
 
 It is written last. A directory without one is no checkpoint; one whose files are not exactly those it lists is damaged.
 Its first entry is a digest of all its bytes that follow, so that no change of it goes unnoticed.
@@ -10,6 +10,9 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import json
+import math
+import operator
 import os
 import platform
 import re
@@ -23,6 +26,7 @@ import torch
 from smp.checkpoint.safetensors_io import (
     DTYPE_NAMES,
     DTYPES,
+    FileEntry,
     digest_of,
     new_digest,
     read_all,
@@ -46,14 +50,6 @@ _START = b'{"checksum":"'
 
 
 @dataclasses.dataclass(frozen=True)
-class FileEntry:
-    """A file of a checkpoint: its size in bytes and its digest."""
-
-    size: int
-    digest: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Chunk:
     """A part of a tensor and the file it lies in, under the tensor's name."""
 
@@ -73,7 +69,7 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Description of a checkpoint.
 
     Attributes:
         kind: ``sharded`` (the tensors of all ranks) or ``local`` (those of one rank).
@@ -92,11 +88,11 @@ class Manifest:
     degrees: dict[str, int]
     model: dict[str, Any]
     run: dict[str, Any]
-    files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
-    tensors: dict[str, TensorEntry] = dataclasses.field(default_factory=dict)
     saved_at: str = ""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
+    files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -110,31 +106,49 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what wrote the checkpoint; smp's own is added by who knows it."""
+    """Return the versions of torch and Python; the caller adds smp's own."""
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Return the manifest as the bytes of its file."""
-    import json
-
-    names = {name: index for index, name in enumerate(manifest.files)}
-    content = {
-        **{
-            f.name: getattr(manifest, f.name)
-            for f in dataclasses.fields(manifest)
-            if f.name not in ("files", "tensors")
-        },
-        "files": [[name, entry.size, entry.digest] for name, entry in manifest.files.items()],
+def encode_entries(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> dict[str, Any]:
+    """Return files and tensors as JSON has them; a chunk names its file by the number in the list."""
+    names = {name: index for index, name in enumerate(files)}
+    return {
+        "files": [[name, entry.size, entry.digest] for name, entry in files.items()],
         "tensors": {
             name: [
                 DTYPE_NAMES[entry.dtype],
                 entry.shape,
                 [[names[chunk.file], chunk.offsets, chunk.sizes] for chunk in entry.chunks],
             ]
-            for name, entry in manifest.tensors.items()
+            for name, entry in tensors.items()
         },
     }
+
+
+def decode_entries(content: dict[str, Any]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Return the inverse of :func:`encode_entries`; raises ValueError and the like for anything else."""
+    files: dict[str, FileEntry] = {}
+    for name, size, digest in content["files"]:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MANIFEST_FILE or name in files:
+            raise ValueError(f"{str(name)[:80]!r} is no name of a file, or given twice")
+        files[name] = FileEntry(_natural([size])[0], str(digest))
+    names = list(files)
+    tensors = {
+        name: TensorEntry(
+            DTYPES[dtype],
+            _natural(shape),
+            tuple(Chunk(names[_natural([f])[0]], _natural(offsets), _natural(sizes)) for f, offsets, sizes in chunks),
+        )
+        for name, (dtype, shape, chunks) in content["tensors"].items()
+    }
+    return files, tensors
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest as the bytes of its file."""
+    fields = {f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)}
+    content = fields | encode_entries(manifest.files, manifest.tensors)
     body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:] + b"\n"
     digest = new_digest()
     digest.update(body)
@@ -193,7 +207,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Millions of objects are made, none in a cycle: looking for cycles again and again takes half of the time."""
+    """Disable garbage collection: millions of objects are made, none in a cycle, and looking takes half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -234,24 +248,13 @@ def _natural(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _decode(content: dict[str, Any]) -> Manifest:
-    files = {}
-    for name, size, digest in content["files"]:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MANIFEST_FILE or name in files:
-            raise ValueError(f"{str(name)[:80]!r} is no name of a file, or given twice")
-        files[name] = FileEntry(_natural([size])[0], str(digest))
-    names, tensors = list(files), {}
+    files, tensors = decode_entries(content)
     room = {name: entry.size for name, entry in files.items()}
-    for name, (dtype, shape, chunks) in content["tensors"].items():
-        entry = TensorEntry(
-            DTYPES[dtype],
-            _natural(shape),
-            tuple(Chunk(names[_natural([f])[0]], _natural(offsets), _natural(sizes)) for f, offsets, sizes in chunks),
-        )  # fmt: skip
-        tensors[name] = entry
+    for name, entry in tensors.items():
         if problem := coverage_problem(entry) if content["kind"] == "sharded" else _bounds_problem(entry):
             raise ValueError(f"{name[:200]} {problem}")
         for chunk in entry.chunks:
-            room[chunk.file] -= _volume(chunk.sizes) * entry.dtype.itemsize
+            room[chunk.file] -= math.prod(chunk.sizes) * entry.dtype.itemsize
             if room[chunk.file] < 0:
                 raise ValueError(f"{chunk.file} has {files[chunk.file].size} bytes, too few for its tensors")
     step, world_size = _natural([content["step"], content["world_size"]])
@@ -277,64 +280,47 @@ def _bounds_problem(entry: TensorEntry) -> str | None:
             return "has a part of another rank"
         if any(o + n > extent for o, n, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
             return "has a part that reaches beyond it"
-        if not _volume(chunk.sizes):
+        if not math.prod(chunk.sizes):
             return "has an empty part"
     return None
 
 
-def _is_a_row(entry: TensorEntry) -> bool:
-    """Tell whether the chunks are slices of one axis that follow each other: as most are, and quickly seen."""
-    shape, end = entry.shape, 0
-    chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets)
-    axis = next((d for d, extent in enumerate(shape) if chunks and chunks[0].sizes[d : d + 1] != (extent,)), None)
-    if axis is None:
-        return len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets) and _volume(shape) > 0
-    zeros = (0,) * len(shape)
-    for chunk in chunks:
-        offsets, sizes = chunk.offsets, chunk.sizes
-        if offsets != (*zeros[:axis], end, *zeros[axis + 1 :]) or len(sizes) != len(shape) or not sizes[axis]:
-            return False
-        if sizes[:axis] != shape[:axis] or sizes[axis + 1 :] != shape[axis + 1 :]:
-            return False
-        end += sizes[axis]
-    return end == shape[axis]
-
-
 def coverage_problem(entry: TensorEntry) -> str | None:
     """Say why the chunks are not exactly the tensor, each element once; None if they are."""
-    if _is_a_row(entry) and len(entry.shape) <= MAX_AXES:
-        return None
     if problem := _bounds_problem(entry):
         return problem
-    shape, chunks = entry.shape, entry.chunks
-    volume = _volume(shape)
-    if sum(_volume(chunk.sizes) for chunk in chunks) != volume:
-        return "has parts that leave holes or overlap"
-    # The volumes add up: it has neither holes nor overlaps if no two parts overlap. Parts are cut along a grid, so
-    # that marking the cells between all cuts stays small.
-    cuts = [
-        sorted({c.offsets[d] for c in chunks} | {c.offsets[d] + c.sizes[d] for c in chunks}) for d in range(len(shape))
-    ]
-    if _volume([len(cut) for cut in cuts]) > 10_000_000:
-        return "is cut into too many parts"
-    places = [{cut: index for index, cut in enumerate(axis)} for axis in cuts]
-    cells = torch.zeros([len(axis) for axis in cuts], dtype=torch.bool)
-    for chunk in chunks:
-        box = tuple(
-            slice(places[d][o], places[d][o + n])
-            for d, (o, n) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True))
-        )
-        if cells[box].any():
-            return "has parts that overlap"
-        cells[box] = True
-    return None
+    shape = entry.shape
+    if not entry.chunks:
+        whole = 0 in shape
+    else:
+        whole = _fills(entry.chunks, (0,) * len(shape), shape, range(len(shape)))
+    return None if whole else "has parts that leave holes or overlap"
 
 
-def _volume(sizes: Sequence[int]) -> int:
-    volume = 1
-    for size in sizes:
-        volume *= size
-    return volume
+def _fills(chunks: Sequence[Chunk], begin: tuple[int, ...], end: tuple[int, ...], axes: Sequence[int]) -> bool:
+    """Tell whether the chunks are the box from ``begin`` to ``end``, cut along each of ``axes`` at most once.
+
+    Shards are cut so; the bound on the cuts keeps this linear in the chunks, whatever a file says.
+    """
+    if len(chunks) == 1:
+        offsets, sizes = chunks[0].offsets, chunks[0].sizes
+        return offsets == begin and tuple(map(operator.add, offsets, sizes)) == end
+    for axis in axes:
+        slabs: list[list[Chunk]] = []
+        edges, reached = [], -1
+        for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[axis]):
+            if chunk.offsets[axis] >= reached:
+                slabs.append([])
+                edges.append(chunk.offsets[axis])
+            slabs[-1].append(chunk)
+            reached = max(reached, chunk.offsets[axis] + chunk.sizes[axis])
+        if len(slabs) > 1 and edges[0] == begin[axis]:
+            others = [other for other in axes if other != axis]
+            return all(
+                _fills(slab, (*begin[:axis], low, *begin[axis + 1 :]), (*end[:axis], high, *end[axis + 1 :]), others)
+                for slab, low, high in zip(slabs, edges, [*edges[1:], end[axis]], strict=True)
+            )
+    return False
 
 
 def problems_of_files(

@@ -1,4 +1,4 @@
-"""What the system is told about the files that it keeps in memory: to write, to forget, to read ahead."""
+"""Control of the page cache: flush a range of a file, drop it, read ahead."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from smp.checkpoint.page_cache import drop_cached, flush, flushes_ranges
-from smp.checkpoint.safetensors_io import PIECE, Written, digest_of, new_digest, read_all, shown
+from smp.checkpoint.safetensors_io import PIECE, FileEntry, digest_of, new_digest, read_all, shown
 from smp.errors import RunError
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -51,7 +51,7 @@ class ReadBack:
             self._thread.start()
         self._ends.put(end // _PAGE * _PAGE)  # a page that is written in parts is read when it is whole
 
-    def compare(self, written: Written) -> None:
+    def compare(self, written: FileEntry) -> None:
         """Wait for the whole file, which is on the disk by now, and compare it with what was written.
 
         Raises:

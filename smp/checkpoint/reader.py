@@ -61,7 +61,7 @@ class CheckpointReader:
         return out
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Part of a tensor along its first axis; a tensor without axes whole."""
+        """Return rows ``start`` to ``stop`` of a tensor; one without axes whole."""
         shape = self.entries[name].shape
         if not shape:
             return self.read(name)

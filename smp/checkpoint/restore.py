@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,11 @@ from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.shards import local_part
 from smp.checkpoint.state import alike, clean_name, parameter_names, plain, state_tensors
 from smp.checkpoint.tagged_json import decode
-from smp.errors import UserError
+from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
+from smp.log import get_logger
+
+logger = get_logger(__name__)
 
 # What must be equal for the tensors to mean the same; dropout and the like may change between runs.
 ARCHITECTURE_KEYS = (
@@ -70,12 +75,58 @@ def is_script(run: dict[str, Any]) -> bool:
 
 
 def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
-    """Problems of a checkpoint's files, the reading shared among the ranks; collective, the same on all."""
+    """Return the problems of a checkpoint's files, each rank reading a share of them; collective.
+
+    Returns:
+        The same on all ranks; of local checkpoints those of all ranks, each named.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    names = list(manifest.files) if manifest.kind == "local" else list(manifest.files)[rank::world]
+    local = manifest.kind == "local"
+    names = list(manifest.files) if local else list(manifest.files)[rank::world]
+    mine = problems_of_files(path, manifest, content=content, names=names)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, problems_of_files(path, manifest, content=content, names=names))
+    dist.all_gather_object(everyone, [f"rank {rank}: {problem}" for problem in mine] if local else mine)
     return sorted({problem for problems in everyone for problem in problems})
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A checkpoint to start from, and its manifest; None for a fresh start."""
+
+    checkpoint: Path | None
+    saved: Manifest | None
+
+
+Found = TypeVar("Found", bound=Candidate)
+
+
+def first_whole(candidate: Callable[[set[Path]], Found], *, latest: bool, content: bool) -> Found:
+    """Return the first candidate whose files are as they were written; collective.
+
+    Args:
+        candidate: collective; given the checkpoints that were found damaged, returns another one, or a fresh start.
+        latest: pass over a damaged one, with a warning.
+        content: read the files; otherwise their names and sizes are compared.
+
+    Raises:
+        DamagedCheckpointError: it is damaged, and not ``latest``.
+    """
+    damaged: set[Path] = set()
+    while True:
+        found = candidate(damaged)
+        if found.checkpoint is None or found.saved is None:
+            return found
+        problems = verify_together(found.checkpoint, found.saved, content=content)
+        if not problems:
+            return found
+        error = DamagedCheckpointError(found.checkpoint, problems)
+        if not latest:
+            raise error
+        if dist.get_rank() == 0:
+            logger.warning("Passed over: %s", error)
+        # Another rank's local checkpoint of this step may be all that it has.
+        if found.saved.kind == "sharded" or any(p.startswith(f"rank {dist.get_rank()}: ") for p in problems):
+            damaged.add(found.checkpoint)
 
 
 def restore(
@@ -160,7 +211,7 @@ def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manif
 
 
 def adamw_state(parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
-    """AdamW's state before its first step."""
+    """Return AdamW's state before its first step."""
     value = parameter.detach()
     step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
     return {"step": step, "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}

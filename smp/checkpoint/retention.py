@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, and those of the lowest validation loss."""
+"""Retention: the newest checkpoints are kept, and those of the lowest validation loss."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors#format. The headers carry the
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import json
@@ -36,16 +37,16 @@ MAX_HEADER = 100_000_000  # safetensors' own bound
 _ATTEMPTS = 3
 
 
-class Written(NamedTuple):
-    """A file as it was handed to the disk."""
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and digest of a file, as it was handed to the disk."""
 
-    name: str
     size: int
     digest: str
 
 
 class Piece(NamedTuple):
-    """A tensor of a file: the part that a rank holds of ``name``, beginning at ``offsets``."""
+    """Shard of the tensor ``name`` that a rank holds and writes, beginning at ``offsets``."""
 
     name: str
     tensor: torch.Tensor  # contiguous, on the CPU
@@ -53,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies in a file: ``start`` is counted from the beginning of the file, in bytes."""
+    """Location of a tensor in a file: ``start`` counts bytes from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,7 +63,7 @@ class Stored(NamedTuple):
 
 
 def new_digest() -> Any:
-    """xxh3, 128 bits: finds damage, at the speed of memory; it is no protection against an attacker."""
+    """Return a new xxh3 digest of 128 bits: finds damage at the speed of memory, and does not stop an attacker."""
     return xxhash.xxh3_128()
 
 
@@ -114,7 +115,7 @@ def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def write_bytes(path: Path, data: bytes) -> Written:
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a new file and flush it to the disk."""
     descriptor = _create(path)
     try:
@@ -122,9 +123,6 @@ def write_bytes(path: Path, data: bytes) -> Written:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    digest = new_digest()
-    digest.update(data)
-    return Written(path.name, len(data), shown(digest))
 
 
 def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
@@ -143,10 +141,10 @@ def _header(pieces: list[Piece], metadata: dict[str, str]) -> bytes:
 
 
 def _ignore(end: int) -> None:
-    """For a writer that nobody follows."""
+    """Do nothing: the default of ``follow``."""
 
 
-def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], None] = _ignore) -> Written:
+def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], None] = _ignore) -> FileEntry:
     """Write a safetensors file and flush it to the disk; needs no memory beside the tensors.
 
     Args:
@@ -175,7 +173,7 @@ def write_tensors(path: Path, pieces: Iterable[Piece], follow: Callable[[int], N
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(path.name, offset, shown(digest))
+    return FileEntry(offset, shown(digest))
 
 
 def digest_of(path: Path, *, cached: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, by which way, and what happens when one cannot be."""
+"""Checkpoint policy of a training job: when to save, in the background or not, and what to do if a save fails."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Saver:
                 logger.info("A checkpoint in %s: %s.", storage.directory, forecast(storage.directory, nbytes))
 
     def flags(self) -> dict[str, bool]:
-        """Return what this rank has to say of a checkpoint that is being written, to be counted over all ranks."""
+        """Return the state of this rank's background write, to be counted over all ranks."""
         write = self._writing.checkpointer.writing if self._writing else None
         return {
             "save_ended": write is not None and write.ended,

@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank writes, and which it needs."""
+"""Shards of tensors: those that a rank writes, and those that it needs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _is_writer(name: str, tensor: torch.Tensor, *, rank: int, world_size: int, t
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a rank writes: its pieces, and the shapes of the tensors they belong to."""
+    """Shards that a rank writes, and dtype and shape of the tensors they are of."""
 
     pieces: list[Piece]
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pieces."""
+        """Bytes of the shards."""
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
 

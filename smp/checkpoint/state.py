@@ -1,4 +1,4 @@
-"""What is saved of a model and its optimizer: parameters, buffers, the state and settings of whatever optimizer."""
+"""State of a model and its optimizer that is saved: parameters, buffers, optimizer state and settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def alike(model: nn.Module) -> list[int]:
-    """Return the ranks of this one's tensor-parallel group, which must draw alike; itself alone where there is none."""
+    """Return the ranks of this one's tensor-parallel group, whose generators must agree; itself alone without one."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
             mesh, place = parameter.device_mesh.mesh, parameter.device_mesh.get_coordinate()
@@ -133,7 +133,7 @@ def _checked_state(key: str, name: str, value: torch.Tensor, parameter: torch.Te
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[torch.Tensor, dict[str, Any]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """All tensors that are saved, by name; loading writes into these very tensors.
+    """Return all tensors that are saved, by name; loading writes into these very tensors.
 
     Args:
         state: of the optimizer, instead of what it holds.

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, one directory that all ranks share or one of each rank, and who publishes them there."""
+"""Storage of checkpoints: one directory that all ranks share, or one of each rank, and who publishes there."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Storage:
 
     @property
     def kind(self) -> str:
-        """What its manifests say."""
+        """Kind of its manifests."""
         return "sharded" if self.shared else "local"
 
     @property
     def leads(self) -> bool:
-        """Whether this rank begins, publishes and deletes checkpoints here."""
+        """True if this rank begins, publishes and deletes checkpoints here."""
         return not self.shared or dist.get_rank() == 0
 
     def begin(self, name: str) -> Path:
@@ -102,6 +102,6 @@ class Storage:
             finish(temporary, temporary.with_name(temporary.name.removesuffix(TEMPORARY)), ranks, manifest)
 
     def remove(self, temporary: Path) -> None:
-        """Leave nothing of a checkpoint that was not published."""
+        """Delete a checkpoint that was not published."""
         if self.leads:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -24,7 +24,7 @@ _DICTS: dict[type, str] = {
 
 
 def encode(value: Any, where: str = "value", *, depth: int = 0) -> Any:
-    """Make a value of what JSON has.
+    """Return a value in types that JSON has.
 
     Args:
         value: None, bools, ints, floats, texts, tensors without axes, and lists, tuples, dicts and counters of them.

@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,25 +19,17 @@ from smp.checkpoint.layout import publish
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Chunk,
-    FileEntry,
     Manifest,
     TensorEntry,
     coverage_problem,
+    decode_entries,
     encode,
+    encode_entries,
     problems_of_files,
     size_problem,
 )
 from smp.checkpoint.read_back import ReadBack
-from smp.checkpoint.safetensors_io import (
-    DTYPE_NAMES,
-    DTYPES,
-    Piece,
-    Written,
-    strict_json,
-    sync,
-    write_bytes,
-    write_tensors,
-)
+from smp.checkpoint.safetensors_io import FileEntry, Piece, strict_json, sync, write_bytes, write_tensors
 from smp.errors import RunError
 
 # Of tensors per file: a damaged file is named and read by itself, and many hash in parallel.
@@ -81,21 +72,18 @@ def write_part(
             filled = 0
         groups[-1].append(piece)
         filled += piece.tensor.nbytes
-    files = [
-        write(directory / f"rank{rank:05d}-{number:03d}.safetensors", group)
-        for number, group in enumerate(groups)
-        if group
-    ]
-    tensors: dict[str, list[Any]] = {
-        name: [DTYPE_NAMES[dtype], list(shape), []] for name, (dtype, shape) in shapes.items()
-    }
-    for number, group in enumerate(groups):
+    files: dict[str, FileEntry] = {}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
+    for number, group in enumerate(group for group in groups if group):
+        name = f"rank{rank:05d}-{number:03d}.safetensors"
+        files[name] = write(directory / name, group)
         for piece in group:
-            tensors[piece.name][2].append([number, list(piece.offsets), list(piece.tensor.shape)])
-    write_bytes(directory / part_name(rank), json.dumps({"files": files, "tensors": tensors}).encode())
+            chunks[piece.name].append(Chunk(name, piece.offsets, tuple(piece.tensor.shape)))
+    tensors = {name: TensorEntry(*shapes[name], tuple(found)) for name, found in chunks.items()}
+    write_bytes(directory / part_name(rank), json.dumps(encode_entries(files, tensors)).encode())
 
 
-def _write_and_read_back(path: Path, pieces: list[Piece]) -> Written:
+def _write_and_read_back(path: Path, pieces: list[Piece]) -> FileEntry:
     with ReadBack(path) as back:
         written = write_tensors(path, pieces, back.follow)
         back.compare(written)
@@ -112,11 +100,6 @@ def appears(path: Path) -> bool:
     return True
 
 
-def _read_part(path: Path) -> dict[str, Any]:
-    appears(path)
-    return strict_json(path.read_bytes())
-
-
 def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manifest:
     """Return the manifest with the files and tensors that the ranks have listed.
 
@@ -126,16 +109,15 @@ def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manife
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for rank in ranks:
-        part = _read_part(directory / part_name(rank))
-        written = [Written(*file) for file in part["files"]]
-        files |= {file.name: FileEntry(file.size, file.digest) for file in written}
-        for name, (dtype, shape, found) in part["tensors"].items():
-            chunks = tuple(Chunk(written[number].name, tuple(o), tuple(n)) for number, o, n in found)
-            before = tensors.get(name)
-            entry = TensorEntry(DTYPES[dtype], tuple(shape), (before.chunks if before else ()) + chunks)
-            if before and (before.dtype, before.shape) != (entry.dtype, entry.shape):
+        path = directory / part_name(rank)
+        appears(path)
+        part_files, part_tensors = decode_entries(strict_json(path.read_bytes()))
+        files |= part_files
+        for name, entry in part_tensors.items():
+            before = tensors.get(name, dataclasses.replace(entry, chunks=()))
+            if (before.dtype, before.shape) != (entry.dtype, entry.shape):
                 raise RunError(f"checkpoint {directory} was not published: ranks disagree on the shape of {name}")
-            tensors[name] = entry
+            tensors[name] = dataclasses.replace(entry, chunks=before.chunks + entry.chunks)
     if manifest.kind == "sharded":
         for name, entry in tensors.items():
             if problem := coverage_problem(entry):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smp.checkpoint.hf_export import export_tensors, refuse_foreign_files
+from smp.checkpoint.hf_export import export_hf, refuse_foreign_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
 from smp.cli.find import existing_directory, one_checkpoint
@@ -131,11 +131,11 @@ def run(options: argparse.Namespace) -> int:
     hf_config = config_of(path, manifest)
     parameters = parameters_of(path, manifest, hf_config)
     with CheckpointReader(path, manifest) as reader:
-        export_tensors(
+        export_hf(
             parameters,
-            lambda name: reader.read(_MODEL + name),
             output,
             hf_config=hf_config,
+            whole=lambda name: reader.read(_MODEL + name),
             tokenizer_dir=tokenizer or known,
             max_shard_bytes=size,
             dtype=DTYPES[options.dtype] if options.dtype else None,

@@ -1,1 +1,1 @@
-"""What a run does when something goes wrong around it: signals, crashed and hung ranks, numbers that blow up."""
+"""Fault handling of a run: signals, crashed and hung ranks, numbers that are not finite."""

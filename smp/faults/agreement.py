@@ -1,4 +1,4 @@
-"""What ranks must know of each other: at every step boundary, and before they go on together."""
+"""Agreement of all ranks: on flags at every step boundary, on errors and values before they go on together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def count(device: torch.device, **flags: bool) -> dict[str, int]:
-    """How many ranks raised each flag; collective, with the same flags in the same order.
+    """Count the ranks that raised each flag; collective, with the same flags in the same order.
 
     Args:
-        device: where the exchanged numbers are; the one that the process group's backend needs.
+        device: of the reduced tensor; the one that the process group's backend needs.
         flags: this rank's.
     """
     raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int64, device=device)
@@ -27,7 +27,7 @@ def count(device: torch.device, **flags: bool) -> dict[str, int]:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Call ``action`` on every rank; what the user can mend on one of them is raised on all; collective.
+    """Call ``action`` on every rank, and raise a UserError of any of them on all; collective.
 
     Raises:
         UserError: the first rank's.

@@ -1,4 +1,4 @@
-"""All of it in one object, for the training program: signals, watchdog, agreement."""
+"""Fault handling of the training program in one object: signals, watchdog, agreement."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Guard:
 
     Args:
         config: the settings.
-        launch: this process's place.
-        device: where it computes.
-        run_dir: for what is written down.
+        launch: rank and world size.
+        device: of this rank.
+        run_dir: for logs.
         timeout: seconds to wait for other ranks.
     """
 
@@ -86,11 +86,11 @@ class Guard:
             )
 
     def agree(self, step: int, **flags: bool) -> tuple[dict[str, int], int]:
-        """At a step boundary: on how many ranks each flag is raised, and the status to stop with; collective.
+        """Count the ranks that raise each flag at a step boundary, and decide whether to stop; collective.
 
         Args:
             step: the last one done.
-            flags: of others, who share the exchange.
+            flags: further ones, counted in the same collective.
 
         Returns:
             The counts, and 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
@@ -105,7 +105,7 @@ class Guard:
         return counts, INTERRUPTED if counts["interrupt"] else STOPPED
 
     def part(self, status: int) -> None:
-        """All exchanges are done: from here on each rank ends by itself; collective."""
+        """Leave the job after the last collective: from here on each rank ends by itself; collective."""
         self.enter("end")
         self._count(done=True)
         self.watchdog.leave(status, self._timeout)

@@ -20,7 +20,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def _try_lock(path: Path) -> int | None:
-    """The descriptor of the locked file, or None while another process holds it."""
+    """Return the descriptor of the locked file; None while another process holds it."""
     while True:
         # A link would be followed to a file of somebody else's, which is then written over.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -1,6 +1,6 @@
-"""Losses and gradients that are not finite: found before the update, by all ranks alike, and written down.
+"""Losses and gradients that are not finite: found before the update, by all ranks alike, and logged.
 
-No exchange is added. A loss that is not finite makes all gradients of its rank NaN (:func:`spread_nonfinite`); these
+No collective is added. A loss that is not finite makes all gradients of its rank NaN (:func:`spread_nonfinite`); these
 are reduced over the ranks in any case, and so is their norm, which decides.
 """
 
@@ -30,13 +30,13 @@ SHOWN_IDS = 16
 
 
 def spread_nonfinite(loss: torch.Tensor) -> torch.Tensor:
-    """The very same loss; where it is not finite, NaN, and so are all gradients that follow from it."""
+    """Return the loss unchanged, or NaN where it is not finite: then so are all gradients that follow from it."""
     return loss * (1 + 0 * loss.detach())
 
 
 @torch.no_grad()
 def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient, in the part that this rank holds, is not finite."""
+    """Return the names of the parameters whose gradient, in this rank's shard, is not finite."""
     found = []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -48,7 +48,7 @@ def nonfinite_gradients(model: nn.Module) -> list[str]:
 
 
 class NonFinite:
-    """What happens to a step whose update would not be finite.
+    """Policy for a step whose update would not be finite: end the run, or leave the update out.
 
     Args:
         config: stop or skip.
@@ -62,7 +62,7 @@ class NonFinite:
         self, *, step: int, skipped: int, loss: float, grad_norm: float, lr: float, sample_ids: list[int],
         parameters: list[str],
     ) -> None:  # fmt: skip
-        """Write down what is known, and end the run unless the step may be left out; collective.
+        """Log the step to ``nonfinite.jsonl``, and end the run unless the update may be left out; collective.
 
         Args:
             step: whose update was not made.
@@ -124,7 +124,7 @@ def _strict(value: float) -> float | str:
 
 
 def _sentence(step: int, ranks: list[dict[str, Any]]) -> str:
-    """Who had it: the ranks whose loss is not finite, or the gradients, which all ranks then have."""
+    """Name the ranks whose loss is not finite, else the parameters whose gradients are not."""
     sources = [each for each in ranks if isinstance(each["loss"], str)]
     if sources:
         who = "; ".join(f"rank {each['rank']} ({_samples(each)})" for each in sources[:4])

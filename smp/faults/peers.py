@@ -1,4 +1,4 @@
-"""The ranks of the job as the watchdog sees them: where each is, what it last said, and whether its process lives."""
+"""The ranks of the job as the watchdog sees them: host and process, last published phase, whether it is alive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER_SECONDS = 5.0
 
 
 class Place(NamedTuple):
-    """Where a rank is: its phase, the step it is making (1-based), and since when (seconds since 1970)."""
+    """Phase of a rank, the step it is in (1-based), and since when (seconds since 1970)."""
 
     phase: str
     step: int
@@ -46,7 +46,7 @@ class Member(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank last published, as JSON: where it was, and a number that grows with every publication."""
+    """Last state that a rank published, as JSON: its phase, and a heartbeat that grows with every publication."""
 
     place: Place
     beat: int
@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What ``call`` returns, or None where it fails or takes longer: the store may be on a host that is gone."""
+    """Return the result of ``call``; None where it fails or takes longer, as the store's host may be gone."""
     found: list[T] = []
 
     def run() -> None:
@@ -73,7 +73,7 @@ def within(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def process_state(pid: int) -> str:
-    """What the system says of a process of this host, for a sentence; empty if it runs or sleeps as usual."""
+    """Describe the state of a process of this host, for a sentence; empty if it runs or sleeps as usual."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
@@ -84,17 +84,15 @@ def process_state(pid: int) -> str:
 
 
 class Members:
-    """All ranks of the job.
-
-    Making it is collective: each rank tells the others through the store where it is.
+    """All ranks of the job; making it is collective, as each publishes its host and process in the store.
 
     Args:
-        rank, size: this rank and their number.
+        rank, size: this rank and the world size.
         timeout: how long to wait for the others.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
-        self.rank, self.size = rank, size
+        self.rank = rank
         self._base = dist.distributed_c10d._get_default_store()
         self.store = dist.PrefixStore("smp/faults", self._base)
         mine = json.dumps([this_member().host, socket.gethostname(), os.getpid()])
@@ -109,21 +107,21 @@ class Members:
             self._peers = peers
 
     def dead(self) -> list[Member]:
-        """The ranks of this host whose process has ended."""
+        """Return the ranks of this host whose process has ended."""
         if self._peers is None:
             return []
         return [member for i, member in enumerate(self._here) if self._peers.died(i)]
 
     def state(self, member: Member) -> str:
-        """What the system says of a rank's process, where it is on this host: see :func:`process_state`."""
+        """Return :func:`process_state` of a rank of this host; empty for any other."""
         return process_state(member.pid) if member in self._here else ""
 
     def of_host(self, rank: int) -> list[Member]:
-        """The ranks of a rank's host, itself among them."""
+        """Return the ranks on the host of ``rank``, itself included."""
         return [member for member in self.members if member.identity == self.members[rank].identity]
 
     def connection(self) -> Any:
-        """A connection to the store of the calling thread's own: one that another thread waits in would hold it up."""
+        """Open a store connection for the calling thread: a shared one blocks while another thread waits in it."""
         base = self._base
         if hasattr(base, "clone"):
             base = base.clone()
@@ -131,7 +129,7 @@ class Members:
         return dist.PrefixStore("smp/faults", base)
 
     def seen(self) -> list[Seen | None] | None:
-        """What every rank last published; None where the store does not answer."""
+        """Return the last state published by each rank; None where the store does not answer."""
 
         def read() -> list[Seen | None]:
             store, found = self.connection(), []
@@ -151,13 +149,13 @@ def describe_hang(
     state: Callable[[Member], str] = lambda member: "",
     now: float | None = None,
 ) -> str:
-    """The sentence that says who keeps the others waiting.
+    """Name the ranks that the others wait for, in a sentence.
 
     Args:
         members: all ranks.
-        seen: what each last published.
+        seen: the last state each has published.
         silent: ranks that publish nothing any more.
-        state: what the system says of a rank's process.
+        state: describes a rank's process.
         now: seconds since 1970.
     """
     now = time.time() if now is None else now

@@ -1,4 +1,4 @@
-"""One cause, told once: the rank that fails first says why, the others say in a line that they lost it."""
+"""Report a failure once: the rank that fails first prints the cause, the others a line that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SURVIVOR_SECONDS = 2.0
 
 
 def _said(answer: bytes | None) -> tuple[int, int] | None:
-    """The rank that failed first, and its status."""
+    """Parse the rank that failed first and its exit status; None if there is none."""
     if not answer:
         return None
     rank, status = json.loads(answer)
@@ -26,13 +26,13 @@ def _said(answer: bytes | None) -> tuple[int, int] | None:
 
 
 def _claim(members: Members, rank: int, status: int) -> tuple[int, int] | None:
-    """The rank that was the first to say it fails: this one, if nobody was before; None: the store does not answer."""
+    """Register this rank as failed, and return the first that did; None if the store does not answer."""
     mine = json.dumps([rank, status])
     return _said(within(ANSWER_SECONDS, lambda: members.connection().compare_set(_FAILED, "", mine)))
 
 
 def _failed_before(members: Members) -> tuple[int, int] | None:
-    """The rank that has said it fails, if there is one and the store answers."""
+    """Return the first rank registered as failed, if there is one and the store answers."""
 
     def ask() -> bytes:
         store = members.connection()
@@ -42,15 +42,15 @@ def _failed_before(members: Members) -> tuple[int, int] | None:
 
 
 def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | None:
-    """What to raise instead of an error that follows from another rank's end; None if it is this rank's own."""
+    """Return the error to raise where another rank's end caused ``error``; None if it is this rank's own."""
     assert watchdog.members is not None
     members, place = watchdog.members, watchdog.place
-    failed_exchange = isinstance(error, RuntimeError) and not isinstance(error, RunError)
-    dead = watchdog.dead(0.0) if failed_exchange else []
+    in_collective = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+    dead = watchdog.dead(0.0) if in_collective else []
     # Its process is looked for first: a store that is gone answers with a page of C++ frames.
     gone = any(member.rank == 0 for member in dead) and not launcher_serves_store()
     # Said by a rank of this host that has ended since, too.
-    lost = unreachable(error) if failed_exchange else None
+    lost = unreachable(error) if in_collective else None
     if lost is not None:
         # The launcher that serves the store is where rank 0 is.
         gone = any(member.rank == 0 for member in members.of_host(lost.rank))
@@ -59,7 +59,7 @@ def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | Non
         first = None if gone else _claim(members, rank, 1)
         if first is None or first[0] == rank:
             return PeerError(_of_another_host(watchdog, rank, lost, error), status=1)
-    if failed_exchange and first is None:
+    if in_collective and first is None:
         dead = dead or watchdog.dead(0.3)
         if dead:
             return PeerError(watchdog.lost(dead), status=1)
@@ -70,14 +70,14 @@ def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | Non
         return None
     if isinstance(error, RunError):  # found by all ranks together
         return PeerError("", status=first[1])
-    what = "" if failed_exchange else f"; here: {type(error).__name__}: {_first_line(error)}"
+    what = "" if in_collective else f"; here: {type(error).__name__}: {_first_line(error)}"
     return PeerError(
         f"rank {rank}: ended in {place}, as rank {first[0]} has failed and said why{what}", status=first[1]
     )
 
 
 def _of_another_host(watchdog: Watchdog, rank: int, lost: Unreachable, error: Exception) -> str:
-    """The sentence of a rank that does not reach another host."""
+    """Describe the loss of a rank on another host."""
     assert watchdog.members is not None
     host = watchdog.members.of_host(lost.rank)
     ranks = f"on that host: rank{'s' if len(host) > 1 else ''} {', '.join(str(member.rank) for member in host)}"
@@ -99,7 +99,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def failing_together(watchdog: Watchdog, rank: int) -> Iterator[None]:
-    """Tell the other ranks of an error that only this one has, and this one of theirs.
+    """Propagate an error of this rank to the others, and end with theirs.
 
     Raises:
         PeerError: instead of what followed from another rank's failure.

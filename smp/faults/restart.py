@@ -1,4 +1,4 @@
-"""A job that a launcher starts again and again from the same step will not get further: it is told to give up."""
+"""Crash loops: a job that is restarted from the same step again and again will not get further, and gives up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAME_STARTS = 3
 
 
 def is_crash_loop(run_dir: Path, restart: int, step: int) -> bool:
-    """Note where this start begins, and tell whether the ones before it began there too; for rank 0 alone.
+    """Record the step of this start, and tell whether those before it began there too; for rank 0 alone.
 
     Args:
         run_dir: where the note is kept.

@@ -48,12 +48,12 @@ class StopRequest:
 
     @property
     def raised(self) -> bool:
-        """Whether this rank has been asked to stop."""
+        """True once this rank was asked to stop."""
         return self.signal is not None
 
     @property
     def interrupted(self) -> bool:
-        """Whether that was with Ctrl-C."""
+        """True if that was with Ctrl-C."""
         return self.signal == signal.SIGINT
 
     def __enter__(self) -> StopRequest:
@@ -103,11 +103,11 @@ class StopRequest:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """What Python must have as a handler for a signal to be written to the pipe."""
+    """Do nothing: Python writes a signal to the pipe only where it has a handler."""
 
 
 def _forget_in_child() -> None:
-    """A forked process is not asked to stop through its parent's pipe, and ends as a process does."""
+    """Restore default signal handling in a forked process: its signals must not reach the parent's pipe."""
     for request in list(_active):
         signal.set_wakeup_fd(-1)
         for number in request._previous:

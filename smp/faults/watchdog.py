@@ -1,9 +1,9 @@
-"""A thread that watches the rank it lives in: is it stuck, has a peer died?
+"""Watch this rank from a thread of its own: has it hung, has a rank of this host died?
 
-The main thread says where it is with :meth:`Watchdog.enter`. Two threads read that. One publishes it to the store, so
-that others know where this rank was last; a process that is stopped publishes nothing, which tells on it. The other one
-never waits for anything but time, and ends the process where the main thread cannot: it hangs in a collective that
-nobody will complete, or has not noticed that there is nobody left to work with.
+The main thread records its phase with :meth:`Watchdog.enter`. Two threads read that. One publishes it to the store, for
+the other ranks; a process that is stopped publishes nothing, and so is found. The other one waits for nothing but time,
+and ends the process where the main thread cannot: it hangs in a collective that nobody will complete, or has not
+noticed that a peer has died.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENIENT = {"start": 6.0, "checkpoint": 6.0}  # loading weights and writing large
 
 
 class Watchdog:
-    """See the module.
+    """Heartbeat and timeout of this rank; see the module.
 
     Args:
         rank: this rank.
@@ -42,7 +42,7 @@ class Watchdog:
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
         self._connected = False
         self._stopped = threading.Event()
-        self._leaving: tuple[float, int, str] | None = None  # deadline (monotonic), status, what is to be said
+        self._leaving: tuple[float, int, str] | None = None  # deadline (monotonic), status, text
         self._threads = [threading.Thread(target=self._watch, name="smp-watchdog", daemon=True)]
 
     # --- the main thread's side
@@ -52,7 +52,7 @@ class Watchdog:
         self._threads[0].start()
 
     def connect(self, members: Members | None) -> None:
-        """Begin to count the time in each phase, to watch the other ranks and to tell them where this one is.
+        """Start the timeout of each phase, the watch for dead ranks, and the publication of this rank's phase.
 
         Args:
             members: all ranks; None for a job of one.
@@ -65,16 +65,16 @@ class Watchdog:
         self._threads[-1].start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Say where the main thread is now; the same step as before if none is given."""
+        """Record the phase of the main thread; the same step as before if none is given."""
         self.place = Place(phase, self.place.step if step is None else step, time.time())
 
     def leave(self, status: int, seconds: float, text: str = "") -> None:
-        """The rank has nothing more to do with the others: their end is none of its business.
+        """Stop watching the other ranks, and end this process if it has not ended in time.
 
         Args:
-            status: the exit status it will have.
-            seconds: after which it is ended, whatever still holds it.
-            text: to be printed then.
+            status: exit status.
+            seconds: after which the process is ended, whatever still holds it.
+            text: printed then.
         """
         self._leaving = (time.monotonic() + seconds, status, text)
 
@@ -86,7 +86,7 @@ class Watchdog:
                 thread.join(timeout=2 * TICK_SECONDS)
 
     def dead(self, seconds: float) -> list[Member]:
-        """The ranks of this host that have died, once one has; none after ``seconds`` without one."""
+        """Wait up to ``seconds`` for a rank of this host to die; return those that have."""
         end = time.monotonic() + seconds
         while True:
             dead = self.members.dead() if self.members is not None else []
@@ -95,7 +95,7 @@ class Watchdog:
             time.sleep(0.02)
 
     def lost(self, dead: list[Member]) -> str:
-        """The sentence of a rank that outlives others."""
+        """Describe the loss of ranks of this host."""
         who = " and ".join(f"rank {m.rank} (pid {m.pid})" for m in dead)
         return f"rank {self._rank}: lost {who} in {self.place}: {'it has' if len(dead) == 1 else 'they have'} ended"
 
@@ -130,7 +130,7 @@ class Watchdog:
                     os._exit(1)
 
     def _report(self, place: Place, age: float) -> None:
-        """Say who hangs, once for the whole job, and where this process is."""
+        """Print which ranks hang, once for the whole job, and the stacks of this process."""
         if self.members is None:
             self._print_report(f"rank {self._rank} has been in {place} for {age:.0f} s")
             return

@@ -18,7 +18,7 @@ from smp.checkpoint.layout import (
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest, read_manifest
-from smp.checkpoint.restore import check_architecture, is_script, verify_together
+from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
@@ -32,19 +32,15 @@ logger = get_logger("train")
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """Start of a run, as a checkpoint, or none, decides it.
+class Start(Candidate):
+    """A checkpoint to resume from, or none, and what it decides of a run.
 
     Attributes:
-        checkpoint: to resume from, or None.
-        saved: its manifest.
-        progress: at which the run begins.
+        progress: where the run begins.
         global_batch_size: samples of a step over all ranks.
         max_steps: the step to stop at.
     """
 
-    checkpoint: Path | None
-    saved: Manifest | None
     progress: TrainState
     global_batch_size: int
     max_steps: int
@@ -81,29 +77,25 @@ def agree_on_start(plan: RunPlan) -> Start:
         UserError: on every rank; the checkpoint that was named is damaged, or there is none that can be resumed from,
             or ranks would start from different ones.
     """
-    settings, damaged = plan.config.checkpoint, set[Path]()
-    while True:
-        chosen = together(functools.partial(choose_start, plan, damaged))
-        by_all = settings.is_local and settings.resume_from_checkpoint == LATEST
-        if by_all:
-            chosen = _common_start(plan)
+    settings = plan.config.checkpoint
+    latest = settings.resume_from_checkpoint == LATEST
+
+    def candidate(damaged: set[Path]) -> Start:
+        if settings.is_local and latest:
+            together(functools.partial(choose_start, plan, set()))  # for what it refuses
+            chosen = _common_start(plan, damaged)
+        else:
+            chosen = together(functools.partial(choose_start, plan, damaged))
         start = together(functools.partial(resolve, plan, chosen))
         require_agreement(plan, start)
-        if start.saved is None or start.checkpoint is None or by_all:
-            return start
-        problems = verify_together(start.checkpoint, start.saved, content=settings.verify_checkpoint == "full")
-        if not problems:
-            return start
-        if settings.resume_from_checkpoint != LATEST:
-            raise DamagedCheckpointError(start.checkpoint, problems)
-        if plan.launch.is_main:
-            logger.warning("Passed over: %s", DamagedCheckpointError(start.checkpoint, problems))
-        damaged.add(start.checkpoint)
+        return start
+
+    return first_whole(candidate, latest=latest, content=settings.verify_checkpoint == "full")
 
 
-def _common_start(plan: RunPlan) -> Path | None:
+def _common_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
     """Return the newest local checkpoint that every rank has; collective."""
-    chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name))
+    chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged))
     if chosen is None:
         together(lambda: _refuse_logged(plan, fresh=True))
         for directory in plan.checkpoint_dirs:  # of a run that ended in its first save
