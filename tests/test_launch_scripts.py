@@ -51,7 +51,7 @@ def scripts(name):
     """Every shell script for an environment, by kind."""
     job = job_of(**ENVIRONMENTS[name])
     node = script.node_script(job, place="nnodes=1 node_rank=0 address=a port=1", name="x")
-    few = slurm.SlurmOptions("x", max_requeues=0, exclusive=False)  # --shared, --max_requeues 0
+    few = slurm.SlurmOptions("x", max_requeues=0, exclusive=False, cpus_per_task=1)  # --shared, --max_requeues 0
     every = slurm.SlurmOptions(
         "x", partition="p", account="a", qos="q", constraint="c", time="1-0", cpus_per_task=8, signal_seconds=9
     )

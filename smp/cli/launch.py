@@ -28,7 +28,7 @@ from smp.launch.command_line import (
 from smp.launch.hostfile import hostfile_script, read_hosts
 from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
 from smp.launch.script import RESUME, Job, local_command, local_script
-from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
+from smp.launch.slurm import SlurmOptions, slurm_script
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8
@@ -60,7 +60,7 @@ _BOUNDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     for name, (summary, add, _) in _TARGETS.items():
         target = targets.add_parser(name, help=summary, description=summary)
@@ -246,7 +246,7 @@ def _require_kept(options: argparse.Namespace, found: Checked) -> None:
 
 
 def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int]:
-    """Processes and GPUs of each node."""
+    """Return processes and GPUs of each node."""
     gpus = options.gpus_per_node
     if slots is not None and gpus not in (None, 0, slots):
         raise UserError(
@@ -278,14 +278,14 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _checked(options: argparse.Namespace, words: list[str]) -> Checked | None:
-    """The training flags as the job reads them; None where they are another script's."""
+    """Read the training flags as the job does; return None where they are another script's."""
     if options.script is not None and Path(options.script).name != "train_lib.py":
         return None
     return check_words(words, Path(options.workdir))
 
 
 def _unchecked(words: list[str]) -> str:
-    """Says, on standard error too, that the training flags were not looked at."""
+    """Return, and print, a note that the training flags were not checked."""
     note = "The training flags were not checked, and no sizes chosen: they are of another script."
     if "config" in _flags(words):
         note += f" What the file of --config says of {RESUME} and --output_dir is not known: name them among the flags."
@@ -294,7 +294,7 @@ def _unchecked(words: list[str]) -> str:
 
 
 def _name(options: argparse.Namespace, words: list[str]) -> str:
-    """The job's: the model's, where none is given."""
+    """Return the job's name: the model's, where none is given."""
     if getattr(options, "job_name", None):
         return str(options.job_name)
     model = value_of(words, "--model") or "smp"
@@ -310,7 +310,6 @@ def _slurm(options: argparse.Namespace) -> str:
         exclusive=not options.shared, gres=not options.no_gres, signal_seconds=options.signal_seconds,
         max_requeues=options.max_requeues, max_failures=options.max_failures, **own,
     )  # fmt: skip
-    require_possible(known)
     return slurm_script(job, known)
 
 

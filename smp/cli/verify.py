@@ -7,7 +7,6 @@ Exit status 0: all are whole; 1: at least one is damaged or has no manifest; 2: 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from smp.checkpoint.layout import quick_problems
 from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
 from smp.cli.find import checkpoints_at, existing_directory, interrupted_at
 from smp.cli.output import Progress, shown
+from smp.comm.futex import cores
 from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
 
@@ -26,12 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("directory", help="a checkpoint, or a directory that holds some, such as a run's")
     parser.add_argument("--quick", action="store_true", help="manifest, names and sizes only; reads no tensor file")
-
-
-def _threads() -> int:
-    # macOS has no affinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_THREADS, cores)
 
 
 def _groups(manifest: Manifest, number: int) -> list[list[str]]:
@@ -49,7 +43,7 @@ def problems_of(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
     problems = quick_problems(path, manifest)
     if problems or not content:
         return problems
-    threads = _threads()
+    threads = min(_MOST_THREADS, cores())
     with Progress(f"reading {shown(path.name)}", manifest.nbytes) as progress, ThreadPoolExecutor(threads) as pool:
 
         def read(names: list[str]) -> list[str]:
@@ -76,7 +70,7 @@ def verified(path: Path, *, content: bool) -> Manifest:
 
 
 def _report(path: Path, name: str, *, content: bool) -> bool:
-    """Print what was found; whether the checkpoint is whole."""
+    """Print what was found; return whether the checkpoint is whole."""
     started = time.perf_counter()
     try:
         manifest = read_manifest(path)

@@ -1,4 +1,4 @@
-"""The words of a training command: checked as the job checks them, and quoted for shells."""
+"""The arguments of a training command: checked as the job checks them, and quoted for shells."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Checked:
 
     @property
     def named(self) -> frozenset[str]:
-        """Those that were given a value: every run's own ``config.yaml`` names all, with null for none."""
+        """Settings that were given a value: every run's own ``config.yaml`` names all, with null for none."""
         return frozenset(name for name in self.given if self.settings.get(name) not in (None, "", []))
 
 
@@ -59,13 +59,13 @@ def check_words(words: Sequence[str], directory: Path) -> Checked:
 
 
 def _texts(value: Any) -> list[str]:
-    """The strings of a setting: itself, or a list's."""
+    """Return the strings of a setting: itself, or a list's."""
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, str)]
 
 
 def require_plain(name: str, value: str) -> str:
-    """A value that may stand in a script.
+    """Return a value that may stand in a script.
 
     Raises:
         UserError: it holds a line break or another control character, or looks like a secret.
@@ -86,7 +86,7 @@ def _require_printable(name: str, value: str) -> None:
 
 
 def require_plain_words(words: Sequence[str]) -> list[str]:
-    """Words of a training command that may stand in a script.
+    """Return arguments of a training command that may stand in a script.
 
     Raises:
         UserError: see :func:`require_plain`.
@@ -99,10 +99,10 @@ def require_plain_words(words: Sequence[str]) -> list[str]:
 
 
 def require_match(name: str, value: str, pattern: str, allowed: str) -> None:
-    """Refuse a value that is not as ``pattern`` says; ``allowed`` says it in words.
+    """Refuse a value that does not match ``pattern``; ``allowed`` describes the pattern.
 
     Raises:
-        UserError: with them.
+        UserError: naming the value and what is allowed.
     """
     if re.fullmatch(pattern, value, re.ASCII) is None:
         raise UserError(f"{name} {value!r} is not allowed: give {allowed}")
@@ -124,9 +124,9 @@ def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: 
     """
     for name in _WRITTEN:
         for given in _texts(found.settings.get(name)):
-            place = os.path.normpath(os.path.join(workdir, given))
-            if not any(Path(place).is_relative_to(os.path.normpath(root)) for root in roots):
-                where = "" if place == given else f", {place} of the container,"
+            path = os.path.normpath(os.path.join(workdir, given))
+            if not any(Path(path).is_relative_to(os.path.normpath(root)) for root in roots):
+                where = "" if path == given else f", {path} of the container,"
                 raise UserError(
                     f"--{name} {given}{where} is on none of its mounts, so that what is written there ends with the "
                     f"container: choose a directory under {' or '.join(roots)}{advice}"
@@ -134,7 +134,7 @@ def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: 
 
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
-    """The value that the last ``FLAG VALUE`` or ``FLAG=VALUE`` gives, or None."""
+    """Return the value that the last ``FLAG VALUE`` or ``FLAG=VALUE`` gives, or None."""
     found = None
     for index, word in enumerate(words):
         if word.startswith(f"{flag}="):
@@ -145,12 +145,12 @@ def value_of(words: Sequence[str], flag: str) -> str | None:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Words for a POSIX shell, each as it is."""
+    """Quote arguments for a POSIX shell."""
     return " ".join(shlex.quote(word) for word in words)
 
 
 def quoted_lines(words: Sequence[str], *, indent: str = "    ") -> str:
-    """The same, each flag with its values on a line of its own."""
+    """Quote arguments, each flag with its values on a line of its own."""
     lines: list[list[str]] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -160,6 +160,6 @@ def quoted_lines(words: Sequence[str], *, indent: str = "    ") -> str:
 
 
 def comment(lines: Iterable[str]) -> str:
-    """Lines of a shell or YAML comment, whatever they hold: none ends before its time, and none shows a secret."""
+    """Return lines as a shell or YAML comment, whatever they hold: none ends early, and none shows a secret."""
     shown = ("".join(c if c.isprintable() else " " for c in redact(line)) for line in lines)
     return "\n".join(f"# {line}".rstrip() for line in shown)

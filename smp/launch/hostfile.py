@@ -14,7 +14,7 @@ _LINE = re.compile(r"(?P<host>(?:[\w.-]+@)?[A-Za-z0-9][\w.-]*)(?:\s+slots=(?P<sl
 
 
 def read_hosts(path: Path) -> tuple[list[str], int | None]:
-    """The hosts of a file with lines ``HOST slots=N`` or ``HOST``, and the slots of each, if they are given.
+    """Read the hosts of a file with lines ``HOST slots=N`` or ``HOST``, and the slots of each, if they are given.
 
     Raises:
         UserError: it cannot be read, has another line, names a host twice, or hosts differ in slots.
@@ -53,7 +53,7 @@ def read_hosts(path: Path) -> tuple[list[str], int | None]:
 
 
 def hostfile_script(job: Job, hosts: list[str], port: int) -> str:
-    """The script's text.
+    """Return the script's text.
 
     Args:
         hosts: as ``ssh`` takes them; the first one has rank 0.
