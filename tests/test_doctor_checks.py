@@ -424,13 +424,14 @@ def together(check, size, hosts="aa", **settings):
         ctx = context(Request(flags), Launch(dist.get_rank(), size, dist.get_rank(), size))
         ctx.state.update(backend=dist.get_backend(), hosts=hosts, store=dist.distributed_c10d._get_default_store())
         assert Check("it", check, "job").run(ctx), ctx.report
-        return ctx.report
+        return ctx.report.as_json()
 
     first, *others = run_ranks(run, world_size=size)
     assert not any(each.error for each in (first, *others)), first.error
-    assert not any(outcome.result.findings for outcome in others)
-    [finding] = first.result.findings
-    return finding.status, finding.message, first.result.measurements
+    found = Report.from_json(first.result)
+    assert not any(Report.from_json(outcome.result).findings for outcome in others)
+    [finding] = found.findings
+    return finding.status, finding.message, found.measurements
 
 
 def test_a_backend_that_falls_back_says_why(monkeypatch):

@@ -150,7 +150,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.Node:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else '"')
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
