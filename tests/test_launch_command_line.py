@@ -12,7 +12,7 @@ import yaml
 from smp.cli import launch
 from smp.cli import main as smp
 from smp.launch import kubernetes, script
-from smp.launch.command_line import check_words, comment, value_of
+from smp.launch.command_line import check_arguments, comment, value_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
@@ -101,7 +101,7 @@ def test_no_value_of_a_config_ends_a_comment(tmp_path):
 def test_secrets_of_a_config_stay_there(tmp_path):
     """They are refused among the flags, which the script shows."""
     named = configured(tmp_path, training_dir="s3://me:hunter2@host/x")
-    assert check_words(list(map(str, named)), ROOT).settings["training_dir"] == "s3://me:hunter2@host/x"
+    assert check_arguments(list(map(str, named)), ROOT).settings["training_dir"] == "s3://me:hunter2@host/x"
     text = written("local", *HERE, "--", *named)
     assert "hunter2" not in text and "run.yaml" in text
 

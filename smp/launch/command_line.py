@@ -34,7 +34,7 @@ class Checked:
         return frozenset(name for name in self.given if self.settings.get(name) not in (None, "", []))
 
 
-def check_words(words: Sequence[str], directory: Path) -> Checked:
+def check_arguments(arguments: Sequence[str], directory: Path) -> Checked:
     """Read training flags as the job does.
 
     Args:
@@ -44,15 +44,15 @@ def check_words(words: Sequence[str], directory: Path) -> Checked:
         ConfigError: with every problem found.
         UserError: they ask for help instead of a job.
     """
-    if {"--help", "-h"} & set(words):
+    if {"--help", "-h"} & set(arguments):
         raise UserError(
             "the training flags ask for help instead of a job: leave --help out, and read it with `python -m smp.train "
             "--help`"
         )
     with contextlib.chdir(directory if directory.is_dir() else "."):
-        config = parse_args(words)
+        config = parse_args(arguments)
     found = Checked(config.flat(), config.given)
-    for name in sorted(found.given):  # a --config file can hold what no word may
+    for name in sorted(found.given):  # a --config file can hold what no argument may
         for value in _texts(found.settings.get(name)):
             _require_printable(f"--{name}", value)
     return found
@@ -85,17 +85,17 @@ def _require_printable(name: str, value: str) -> None:
         )
 
 
-def require_plain_words(words: Sequence[str]) -> list[str]:
+def require_plain_arguments(arguments: Sequence[str]) -> list[str]:
     """Return arguments of a training command that may stand in a script.
 
     Raises:
         UserError: see :func:`require_plain`.
     """
     flag = "the training flag"
-    for word in words:
-        require_plain(flag, word)
-        flag = word if word.startswith("--") else flag
-    return list(words)
+    for argument in arguments:
+        require_plain(flag, argument)
+        flag = argument if argument.startswith("--") else flag
+    return list(arguments)
 
 
 def require_match(name: str, value: str, pattern: str, allowed: str) -> None:
@@ -133,29 +133,29 @@ def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: 
                 )
 
 
-def value_of(words: Sequence[str], flag: str) -> str | None:
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
     """Return the value that the last ``FLAG VALUE`` or ``FLAG=VALUE`` gives, or None."""
     found = None
-    for index, word in enumerate(words):
-        if word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-        elif word == flag:
-            found = words[index + 1] if index + 1 < len(words) else ""
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            found = argument.partition("=")[2]
+        elif argument == flag:
+            found = arguments[index + 1] if index + 1 < len(arguments) else ""
     return found
 
 
-def quoted(words: Iterable[str]) -> str:
+def quoted(arguments: Iterable[str]) -> str:
     """Quote arguments for a POSIX shell."""
-    return " ".join(shlex.quote(word) for word in words)
+    return " ".join(shlex.quote(argument) for argument in arguments)
 
 
-def quoted_lines(words: Sequence[str], *, indent: str = "    ") -> str:
+def quoted_lines(arguments: Sequence[str], *, indent: str = "    ") -> str:
     """Quote arguments, each flag with its values on a line of its own."""
     lines: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not lines:
+    for argument in arguments:
+        if argument.startswith("--") or not lines:
             lines.append([])
-        lines[-1].append(word)
+        lines[-1].append(argument)
     return "\n".join(indent + quoted(line) for line in lines)
 
 

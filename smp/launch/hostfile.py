@@ -66,7 +66,7 @@ def hostfile_script(job: Job, hosts: list[str], port: int) -> str:
         "COMMENTS": comment(job.comments),
         "HOSTS": quoted(hosts),
         "PORT": str(port),
-        "WORDS": quoted_lines(with_resume(job)),
+        "ARGUMENTS": quoted_lines(with_resume(job)),
         "NODE": node_script(job, place=place, name=f'"smp-{own}-$port-$node_rank"', controlled=True),
     }
     return filled("hostfile.sh", values)

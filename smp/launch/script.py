@@ -26,7 +26,7 @@ class Job:
         processes: on each.
         workdir: where it runs, on all nodes.
         program: what Python starts there: a file, or ``-m`` and a module.
-        words: its flags, with those that were chosen.
+        arguments: its flags, with those that were chosen.
         resumes: whether these name a checkpoint to start from.
         comments: on them, for the script's head.
         venv: a virtual environment to activate; or
@@ -41,7 +41,7 @@ class Job:
     processes: int
     workdir: str
     program: list[str]
-    words: list[str]
+    arguments: list[str]
     resumes: bool
     comments: list[str]
     venv: str | None = None
@@ -126,12 +126,12 @@ def local_command(job: Job) -> list[str]:
 
 def with_resume(job: Job) -> list[str]:
     """Return the training flags, which resume where an earlier start has ended."""
-    return job.words if job.resumes else [*job.words, RESUME, "latest"]
+    return job.arguments if job.resumes else [*job.arguments, RESUME, "latest"]
 
 
 def local_script(job: Job) -> str:
     """Return a bash script of that command."""
-    start, words = local_command(job)[: -len(with_resume(job))], quoted_lines(with_resume(job))
-    lines = words.replace("\n", " \\\n")
+    start = local_command(job)[: -len(with_resume(job))]
+    lines = quoted_lines(with_resume(job)).replace("\n", " \\\n")
     where = f"cd {shlex.quote(job.workdir)} || exit 2"
     return f"#!/bin/bash\n{comment(job.comments)}\n{where}\nexec {quoted(start)} \\\n{lines}\n"

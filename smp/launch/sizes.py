@@ -29,11 +29,11 @@ class Choice:
     """The sizes that were chosen.
 
     Args:
-        words: the flags that were not given, with their values.
+        arguments: the flags that were not given, with their values.
         lines: an account of them, for the script's head.
     """
 
-    words: list[str]
+    arguments: list[str]
     lines: list[str]
 
 
@@ -155,7 +155,9 @@ def _choice(
     }
     if "sharding_strategy" in given:
         del chosen["hybrid_shard_degree"]  # which may stand against it; the strategy decides
-    words = [word for name, value in chosen.items() if name not in given for word in (f"--{name}", str(value))]
+    arguments = [
+        argument for name, value in chosen.items() if name not in given for argument in (f"--{name}", str(value))
+    ]
     tokens = work.micro_batch_size * work.sequence_length * mesh.data.size
     lines = [
         f"{resolved.name}: {shape.parameters:,} parameters, {work.sequence_length} tokens a sample, on "
@@ -163,4 +165,4 @@ def _choice(
         f"{tokens:,} tokens in each round of forward passes; predicted peak {needed / GIB:.1f} GiB of each GPU.",
         *degree_table(shape, work, mesh).splitlines(),
     ]
-    return Choice([*words, *layout.extra], lines)
+    return Choice([*arguments, *layout.extra], lines)

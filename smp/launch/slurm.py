@@ -64,15 +64,15 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         step += f"step_options+=(--cpus-per-task={options.cpus_per_task})\n"
     if job.container == "enroot":
         mounts = ",".join((f"{job.workdir}:{job.workdir}", *job.mounts))
-        words = (f"--container-image={job.image}", f"--container-mounts={mounts}", f"--container-workdir={job.workdir}")
-        step += "".join(f"step_options+=({shlex.quote(word)})\n" for word in words)
+        extra = (f"--container-image={job.image}", f"--container-mounts={mounts}", f"--container-workdir={job.workdir}")
+        step += "".join(f"step_options+=({shlex.quote(word)})\n" for word in extra)
     values = {
         "DIRECTIVES": "\n".join(f"#SBATCH --{directive}" for directive in _directives(job, options)),
         "COMMENTS": comment(job.comments),
         "WORKDIR": shlex.quote(job.workdir),
         "MAX_REQUEUES": str(options.max_requeues),
         "MAX_FAILURES": str(options.max_failures),
-        "WORDS": quoted_lines(with_resume(job)),
+        "ARGUMENTS": quoted_lines(with_resume(job)),
         "RESUME": later if job.resumes else "",
         "NODE": node_script(job, place=place, name=_NAME),
         "NODES": str(job.nodes),
