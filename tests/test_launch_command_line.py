@@ -126,7 +126,7 @@ def test_words_survive_kubernetes(kind):
         assert container["volumeMounts"][0]["mountPath"] == "/\U0001f600"
     read = [as_kubernetes(word, {"HOME": "/root"}) for word in args]
     assert read[2:] == script.with_resume(job) and container["image"] == "smp:\U0001f600"
-    assert read[0].strip() == script.node_script(job, place=kubernetes._PLACE, first=True).strip()
+    assert read[0].strip() == script.node_script(job, rank_info=kubernetes._RANK_INFO, first=True).strip()
 
 
 def test_restarts_of_all_pods_are_counted_together():

@@ -113,7 +113,7 @@ def test_a_pod_ends_by_a_signal_that_comes_before_python_asks_for_it(tmp_path):
     stub.parent.mkdir()
     stub.write_text(f"#!/bin/bash\ntouch {tmp_path}/up\nexec sleep 3600\n")
     stub.chmod(0o755)
-    text = script.node_script(job_of(workdir=str(tmp_path)), place=kubernetes._PLACE, first=True)
+    text = script.node_script(job_of(workdir=str(tmp_path)), rank_info=kubernetes._RANK_INFO, first=True)
     environment = os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
     pod = subprocess.Popen([*alone, "bash", "-c", text, "smp-node"], env=environment)
     try:

@@ -50,7 +50,7 @@ ENVIRONMENTS = {
 def scripts(name):
     """Every shell script for an environment, by kind."""
     job = job_of(**ENVIRONMENTS[name])
-    node = script.node_script(job, place="nnodes=1 node_rank=0 address=a port=1", name="x")
+    node = script.node_script(job, rank_info="nnodes=1 node_rank=0 address=a port=1", name="x")
     few = slurm.SlurmOptions("x", max_requeues=0, exclusive=False, cpus_per_task=1)  # --shared, --max_requeues 0
     every = slurm.SlurmOptions(
         "x", partition="p", account="a", qos="q", constraint="c", time="1-0", cpus_per_task=8, signal_seconds=9
@@ -113,9 +113,14 @@ def test_a_container_over_ssh_has_its_jobs_name():
 
 def test_marks_in_values_stay_as_they_are():
     words = ["--output_dir", "/x/@@MAX_REQUEUES@@/@@NODE@@/@@PORT@@", "@@SCRIPT@@"]
-    job = job_of(arguments=words, workdir="/@@PLACE@@", program=["@@COMMENTS@@.py"])
+    job = job_of(arguments=words, workdir="/@@RANK_INFO@@", program=["@@COMMENTS@@.py"])
     for text in (slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@")), hostfile.hostfile_script(job, ["a"], 1)):
-        assert words[1] in text and words[2] in text and "cd /@@PLACE@@ || exit 2" in text and "@@COMMENTS@@.py" in text
+        assert (
+            words[1] in text
+            and words[2] in text
+            and "cd /@@RANK_INFO@@ || exit 2" in text
+            and "@@COMMENTS@@.py" in text
+        )
     assert "#SBATCH --job-name=@@NODES@@\n" in slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@"))
 
 

@@ -57,7 +57,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How two tensors of one name differ: in how many elements, and by how much at most."""
+    """The difference of two tensors of one name: the number of elements that differ, and the largest distance."""
 
     name: str
     count: int
@@ -106,8 +106,8 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
 
 def _counts(name: str) -> bool:
     """Tell whether a difference in it makes the two different."""
-    place = name.startswith("setting.") and name.endswith(("_dir", "resume_from_checkpoint"))
-    return name != "saved_at" and not place
+    directory = name.startswith("setting.") and name.endswith(("_dir", "resume_from_checkpoint"))
+    return name != "saved_at" and not directory
 
 
 def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:

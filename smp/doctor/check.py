@@ -63,11 +63,11 @@ class Request:
 
 
 class CheckContext:
-    """What a check examines, and the report that it adds to.
+    """The request, the rank and the report of a check.
 
     Args:
         request: what to examine.
-        launch: this rank's place among the processes.
+        launch: this rank and its job's size.
         report: takes findings and measurements.
         publish: called after each of them.
     """

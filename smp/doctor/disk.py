@@ -1,4 +1,4 @@
-"""Where the run will write: permission, room, time, locks and links."""
+"""The directories that the run will write to: permission, room, time, locks and links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smp.comm.report import readable
 from smp.doctor.check import CheckContext
 from smp.errors import UserError
 
-_PROBE = 32 << 20  # bytes to write where no model says how large a checkpoint is
+_PROBE = 32 << 20  # bytes of a checkpoint where no model is known
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 

@@ -38,7 +38,7 @@ class Worker:
 
     Args:
         request: what to examine.
-        launch: the rank's place among the processes.
+        launch: the rank and its job's size.
         checks: where the checks are, as ``module:name``.
         environment: changes of the child's environment.
     """

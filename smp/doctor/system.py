@@ -128,7 +128,7 @@ def contradictions(
 
     Args:
         values: the environment.
-        launch: this process's place among those of the job.
+        launch: this process's rank and its job's size.
         present: the host's interfaces.
         resolve: finds the address of a name, or raises OSError.
     """
@@ -195,7 +195,7 @@ def check_environment(ctx: CheckContext) -> None:
         ctx.problem(str(error))
         clean = False
     shown = {name: values[name] for name in SHOWN if name in values}
-    # A proxy's address may hold a password: its name says enough.
+    # A proxy's address may hold a password: its name is enough.
     proxies = sorted(name for name in values if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     ctx.measure("environment", shown | dict.fromkeys(proxies, "(set)"))
     if clean:

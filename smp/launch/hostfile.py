@@ -61,12 +61,12 @@ def hostfile_script(job: Job, hosts: list[str], port: int) -> str:
     """
     # A container of the same name is one that an earlier start has left: no other job may come to it.
     own = hashlib.sha256(repr((hosts, job)).encode()).hexdigest()[:12]
-    place = "nnodes=$1 node_rank=$2 address=$3 port=$4\nshift 4"
+    rank_info = "nnodes=$1 node_rank=$2 address=$3 port=$4\nshift 4"
     values = {
         "COMMENTS": comment(job.comments),
         "HOSTS": quoted(hosts),
         "PORT": str(port),
         "ARGUMENTS": quoted_lines(with_resume(job)),
-        "NODE": node_script(job, place=place, name=f'"smp-{own}-$port-$node_rank"', controlled=True),
+        "NODE": node_script(job, rank_info=rank_info, name=f'"smp-{own}-$port-$node_rank"', controlled=True),
     }
     return filled("hostfile.sh", values)

@@ -13,7 +13,7 @@ from smp.launch.command_line import comment
 from smp.launch.script import RESUME, Job, node_script, with_resume
 
 # Trainer v2 sets these; v1 has other names for the last two.
-_PLACE = (
+_RANK_INFO = (
     "nnodes=$PET_NNODES node_rank=$PET_NODE_RANK address=${PET_MASTER_ADDR:-$MASTER_ADDR} "
     "port=${PET_MASTER_PORT:-$MASTER_PORT}"
 )
@@ -77,7 +77,7 @@ def train_job(job: Job, options: KubernetesOptions) -> str:
     }
     runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": job_set}}
     trainer: dict[str, Any] = {"numNodes": job.nodes, "numProcPerNode": job.processes, "image": job.image}
-    trainer |= _command(job, f"{_PLACE}\n{_LATER}" if job.resumes else _PLACE)
+    trainer |= _command(job, f"{_RANK_INFO}\n{_LATER}" if job.resumes else _RANK_INFO)
     if resources := _resources(job, options):
         trainer["resourcesPerNode"] = resources
     reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": options.name}
@@ -90,7 +90,7 @@ def train_job(job: Job, options: KubernetesOptions) -> str:
 
 def pytorch_job(job: Job, options: KubernetesOptions) -> str:
     """Return a PyTorchJob."""
-    container = {"name": "pytorch", "image": job.image} | _command(job, _PLACE)
+    container = {"name": "pytorch", "image": job.image} | _command(job, _RANK_INFO)
     if resources := _resources(job, options):
         container["resources"] = resources
     replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(container, options)}}
@@ -128,12 +128,12 @@ def _pod(container: dict[str, Any], options: KubernetesOptions) -> dict[str, Any
     }
 
 
-def _command(job: Job, place: str) -> dict[str, Any]:
+def _command(job: Job, rank_info: str) -> dict[str, Any]:
     """Return what a node runs, with the training flags as arguments.
 
     Kubernetes puts variables' values into ``$(NAME)``, and reads ``$$`` as ``$``.
     """
-    node = node_script(dataclasses.replace(job, container=None), place=place, first=True) + "\n"
+    node = node_script(dataclasses.replace(job, container=None), rank_info=rank_info, first=True) + "\n"
     arguments = [re.sub(r"\$(?=[$(])", "$$", word) for word in (node, "smp-node", *with_resume(job))]
     return {"command": ["/bin/bash", "-c"], "args": arguments}
 

@@ -67,11 +67,11 @@ def filled(name: str, values: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def node_script(job: Job, *, place: str, name: str = "", controlled: bool = False, first: bool = False) -> str:
+def node_script(job: Job, *, rank_info: str, name: str = "", controlled: bool = False, first: bool = False) -> str:
     """Return what bash runs on each node, with the training flags as its arguments; values are quoted in it.
 
     Args:
-        place: sets ``nnodes``, ``node_rank``, ``address`` and ``port``.
+        rank_info: sets ``nnodes``, ``node_rank``, ``address`` and ``port``.
         name: of a docker container, in bash, unique on the node.
         controlled: whether standard input names the signals to hand on.
         first: whether this is a container's first process.
@@ -79,7 +79,7 @@ def node_script(job: Job, *, place: str, name: str = "", controlled: bool = Fals
     stays = first or job.container == "docker"
     values = {
         "NETWORK": template("network.sh"),
-        "PLACE": place,
+        "RANK_INFO": rank_info,
         "WORKDIR": shlex.quote(job.workdir),
         "ENVIRONMENT": _environment(job, name, controlled=controlled),
         "INSIDE": '"${inside[@]}" ' if job.container in ("docker", "apptainer") else "",

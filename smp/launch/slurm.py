@@ -57,7 +57,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
             "--shared leaves a node's processes one CPU, unless --cpus_per_task says how many: add it, such as "
             "--cpus_per_task 32"
         )
-    place = "nnodes=$SLURM_NNODES node_rank=$SLURM_NODEID address=$MASTER_ADDR port=$MASTER_PORT"
+    rank_info = "nnodes=$SLURM_NNODES node_rank=$SLURM_NODEID address=$MASTER_ADDR port=$MASTER_PORT"
     later = f'if [ "$restarts" -gt 0 ]; then\n    train+=({RESUME} latest)\nfi'
     step = ""
     if options.cpus_per_task is not None:
@@ -74,7 +74,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         "MAX_FAILURES": str(options.max_failures),
         "ARGUMENTS": quoted_lines(with_resume(job)),
         "RESUME": later if job.resumes else "",
-        "NODE": node_script(job, place=place, name=_NAME),
+        "NODE": node_script(job, rank_info=rank_info, name=_NAME),
         "NODES": str(job.nodes),
         "WAIT": str(int(START_SECONDS + _BEYOND_SECONDS)),
         "STEP_OPTIONS": step.rstrip("\n"),
