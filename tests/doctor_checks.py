@@ -13,7 +13,7 @@ from smp.doctor.checks import CHECKS
 from tests.clock import HANG_SECONDS, wait_until
 
 OF_THE_JOB = {check.name: check for check in CHECKS if check.scope == "job"}
-JOB = tuple(OF_THE_JOB[name] for name in ("start", "clocks", "end"))
+JOB = tuple(OF_THE_JOB[name] for name in ("start", "run directory", "end"))
 
 
 def fine(ctx: CheckContext) -> None:

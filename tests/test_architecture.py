@@ -121,6 +121,7 @@ def test_only_known_places_parse_a_command_line():
         "smp.train.arguments",
         "smp.train.report",
         "smp.models.preset",
+        "smp.launch.kubernetes",
     }
 
 

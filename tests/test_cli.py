@@ -499,13 +499,13 @@ def test_what_cannot_be_compared(refused, run_dir, tmp_path):
 
 
 class Held:
-    """A tensor as a source of its rows."""
+    """A tensor as what a checkpoint holds."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor, self.entries = tensor, {"t": tensor}
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.tensor[start:stop] if self.tensor.dim() else self.tensor
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensor
 
 
 def test_values_are_compared_bit_by_bit_in_blocks(monkeypatch):

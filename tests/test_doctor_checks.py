@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp import cpu_bf16
+from smp.checkpoint import disk_forecast
 from smp.doctor import devices, disk, job, network, report, system
 from smp.doctor.check import Check, CheckContext, Request
 from smp.doctor.report import Report, diagnose
@@ -28,15 +29,19 @@ TWO_HOSTS = Launch(0, 4, 0, 2)
 GIB = 1 << 30
 
 
-def look(check, *, launch=None, root="/", state=None, full=False, arguments=(), **settings):
+def look(check, *, launch=None, root="/", parameters=None, arguments=(), **settings):
     """(status, message) of everything that a check finds, run as a child process runs it."""
-    said = []
     flags = [word for name, value in settings.items() for word in (f"--{name}", *_words(value))]
-    request = Request((*map(str, arguments), *flags), root=pathlib.Path(root), full=full)
-    ctx = CheckContext(request, launch or Launch(0, 2, 0, 2), said.append)
-    ctx.state.update(state or {})
+    request = Request((*map(str, arguments), *flags), root=pathlib.Path(root))
+    ctx = context(request, launch or Launch(0, 2, 0, 2))
+    if parameters is not None:
+        ctx.measure("model", {"parameters": parameters})
     Check("it", check).run(ctx)
-    return [(each["finding"][1], each["finding"][2]) for each in said if "finding" in each]
+    return [(finding.status, finding.message) for finding in ctx.report.findings]
+
+
+def context(request, launch):
+    return CheckContext(request, launch, Report(launch.rank), lambda: None)
 
 
 def _words(value):
@@ -131,13 +136,14 @@ def test_processes_against_cores_and_threads(monkeypatch, tmp_path):
     assert look(devices.check_devices, root=driver)[0][1].startswith("this host has NVIDIA's driver, but this torch is")
 
 
-def test_a_quota_counts_as_cores(tmp_path):
+def test_a_quota_counts_as_cores(tmp_path, monkeypatch):
     group = "sys__fs__cgroup__pod__cpuDOTmax"
     root = root_with(tmp_path, **{group: "150000 100000", "proc__self__cgroup": "0::/pod"})
-    assert devices.cores(CheckContext(Request(root=root), Launch(), print)) in (1, 2)
-    assert (
-        devices.cores(CheckContext(Request(root=root_with(tmp_path, **{group: "50000 100000"})), Launch(), print)) == 1
-    )
+    assert devices.cores(context(Request(root=root), Launch())) in (1, 2)
+    assert devices.cores(context(Request(root=root_with(tmp_path, **{group: "50000 100000"})), Launch())) == 1
+    monkeypatch.setattr(devices.futex, "cores", lambda: 8)
+    assert devices.cores(context(Request(root=root_with(tmp_path, **{group: "150000 100000"})), Launch())) == 2
+    assert devices.cores(context(Request(root=root_with(tmp_path, **{group: "max 100000"})), Launch())) == 8
 
 
 def test_fewer_gpus_than_processes(monkeypatch):
@@ -266,10 +272,9 @@ def test_secrets_of_the_environment_are_never_said(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecret")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:verysecret@proxy:3128")
     monkeypatch.setenv("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", "12")
-    said = []
-    ctx = CheckContext(Request(), Launch(), said.append)
+    ctx = context(Request(), Launch())
     system.check_environment(ctx)
-    text = json.dumps(said)
+    text = ctx.report.as_json()
     assert "verysecret" not in text and "HTTPS_PROXY" in text
     assert "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES=12 is not allowed" in text
 
@@ -296,18 +301,26 @@ def test_a_host_name_that_others_cannot_reach(monkeypatch):
 
 
 def test_a_good_directory_is_left_as_it_was(tmp_path):
-    found(disk.check_disk, "ok", "written and flushed at .*/s", output_dir=str(tmp_path / "a" / "b"))
+    found(
+        disk.check_disk,
+        "ok",
+        "32.0 MiB, to be written in about .* s; .* are free",
+        output_dir=str(tmp_path / "a" / "b"),
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_directories_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     found(disk.check_disk, "problem", "file is a file: choose", output_dir=str(tmp_path / "file" / "run"))
-    found(disk.check_disk, "problem", "cannot be written", output_dir="/proc/run")
+    found(disk.check_disk, "problem", "/proc/run has 0 B free", output_dir="/proc/run")
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
+    monkeypatch.setattr(disk_forecast.os, "fsync", refuse)
+    found(disk.check_disk, "problem", r"cannot be written \(No locks available\)", output_dir=str(tmp_path))
+    monkeypatch.undo()
     monkeypatch.setattr(disk.fcntl, "flock", refuse)
     first, _ = look(disk.check_disk, output_dir=str(tmp_path))
     assert first[0] == "problem" and "without flock" in first[1]
@@ -317,21 +330,18 @@ def test_directories_that_cannot_be_written(tmp_path, monkeypatch):
     assert first[0] == "warning" and "takes no symbolic links" in first[1]
 
 
-def test_a_disk_that_is_full_or_slow_or_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: 1e6)
-    found(disk.check_disk, "warning", "976.6 KiB/s.*choose a faster", output_dir=str(tmp_path))
-    monkeypatch.setattr(disk, "write_speed", lambda file, size, seconds: 1e9)
-    state = {"parameters": 10**9}
-    monkeypatch.setattr(disk, "disk_free", lambda path: 8 * GIB)
-    message = "has 8.0 GiB free and one checkpoint takes 11.2 GiB"
-    assert [(status, message in text) for status, text in look(disk.check_disk, state=state, output_dir=str(tmp_path))][
-        1
-    ] == ("problem", True)
-    monkeypatch.setattr(disk, "disk_free", lambda path: 30 * GIB)
-    [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[3])
-    assert status == "warning" and "3 kept ones and the one being written 44.7 GiB" in text
-    [_, (status, text)] = look(disk.check_disk, state=state, output_dir=str(tmp_path), num_kept_checkpoints=[1])
-    assert status == "ok" and "written in about 12.0 s" in text
+def test_a_disk_that_is_full_or_none(tmp_path, monkeypatch):
+    large = {"parameters": 10**9, "output_dir": str(tmp_path)}
+    for module in (disk, disk_forecast):
+        monkeypatch.setattr(module, "disk_free", lambda path: 8 * GIB)
+    found(disk.check_disk, "problem", "has 8.0 GiB free and a checkpoint needs about 11.2 GiB: free some", **large)
+    for module in (disk, disk_forecast):
+        monkeypatch.setattr(module, "disk_free", lambda path: 30 * GIB)
+    found(
+        disk.check_disk, "warning", "3 kept ones and the one being written 44.7 GiB", **large, num_kept_checkpoints=[3]
+    )
+    message = "a checkpoint of 11.2 GiB, to be written in about .* s; 30.0 GiB are free"
+    found(disk.check_disk, "ok", message, **large, num_kept_checkpoints=[1])
     mounts = f"proc / ext4 rw 0 0\nnone {tmp_path} tmpfs rw 0 0\n"
     root = root_with(tmp_path / "root", proc__self__mounts=mounts)
     assert "is on tmpfs, which is memory" in look(disk.check_disk, root=root, output_dir=str(tmp_path))[1][1]
@@ -343,11 +353,24 @@ def test_a_really_full_disk(tmp_path):
         pytest.skip("needs the right to mount a file system")
     try:
         (tmp_path / "rest").write_bytes(bytes(disk.disk_free(tmp_path) - (1 << 20)))
-        message = found(disk.check_disk, "problem", "cannot be written", output_dir=str(tmp_path))
-        assert "No space left on device; 1.0 MiB are free" in message
+        found(disk.check_disk, "problem", "has 1.0 MiB free and a checkpoint needs", output_dir=str(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == ["rest"]
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_what_is_written_has_no_name(tmp_path, monkeypatch):
+    """So that nothing is left where the process is killed."""
+    seen = []
+    real = os.fsync
+
+    def flush(descriptor):
+        seen.append(list(tmp_path.iterdir()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    found(disk.check_disk, "ok", "to be written in about", output_dir=str(tmp_path))
+    assert seen and not any(seen) and list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- the job
@@ -397,25 +420,18 @@ def together(check, size, hosts="aa", **settings):
     """What rank 0 says of a check that ``size`` ranks of a group run, and its measurements."""
 
     def run():
-        said = []
         flags = tuple(word for name, value in settings.items() for word in (f"--{name}", value))
-        ctx = CheckContext(Request(flags), Launch(dist.get_rank(), size, dist.get_rank(), size), said.append)
+        ctx = context(Request(flags), Launch(dist.get_rank(), size, dist.get_rank(), size))
         ctx.state.update(backend=dist.get_backend(), hosts=hosts, store=dist.distributed_c10d._get_default_store())
-        assert Check("it", check, "job").run(ctx), said
-        return said
+        assert Check("it", check, "job").run(ctx), ctx.report
+        return ctx.report.as_json()
 
     first, *others = run_ranks(run, world_size=size)
     assert not any(each.error for each in (first, *others)), first.error
-    assert not any("finding" in each for outcome in others for each in outcome.result)
-    [finding] = [each["finding"] for each in first.result if "finding" in each]
-    return finding[1], finding[2], dict(each["measurement"] for each in first.result if "measurement" in each)
-
-
-def test_a_clock_that_is_ahead_is_named(monkeypatch):
-    monkeypatch.setattr(network, "wall_clock", lambda: 1e9 + 5 * (dist.get_rank() == 1))
-    status, message, measured = together(network.check_clocks, 3)
-    assert status == "warning" and "clocks differ by 5.0 s (rank(s) 1 by +5.0 s)" in message
-    assert measured["clock_offsets_seconds"] == [0, 5, 0]
+    found = Report.from_json(first.result)
+    assert not any(Report.from_json(outcome.result).findings for outcome in others)
+    [finding] = found.findings
+    return finding.status, finding.message, found.measurements
 
 
 def test_a_backend_that_falls_back_says_why(monkeypatch):

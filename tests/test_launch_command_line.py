@@ -11,8 +11,8 @@ import yaml
 
 from smp.cli import launch
 from smp.cli import main as smp
-from smp.launch import kubernetes, script, slurm
-from smp.launch.command_line import check_words, comment, value_of
+from smp.launch import kubernetes, script
+from smp.launch.command_line import check_arguments, comment, value_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
@@ -101,7 +101,7 @@ def test_no_value_of_a_config_ends_a_comment(tmp_path):
 def test_secrets_of_a_config_stay_there(tmp_path):
     """They are refused among the flags, which the script shows."""
     named = configured(tmp_path, training_dir="s3://me:hunter2@host/x")
-    assert check_words(list(map(str, named)), ROOT).settings["training_dir"] == "s3://me:hunter2@host/x"
+    assert check_arguments(list(map(str, named)), ROOT).settings["training_dir"] == "s3://me:hunter2@host/x"
     text = written("local", *HERE, "--", *named)
     assert "hunter2" not in text and "run.yaml" in text
 
@@ -126,7 +126,7 @@ def test_words_survive_kubernetes(kind):
         assert container["volumeMounts"][0]["mountPath"] == "/\U0001f600"
     read = [as_kubernetes(word, {"HOME": "/root"}) for word in args]
     assert read[2:] == script.with_resume(job) and container["image"] == "smp:\U0001f600"
-    assert read[0].strip() == script.node_script(job, place=kubernetes._PLACE, first=True).strip()
+    assert read[0].strip() == script.node_script(job, rank_info=kubernetes._RANK_INFO, first=True).strip()
 
 
 def test_restarts_of_all_pods_are_counted_together():
@@ -160,14 +160,6 @@ REFUSED = {
     "password with a slash": (["slurm", *DOCKER, "--image", "user:hun/ter2@reg.io/i"], "--image looks like a secret"),
     "one CPU": (["slurm", *HERE, "--shared", "--", *TINY], "--shared leaves a node's processes one CPU, unless"),
     "a name with /": (["slurm", *HERE, "--job_name", "a/b", "--", *TINY], "--job_name 'a/b' is not allowed"),
-    "no time": (
-        ["slurm", *HERE, "--time", "2", "--", *TINY],
-        "--time 2 is over before training begins, as the job is asked to stop --signal_seconds 120 before its end",
-    ),
-    "little time": (
-        ["slurm", *HERE, "--time", "1:30:00", "--signal_seconds", "5400", "--", *TINY],
-        "--time 1:30:00 is",
-    ),
     "output beside the mounts": (
         ["slurm", *IN_DOCKER, "--", *TINY, "--output_dir", "/shared/x"],
         f"--output_dir /shared/x is on none of its mounts, so that what is written there ends with the container: "
@@ -203,17 +195,6 @@ def test_what_would_be_ignored_or_refused_later_is_a_sentence(case, tmp_path, mo
     status, out, err = says(*(tmp_path / "hosts" if word == "HOSTS" else word for word in words))
     assert (status, out) == (2, "") and text in err and err.count("\n") == 1, err
     assert "hunter2" not in err and "ter2" not in err
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("3", 180), ("3:04", 184), ("1:02:03", 3723), ("2-1", 176400), ("2-1:02", 176520), ("2-1:02:03", 176523),
-        ("infinite", None), ("1:2:3:4", None), ("-5", None), ("", None),
-    ],
-)  # fmt: skip
-def test_times_as_sbatch_reads_them(text, seconds):
-    assert slurm._seconds(text) == seconds
 
 
 def test_output_on_mounts_is_taken():

@@ -11,7 +11,7 @@ import sys
 import pytest
 import yaml
 
-from smp.launch import kubernetes
+from smp.launch import kubernetes, script
 from tests.clock import HANG_SECONDS, wait_until
 from tests.test_launch_scripts import ODD, job_of
 
@@ -65,7 +65,7 @@ def test_the_trainjob():
 
 
 def test_a_trainjob_that_names_a_checkpoint_counts_its_starts():
-    runtime, _ = manifests("trainjob", words=["--resume_from_checkpoint", "x"], resumes=True)
+    runtime, _ = manifests("trainjob", arguments=["--resume_from_checkpoint", "x"], resumes=True)
     [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     path = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
     [container] = node["template"]["spec"]["template"]["spec"]["containers"]
@@ -100,8 +100,8 @@ def test_a_checkpoint_that_the_flags_name_is_for_the_first_start(restarts, ends,
     named = [*ODD, "--resume_from_checkpoint", "x"]
     environment = {} if restarts is None else {"SMP_RESTARTS": restarts}
     later = ["--resume_from_checkpoint", *ends] if ends else []
-    assert run_pod("trainjob", tmp_path, environment, words=named, resumes=True) == [*named, *later]
-    assert run_pod("pytorchjob", tmp_path, environment, words=named, resumes=True) == named  # v1 does not count
+    assert run_pod("trainjob", tmp_path, environment, arguments=named, resumes=True) == [*named, *later]
+    assert run_pod("pytorchjob", tmp_path, environment, arguments=named, resumes=True) == named  # v1 does not count
 
 
 def test_a_pod_ends_by_a_signal_that_comes_before_python_asks_for_it(tmp_path):
@@ -113,7 +113,7 @@ def test_a_pod_ends_by_a_signal_that_comes_before_python_asks_for_it(tmp_path):
     stub.parent.mkdir()
     stub.write_text(f"#!/bin/bash\ntouch {tmp_path}/up\nexec sleep 3600\n")
     stub.chmod(0o755)
-    text = kubernetes._node(job_of(workdir=str(tmp_path)))
+    text = script.node_script(job_of(workdir=str(tmp_path)), rank_info=kubernetes._RANK_INFO, first=True)
     environment = os.environ | {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
     pod = subprocess.Popen([*alone, "bash", "-c", text, "smp-node"], env=environment)
     try:

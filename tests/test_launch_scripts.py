@@ -17,7 +17,7 @@ import yaml
 from smp.cli import main as smp
 from smp.errors import UserError
 from smp.launch import hostfile, script, slurm
-from smp.launch.command_line import quoted, require_plain_words
+from smp.launch.command_line import quoted, require_plain_arguments
 from smp.launch.sizes import choose_sizes
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS
@@ -28,7 +28,7 @@ ODD = ["--name", "a  'b' \"$HOME\" `ls` \\ $(id) !x", "--list", "*", "", "é", "
 
 def job_of(**changes):
     values = {
-        "nodes": 2, "gpus": 8, "processes": 8, "workdir": "/a b/it's", "program": ["-m", "smp.train"], "words": ODD,
+        "nodes": 2, "gpus": 8, "processes": 8, "workdir": "/a b/it's", "program": ["-m", "smp.train"], "arguments": ODD,
         "resumes": False, "comments": ["one", "two"],
     }  # fmt: skip
     return script.Job(**(values | changes))
@@ -43,15 +43,15 @@ ENVIRONMENTS = {
     "docker on CPUs": {"container": "docker", "image": "smp:1", "gpus": 0},
     "enroot": {"container": "enroot", "image": "/images/smp.sqsh", "mounts": ("/d:/d",)},
     "apptainer": {"container": "apptainer", "image": "/images/s m.sif", "mounts": ("/d:/d",)},
-    "resumes": {"resumes": True, "words": ["--resume_from_checkpoint", "x"]},
+    "resumes": {"resumes": True, "arguments": ["--resume_from_checkpoint", "x"]},
 }
 
 
 def scripts(name):
     """Every shell script for an environment, by kind."""
     job = job_of(**ENVIRONMENTS[name])
-    node = script.node_script(job, place="nnodes=1 node_rank=0 address=a port=1", name="x")
-    few = slurm.SlurmOptions("x", max_requeues=0, exclusive=False)  # --shared, --max_requeues 0
+    node = script.node_script(job, rank_info="nnodes=1 node_rank=0 address=a port=1", name="x")
+    few = slurm.SlurmOptions("x", max_requeues=0, exclusive=False, cpus_per_task=1)  # --shared, --max_requeues 0
     every = slurm.SlurmOptions(
         "x", partition="p", account="a", qos="q", constraint="c", time="1-0", cpus_per_task=8, signal_seconds=9
     )
@@ -106,16 +106,21 @@ def test_a_container_over_ssh_has_its_jobs_name():
         job = job_of(container="docker", image="smp:1", **changes)
         return re.search("^name=(.*)$", hostfile.hostfile_script(job, list(hosts), 1234), re.MULTILINE)[1]
 
-    names = [name(), name(hosts=("a", "c")), name(workdir="/other"), name(words=["--seed", "1"])]
+    names = [name(), name(hosts=("a", "c")), name(workdir="/other"), name(arguments=["--seed", "1"])]
     assert len(set(names)) == len(names) and name() == names[0]
     assert re.fullmatch(r'"smp-\w+-\$port-\$node_rank"', names[0])
 
 
 def test_marks_in_values_stay_as_they_are():
     words = ["--output_dir", "/x/@@MAX_REQUEUES@@/@@NODE@@/@@PORT@@", "@@SCRIPT@@"]
-    job = job_of(words=words, workdir="/@@PLACE@@", program=["@@COMMENTS@@.py"])
+    job = job_of(arguments=words, workdir="/@@RANK_INFO@@", program=["@@COMMENTS@@.py"])
     for text in (slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@")), hostfile.hostfile_script(job, ["a"], 1)):
-        assert words[1] in text and words[2] in text and "cd /@@PLACE@@ || exit 2" in text and "@@COMMENTS@@.py" in text
+        assert (
+            words[1] in text
+            and words[2] in text
+            and "cd /@@RANK_INFO@@ || exit 2" in text
+            and "@@COMMENTS@@.py" in text
+        )
     assert "#SBATCH --job-name=@@NODES@@\n" in slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@"))
 
 
@@ -245,7 +250,7 @@ def choose(words, *, nodes=1, memory=80.0):
     """The degrees and the micro-batch that were chosen for training flags, and the table."""
     config = parse_args(["--use_synthetic_data", "1", *words.split()])
     choice = choose_sizes(config.flat(), config.given, nodes=nodes, gpus=8, gpu_memory_gib=memory)
-    return " ".join(choice.words), "\n".join(choice.lines)
+    return " ".join(choice.arguments), "\n".join(choice.lines)
 
 
 def test_sizes_follow_from_memory_and_what_was_given():
@@ -347,4 +352,4 @@ def test_the_default_output_is_on_the_volume():
 
 def test_plain_words_pass():
     words = ["--model", "llama7b", "--tokenizer_name_or_dir", "data/tok", "--lr", "1e-4"]
-    assert require_plain_words(words) == words
+    assert require_plain_arguments(words) == words

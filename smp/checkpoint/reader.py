@@ -60,13 +60,6 @@ class CheckpointReader:
             raise DamagedCheckpointError(self._path, [f"{name} is not whole"])
         return out
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows ``start`` to ``stop`` of a tensor; one without axes whole."""
-        shape = self.entries[name].shape
-        if not shape:
-            return self.read(name)
-        return self.read(name, (start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
-
     def _read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
         """Fill ``target`` from a chunk, from the element ``begin`` of it on; reads whole rows of the first axis."""
         try:

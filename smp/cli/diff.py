@@ -50,14 +50,14 @@ Tensors = CheckpointReader | ModelTensors
 class Side:
     """One of the two."""
 
-    facts: dict[str, Any]  # what is said of it, by dotted name
+    facts: dict[str, Any]  # settings and the like, by dotted name
     tensors: Tensors
     is_model: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How two tensors of one name differ: in how many elements, and by how much at most."""
+    """The difference of two tensors of one name: the number of elements that differ, and the largest distance."""
 
     name: str
     count: int
@@ -66,7 +66,7 @@ class Gap:
 
 
 def flat(value: Any, prefix: str) -> dict[str, Any]:
-    """Nested objects as one, with dotted names."""
+    """Flatten nested objects into one with dotted names."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     found: dict[str, Any] = {}
@@ -93,8 +93,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     directory = existing_directory(text)
     if is_model(directory) and not is_checkpoint(directory):
-        tensors = stack.enter_context(ModelTensors(directory))
-        return Side(flat(read_object(directory / "config.json"), "model"), tensors, True)
+        return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
     path = one_checkpoint(text)
     manifest = verified(path, content=False)
     if values and manifest.kind != "sharded":
@@ -107,12 +106,12 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
 
 def _counts(name: str) -> bool:
     """Tell whether a difference in it makes the two different."""
-    place = name.startswith("setting.") and name.endswith(("_dir", "resume_from_checkpoint"))
-    return name != "saved_at" and not place
+    directory = name.startswith("setting.") and name.endswith(("_dir", "resume_from_checkpoint"))
+    return name != "saved_at" and not directory
 
 
 def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
-    """(name, here, there) of all that differs, and whether any of it counts."""
+    """Return (name, here, there) of all that differs, and whether any of it counts."""
     names = list(a.facts | b.facts)
     if a.is_model != b.is_model:
         # A model says nothing of a run, and its config.json more than what its architecture is.
@@ -123,16 +122,8 @@ def compare_facts(a: Side, b: Side) -> tuple[list[tuple[str, str, str]], bool]:
     return rows, any(map(_counts, different))
 
 
-def _blocks(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Rows of the first axis, about ``BLOCK`` elements at a time."""
-    if not shape:
-        return [(0, 1)]
-    step = max(1, BLOCK // max(1, math.prod(shape[1:])))
-    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-
-
 def gap_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """Elements that differ, and the largest absolute difference; infinite where only one is a number.
+    """Return how many elements differ, and the largest absolute difference: infinite where only one is a number.
 
     Tensors of one dtype are compared bit by bit, others by value.
     """
@@ -149,17 +140,14 @@ def gap_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
 
 
 def compare_tensor(a: Tensors, b: Tensors, name: str) -> Gap:
-    """Compare two tensors of equal shape, in bounded memory."""
-    shape = a.entries[name].shape
-    count, largest = 0, 0.0
-    for start, stop in _blocks(shape):
-        found, distance = gap_of(a.rows(name, start, stop), b.rows(name, start, stop))
-        count, largest = count + found, max(largest, distance)
-    return Gap(name, count, math.prod(shape), largest)
+    """Compare two tensors of equal shape; both are in memory meanwhile."""
+    one, other = a.read(name).flatten(), b.read(name).flatten()
+    gaps = [gap_of(*blocks) for blocks in zip(one.split(BLOCK), other.split(BLOCK), strict=True)]
+    return Gap(name, sum(count for count, _ in gaps), one.numel(), max(largest for _, largest in gaps))
 
 
 def _names(side: Side, other: Side) -> list[str]:
-    """Tensors that are compared: a model has parameters only."""
+    """Return the tensors to compare: a model has parameters only."""
     names = list(side.tensors.entries)
     return [name for name in names if name.startswith("model.")] if side.is_model or other.is_model else names
 
@@ -173,7 +161,7 @@ def _print_list(title: str, lines: list[str], limit: int) -> None:
 
 
 def _compare_names(a: Side, b: Side, limit: int) -> tuple[list[str], bool]:
-    """Print differences of names, shapes and dtypes; what can be compared by value, and whether any differ."""
+    """Print differences of names, shapes and dtypes; return the names of equal shape, and whether any differ."""
     mine, theirs = _names(a, b), _names(b, a)
     there, here = set(theirs), set(mine)
     only_a, only_b = [name for name in mine if name not in there], [name for name in theirs if name not in here]
@@ -193,7 +181,7 @@ def _compare_names(a: Side, b: Side, limit: int) -> tuple[list[str], bool]:
 
 
 def _compare_values(a: Side, b: Side, names: list[str], limit: int) -> bool:
-    """Print the tensors that differ most; whether any do."""
+    """Print the tensors that differ most; return whether any do."""
     sizes = {name: math.prod(a.tensors.entries[name].shape) * a.tensors.entries[name].dtype.itemsize for name in names}
     gaps = []
     with Progress("comparing", sum(sizes.values())) as progress:

@@ -1,10 +1,10 @@
 """Look for what would stop or slow a job, before its first step: versions, devices, memory, limits, environment,
-disk, data, model, and how the ranks exchange.
+disk, data, model, and the collectives of all ranks.
 
 Started alone it starts --nproc_per_node processes of this machine. To look at a cluster, start it as the job is
 started: `torchrun ... -m smp doctor`, `srun python -m smp doctor`; rank 0 shows what all have found. Every finding is
-ok, a warning or a problem, in one sentence. What the training job will be given is told by --config, by its flags
-after --, or by the few flags here.
+ok, a warning or a problem, in one sentence. The training job's settings are given by --config, by its flags after --,
+or by the few flags here.
 
 Exit status 0: no problem, though perhaps warnings; 1: a problem was found; 2: nothing was looked at.
 """
@@ -23,7 +23,7 @@ _OF_THE_JOB = ("model", "training_dir", "test_dir", "dataset_type", "tokenizer_n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("--config", metavar="FILE", help="the training job's run.yaml")
     parser.add_argument("--model", metavar="NAME", help="preset or Hugging Face directory, to predict its memory")
     parser.add_argument("--training_dir", metavar="DIR", help="data to look at")
@@ -39,13 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="seconds that one check may take (default 60)"
     )
-    parser.add_argument("--full", action="store_true", help="write and exchange more")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the training job")
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What is asked for.
+    """Check the arguments.
 
     Raises:
         UserError: an argument is out of its bounds, or the flags ask for something else than a job.
@@ -62,7 +61,7 @@ def request_of(options: argparse.Namespace) -> Request:
     for name in _OF_THE_JOB:
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name}", value]
-    return Request(tuple(arguments), options.timeout, options.full)
+    return Request(tuple(arguments), options.timeout)
 
 
 def run(options: argparse.Namespace) -> int:

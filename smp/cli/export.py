@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``5GB``, ``500MiB`` or ``1000000``.
+    """Return the bytes of ``5GB``, ``500MiB`` or ``1000000``.
 
     Raises:
         UserError: it is no such size, or none at all.
@@ -80,7 +80,7 @@ def config_of(path: Path, manifest: Manifest) -> Any:
 
 
 def parameters_of(path: Path, manifest: Manifest, hf_config: Any) -> dict[str, torch.Tensor]:
-    """Shape and dtype of each parameter in the model's order, on the meta device.
+    """Return each parameter in the model's order, on the meta device.
 
     Raises:
         UserError: the checkpoint's tensors are not those of its model.

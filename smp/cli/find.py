@@ -1,4 +1,4 @@
-"""What a path on the command line stands for."""
+"""The checkpoints or the model that a path on the command line names."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def entry_of(value: Any, *keys: str) -> Any:
-    """``value[key]`` for each key in turn, None where there is no such thing: what is read may be of any shape."""
+    """Return ``value[key]`` for each key in turn, None where there is none: what is read may be of any shape."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -84,26 +84,26 @@ def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
         config = read_object(config_file)
     except (OSError, ValueError) as error:
         raise UserError(f"{config_file} is no readable Hugging Face config ({error}): give another directory") from None
-    with ModelTensors(path) as model:
-        entries = {name: (stored.dtype, stored.shape) for name, stored in model.entries.items()}
-        files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
-        found = {
-            "path": str(path),
-            "kind": "Hugging Face model",
-            "model": {"model_type": config.get("model_type"), **_parameters(entries)},
-            "config": config,
-            "files": files,
-            "bytes": sum(entry["size"] for entry in files.values()),
-        }
-        if tensors:
-            found["tensors"] = {
-                name.removeprefix(MODEL): {
-                    "dtype": dtype_name(dtype),
-                    "shape": list(shape),
-                    "file": model.files[name].name,
-                }
-                for name, (dtype, shape) in entries.items()
+    model = ModelTensors(path)
+    entries = {name: (stored.dtype, stored.shape) for name, stored in model.entries.items()}
+    files = {file.name: {"size": file.stat().st_size} for file in sorted(set(model.files.values()))}
+    found = {
+        "path": str(path),
+        "kind": "Hugging Face model",
+        "model": {"model_type": config.get("model_type"), **_parameters(entries)},
+        "config": config,
+        "files": files,
+        "bytes": sum(entry["size"] for entry in files.values()),
+    }
+    if tensors:
+        found["tensors"] = {
+            name.removeprefix(MODEL): {
+                "dtype": dtype_name(dtype),
+                "shape": list(shape),
+                "file": model.files[name].name,
             }
+            for name, (dtype, shape) in entries.items()
+        }
     return found
 
 
@@ -142,7 +142,7 @@ def _print_files(files: dict[str, dict[str, Any]], total: int) -> None:
     print(table([(shown(name), readable(entry["size"])) for name, entry in files.items()], indent="    "))
 
 
-def _place(entry: dict[str, Any]) -> str:
+def _file_of(entry: dict[str, Any]) -> str:
     chunks = entry.get("chunks", [])
     parts = f"{len(chunks)} parts" if len(chunks) > 1 else chunks[0]["file"] if chunks else entry.get("file", "nothing")
     return shown(parts)
@@ -150,7 +150,7 @@ def _place(entry: dict[str, Any]) -> str:
 
 def _print_tensors(tensors: dict[str, dict[str, Any]]) -> None:
     print(f"  {len(tensors)} tensors:")
-    rows = [(shown(n), "x".join(map(str, e["shape"])) or "scalar", e["dtype"], _place(e)) for n, e in tensors.items()]
+    rows = [(shown(n), "x".join(map(str, e["shape"])) or "scalar", e["dtype"], _file_of(e)) for n, e in tensors.items()]
     print(table(rows, indent="    "))
 
 
@@ -163,7 +163,7 @@ def _print_one(found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
 
 
 def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -> None:
-    """Return a line for each of several checkpoints."""
+    """Print a line for each of several checkpoints."""
     rows = [["checkpoint", "step", "kind", "size", "val_loss", "saved", "state"]]
     summaries = []
     for path in paths:

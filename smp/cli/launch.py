@@ -18,24 +18,24 @@ from pathlib import Path
 from smp.errors import UserError
 from smp.launch.command_line import (
     Checked,
-    check_words,
+    check_arguments,
     require_kept,
     require_match,
     require_plain,
-    require_plain_words,
+    require_plain_arguments,
     value_of,
 )
 from smp.launch.hostfile import hostfile_script, read_hosts
 from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
 from smp.launch.script import RESUME, Job, local_command, local_script
-from smp.launch.slurm import SlurmOptions, require_possible, slurm_script
+from smp.launch.slurm import SlurmOptions, slurm_script
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8
 # As Kubernetes reads them.
 _RESOURCE = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 _QUANTITY = r"\d+(\.\d+)?([KMGTPE]i|[mkMGTPE])?"
-# Where quotes do not protect, such as a scheduler's directive: what a value may be, as a pattern and in words.
+# Where quotes do not protect, such as a scheduler's directive: the pattern of a value, and its description.
 _Allowed = dict[str, tuple[str, str]]
 _WORD = (r"[\w.@%+:,=/-]+", "letters, digits and the characters . _ @ % + : , = / -")
 _SLURM_TEXTS: _Allowed = {
@@ -60,13 +60,15 @@ _BOUNDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     for name, (summary, add, _) in _TARGETS.items():
         target = targets.add_parser(name, help=summary, description=summary)
+        # For the targets that do not have these flags.
+        target.set_defaults(venv=None, conda=None, image=None, container=None, mount=[], job_name=None)
         _add_common(target)
         add(target)
-        target.add_argument("words", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training job")
+        target.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training job")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +161,7 @@ def _require_texts(options: argparse.Namespace) -> None:
         options.workdir = _IMAGE_WORKDIR if in_image else os.getcwd()
     elif not in_image:
         options.workdir = os.path.abspath(options.workdir)
-    for mount in getattr(options, "mount", []):
+    for mount in options.mount:
         require_plain("--mount", mount)
         if ":" not in mount:
             raise UserError(f"--mount {mount} is not allowed: write it as HOST_DIRECTORY:CONTAINER_DIRECTORY")
@@ -167,7 +169,7 @@ def _require_texts(options: argparse.Namespace) -> None:
     for name, (pattern, what) in allowed.items():
         if (value := getattr(options, name, None)) is not None:
             require_match(f"--{name}", value, pattern, what)
-    image = getattr(options, "image", None) or ""
+    image = options.image or ""
     named = re.sub(r"^\w+://|@[\w+.-]+:[0-9a-fA-F]{32,}$", "", image)  # without its scheme and its digest
     if not image.startswith(("/", ".")) and re.match(r"[^/]*:[^@]*@", named):
         raise UserError(
@@ -176,27 +178,27 @@ def _require_texts(options: argparse.Namespace) -> None:
         )
 
 
-def _words_of(options: argparse.Namespace) -> list[str]:
-    words = list(options.words)
-    if words and words[0] != "--":
+def _arguments_of(options: argparse.Namespace) -> list[str]:
+    arguments = list(options.arguments)
+    if arguments and arguments[0] != "--":
         raise UserError(
-            f"{words[0]!r} is no flag of `smp launch {options.target}`: the training job's flags come after `--`"
+            f"{arguments[0]!r} is no flag of `smp launch {options.target}`: the training job's flags come after `--`"
         )
-    words = require_plain_words(words[1:])
+    arguments = require_plain_arguments(arguments[1:])
     if options.model is not None:
-        if (other := value_of(words, "--model")) is not None:
+        if (other := value_of(arguments, "--model")) is not None:
             raise UserError(f"--model {options.model} and --model {other} after `--` are both given: leave one out")
-        words = ["--model", require_plain("--model", options.model), *words]
-    return words
+        arguments = ["--model", require_plain("--model", options.model), *arguments]
+    return arguments
 
 
 def _require_environment(options: argparse.Namespace) -> None:
-    given = [name for name in ("venv", "conda", "image") if getattr(options, name, None) is not None]
+    given = [name for name in ("venv", "conda", "image") if getattr(options, name) is not None]
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} both say where Python is: give one of them")
-    if hasattr(options, "container") and (options.image is None) != (options.container is None):
+    if options.target != "kubernetes" and (options.image is None) != (options.container is None):
         raise UserError("--image and --container belong together: give both, such as --container docker --image smp")
-    if getattr(options, "mount", None) and options.image is None:
+    if options.mount and options.image is None:
         raise UserError("--mount has a meaning only with --image: add it, or leave it out")
 
 
@@ -205,16 +207,16 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
     _require_numbers(options)
     _require_texts(options)
     _require_environment(options)
-    words = _words_of(options)
+    arguments = _arguments_of(options)
     processes, gpus = _processes(options, slots)
-    found = _checked(options, words)
-    given = found.named if found is not None else frozenset(_flags(words))
+    found = _checked(options, arguments)
+    given = found.named if found is not None else frozenset(_flags(arguments))
     if found is not None:
         _require_kept(options, found)
     title = f"Made by `smp launch {options.target}`: {nodes} node(s)"
     chosen: list[str] = []
     if found is None:
-        comments = [title + ".", _unchecked(words)]
+        comments = [title + ".", _unchecked(arguments)]
     elif not gpus:
         comments = [f"{title}, on CPUs. No sizes were chosen."]
     else:
@@ -223,15 +225,14 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
         choice = choose_sizes(
             found.settings, found.given, nodes=nodes, gpus=gpus, gpu_memory_gib=options.gpu_memory_gib
         )  # fmt: skip
-        chosen, comments = choice.words, [f"{title} of {gpus} GPU(s).", *choice.lines]
+        chosen, comments = choice.arguments, [f"{title} of {gpus} GPU(s).", *choice.lines]
     if options.target == "kubernetes" and "output_dir" not in given:
-        words += ["--output_dir", f"{options.mount_path}/runs/{_name(options, words)}"]
+        arguments += ["--output_dir", f"{options.mount_path}/runs/{_name(options, arguments)}"]
     return Job(
         nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir, program=_program(options),
-        words=[*words, *chosen], resumes=RESUME.removeprefix("--") in given, comments=comments,
-        venv=getattr(options, "venv", None), conda=getattr(options, "conda", None),
-        image=getattr(options, "image", None), container=getattr(options, "container", None),
-        mounts=tuple(getattr(options, "mount", [])),
+        arguments=[*arguments, *chosen], resumes=RESUME.removeprefix("--") in given, comments=comments,
+        venv=options.venv, conda=options.conda, image=options.image, container=options.container,
+        mounts=tuple(options.mount),
     )  # fmt: skip
 
 
@@ -239,14 +240,14 @@ def _require_kept(options: argparse.Namespace, found: Checked) -> None:
     """Refuse to write where only the container is."""
     if options.target == "kubernetes":
         require_kept(found, options.workdir, [options.mount_path], advice="")
-    elif getattr(options, "container", None) in ("docker", "enroot"):
+    elif options.container in ("docker", "enroot"):
         mounts = [mount.split(":") for mount in options.mount]
-        roots = [options.workdir, *(words[1] for words in mounts if "ro" not in ",".join(words[2:]).split(","))]
+        roots = [options.workdir, *(parts[1] for parts in mounts if "ro" not in ",".join(parts[2:]).split(","))]
         require_kept(found, options.workdir, roots, advice=", or add --mount HOST:DIR")
 
 
 def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int]:
-    """Processes and GPUs of each node."""
+    """Return processes and GPUs of each node."""
     gpus = options.gpus_per_node
     if slots is not None and gpus not in (None, 0, slots):
         raise UserError(
@@ -269,35 +270,35 @@ def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int
     return processes, gpus
 
 
-def _flags(words: list[str]) -> list[str]:
-    return [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+def _flags(arguments: list[str]) -> list[str]:
+    return [argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")]
 
 
 def _program(options: argparse.Namespace) -> list[str]:
     return ["-m", "smp.train"] if options.script is None else [options.script]
 
 
-def _checked(options: argparse.Namespace, words: list[str]) -> Checked | None:
-    """The training flags as the job reads them; None where they are another script's."""
+def _checked(options: argparse.Namespace, arguments: list[str]) -> Checked | None:
+    """Read the training flags as the job does; return None where they are another script's."""
     if options.script is not None and Path(options.script).name != "train_lib.py":
         return None
-    return check_words(words, Path(options.workdir))
+    return check_arguments(arguments, Path(options.workdir))
 
 
-def _unchecked(words: list[str]) -> str:
-    """Says, on standard error too, that the training flags were not looked at."""
+def _unchecked(arguments: list[str]) -> str:
+    """Return, and print, a note that the training flags were not checked."""
     note = "The training flags were not checked, and no sizes chosen: they are of another script."
-    if "config" in _flags(words):
+    if "config" in _flags(arguments):
         note += f" What the file of --config says of {RESUME} and --output_dir is not known: name them among the flags."
     print(f"note: {note}", file=sys.stderr)
     return note
 
 
-def _name(options: argparse.Namespace, words: list[str]) -> str:
-    """The job's: the model's, where none is given."""
-    if getattr(options, "job_name", None):
+def _name(options: argparse.Namespace, arguments: list[str]) -> str:
+    """Return the job's name: the model's, where none is given."""
+    if options.job_name:
         return str(options.job_name)
-    model = value_of(words, "--model") or "smp"
+    model = value_of(arguments, "--model") or "smp"
     plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(model).name.lower()).strip("-")
     return plain[:40] or "smp"
 
@@ -306,11 +307,10 @@ def _slurm(options: argparse.Namespace) -> str:
     job = _job(options, nodes=options.nodes)
     own = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint", "time")}
     known = SlurmOptions(
-        job_name=_name(options, job.words), output=options.log, cpus_per_task=options.cpus_per_task,
+        job_name=_name(options, job.arguments), output=options.log, cpus_per_task=options.cpus_per_task,
         exclusive=not options.shared, gres=not options.no_gres, signal_seconds=options.signal_seconds,
         max_requeues=options.max_requeues, max_failures=options.max_failures, **own,
     )  # fmt: skip
-    require_possible(known)
     return slurm_script(job, known)
 
 
@@ -325,7 +325,7 @@ def _kubernetes(options: argparse.Namespace) -> str:
         if resources.setdefault(name, count) != count:
             raise UserError(f"--resource {name}={resources[name]} and --resource {text} are both given: leave one out")
     job = _job(options, nodes=options.nodes)
-    name = _name(options, job.words)
+    name = _name(options, job.arguments)
     require_match("--job_name", name, *_KUBERNETES_TEXTS["job_name"])  # also where it is the model's
     known = KubernetesOptions(
         name=name, claim=options.claim, namespace=options.namespace, mount=options.mount_path,

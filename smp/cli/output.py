@@ -1,4 +1,4 @@
-"""How the commands write numbers and tables, and text that a checkpoint's author chose."""
+"""Numbers, tables and progress as the commands print them, and text that a checkpoint's author chose."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def shown(value: Any, limit: int = 120) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
-    """Rows of equally many cells, in columns."""
+    """Return rows of equally many cells as text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(indent + line.rstrip() for line in lines)
@@ -33,7 +33,7 @@ class Progress:
     """A line that counts bytes, on a terminal only.
 
     Args:
-        title: what is being done.
+        title: of the line.
         total: bytes to come.
     """
 

@@ -28,10 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="manifest, names and sizes only; reads no tensor file")
 
 
-def _threads() -> int:
-    return min(_MOST_THREADS, available_cores())
-
-
 def _groups(manifest: Manifest, number: int) -> list[list[str]]:
     """Return the files in at most ``number`` groups of about the same size."""
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
@@ -47,7 +43,7 @@ def problems_of(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
     problems = quick_problems(path, manifest)
     if problems or not content:
         return problems
-    threads = _threads()
+    threads = min(_MOST_THREADS, available_cores())
     with Progress(f"reading {shown(path.name)}", manifest.nbytes) as progress, ThreadPoolExecutor(threads) as pool:
 
         def read(names: list[str]) -> list[str]:
@@ -74,7 +70,7 @@ def verified(path: Path, *, content: bool) -> Manifest:
 
 
 def _report(path: Path, name: str, *, content: bool) -> bool:
-    """Print what was found; whether the checkpoint is whole."""
+    """Print what was found; return whether the checkpoint is whole."""
     started = time.perf_counter()
     try:
         manifest = read_manifest(path)

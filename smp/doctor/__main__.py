@@ -1,52 +1,48 @@
-"""A rank's checks: reads what to do from standard input, writes a line of JSON for all that it finds."""
+"""Run a rank's checks, and send its report to the supervisor after each finding."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import pkgutil
 import signal
 import sys
 import threading
-from typing import Any
+from multiprocessing.connection import Connection
 
 import torch
 
-from smp.doctor.check import CheckContext, Request
-from smp.runtime import Launch
+from smp.doctor.check import CheckContext
 
 
 def main() -> None:
-    """Run the checks that are asked for, one after the other."""
-    asked = json.loads(sys.stdin.readline())
-    pipe = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # what the job's parts print must not come between the lines
+    """Run the checks that the supervisor names through the pipe whose descriptor is the argument."""
+    pipe = Connection(int(sys.argv[1]))
+    request, launch, checks, names, report = pipe.recv()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the supervisor ends this process
-    threading.Thread(target=_end_with_supervisor, daemon=True).start()
+    threading.Thread(target=_end_with_supervisor, args=(pipe,), daemon=True).start()
     logging.getLogger("smp").addHandler(logging.NullHandler())
     logging.getLogger("smp").propagate = False
     torch.set_num_threads(1)
-
-    def send(said: dict[str, Any]) -> None:
-        pipe.write(json.dumps(said, default=str) + "\n")
-
-    request = Request(tuple(asked["arguments"]), asked["timeout"], asked["full"])
-    ctx = CheckContext(request, Launch(**asked["launch"]), send)
-    checks = {check.name: check for check in pkgutil.resolve_name(asked["checks"])}
-    send({"ready": True})
-    for name in asked["names"]:
-        can_go_on = checks[name].run(ctx)
-        send({"end": can_go_on})
-        if not can_go_on:
+    ctx = CheckContext(request, launch, report, lambda: pipe.send(report))
+    by_name = {check.name: check for check in pkgutil.resolve_name(checks)}
+    for name in names:
+        report.check = name
+        pipe.send(report)
+        if not by_name[name].run(ctx):
+            report.state = f"failed in check {name!r}"
             break
-    pipe.flush()
+    else:
+        report.check, report.state = "", "done"
+    pipe.send(report)
     os._exit(0)  # a group that was not left in good order would be waited for
 
 
-def _end_with_supervisor() -> None:
-    """End this process when its standard input is closed, as the supervisor's end closes it."""
-    sys.stdin.read()
+def _end_with_supervisor(pipe: Connection) -> None:
+    """End this process when the supervisor's end of the pipe is closed, as by its death."""
+    with contextlib.suppress(OSError, EOFError):
+        pipe.recv()
     os._exit(1)
 
 

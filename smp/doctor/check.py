@@ -1,9 +1,10 @@
-"""What a check is given, and how it says what it has found."""
+"""A check, and what it is given: the request, the rank and the report to add to."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from smp.data.data_pipeline import NO_DATA
-from smp.doctor.report import Status
+from smp.doctor.report import Finding, Report, Status
 from smp.errors import ConfigError, UserError
 from smp.runtime import Launch, choose_device
 from smp.train.arguments import TrainConfig, parse_args
@@ -21,18 +22,16 @@ _NO_JOB = {"output_dir", "distributed_backend"}  # given alone, they describe no
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be looked at.
+    """The command's arguments.
 
     Attributes:
         arguments: of the training job.
         timeout: seconds that one check may take.
-        full: measure more.
         root: stands for ``/`` in what is read of the system.
     """
 
     arguments: tuple[str, ...] = ()
     timeout: float = 60.0
-    full: bool = False
     root: Path = Path("/")
 
     @functools.cached_property
@@ -54,64 +53,61 @@ class Request:
 
     @property
     def problems(self) -> list[str]:
-        """Why the job refuses its arguments."""
+        """The sentences with which the job refuses its arguments."""
         return self._parsed[1]
 
     @property
     def has_job(self) -> bool:
-        """Whether the arguments describe a job that can be planned."""
+        """True if the arguments describe a job that can be planned."""
         return bool(self.problems or self.config.given - _NO_JOB - {"use_synthetic_data"})
 
 
 class CheckContext:
-    """One rank's.
+    """The request, the rank and the report of a check.
 
     Args:
-        request: what is looked at.
-        launch: this rank's place.
-        send: takes what is said, as an object that JSON can hold.
+        request: what to examine.
+        launch: this rank and its job's size.
+        report: takes findings and measurements.
+        publish: called after each of them.
     """
 
-    def __init__(self, request: Request, launch: Launch, send: Callable[[dict[str, Any]], None]):
-        self.request, self.launch, self._send = request, launch, send
-        self.check = ""  # the one that runs
-        self.state: dict[str, Any] = {}  # what a check leaves for the next ones
+    def __init__(self, request: Request, launch: Launch, report: Report, publish: Callable[[], object]):
+        self.request, self.launch, self.report, self._publish = request, launch, report, publish
+        self.state: dict[str, Any] = {}  # what a check leaves for the next ones in this process
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """This rank's; the CPU where there are fewer GPUs than processes, which is a finding."""
+        """This rank's device; the CPU where there are fewer GPUs than processes, which is a finding."""
         try:
             return choose_device(self.launch)
         except UserError:
             return torch.device("cpu")
 
-    @property
-    def on_several_hosts(self) -> bool:
-        """Whether the job has ranks on other hosts."""
-        return self.launch.local_world_size < self.launch.world_size
-
-    def say(self, status: Status, message: str, **data: Any) -> None:
-        """Say one sentence."""
-        self._send({"finding": [self.check, status, message, data]})
+    def add(self, status: Status, message: str, **data: Any) -> None:
+        """Add a finding: one sentence, and the numbers behind it."""
+        self.report.findings.append(Finding(self.report.check, status, message, (self.launch.rank,), data))
+        self._publish()
 
     def ok(self, message: str, **data: Any) -> None:
-        """All is well, and how."""
-        self.say("ok", message, **data)
+        """Add a finding of what is well."""
+        self.add("ok", message, **data)
 
     def warn(self, message: str, **data: Any) -> None:
-        """The job runs, but slower or less safely."""
-        self.say("warning", message, **data)
+        """Add a finding with which the job runs, but slower or less safely."""
+        self.add("warning", message, **data)
 
     def problem(self, message: str, **data: Any) -> None:
-        """The job will not start, or not last."""
-        self.say("problem", message, **data)
+        """Add a finding with which the job will not start, or not last."""
+        self.add("problem", message, **data)
 
     def measure(self, name: str, value: Any) -> None:
-        """Leave a measurement of this rank's, which JSON can hold."""
-        self._send({"measurement": [name, value]})
+        """Keep a measurement of this rank, which JSON can hold."""
+        self.report.measurements[name] = value
+        self._publish()
 
     def read(self, path: str) -> str | None:
-        """A small file of the system, without the space around it; None where it is not there or not to be read.
+        """Return a small file of the system, stripped; None where it is not there or not readable.
 
         Args:
             path: from the root, without a leading slash.
@@ -128,9 +124,9 @@ class Check:
 
     Attributes:
         name: as findings show it.
-        function: does it.
-        scope: who does: every rank, one rank of each host; or all together, in a process group.
-        share: of the seconds allowed, how many it may take.
+        function: the check itself.
+        scope: run by every rank, by one rank of each host, or by all together in a process group.
+        share: times ``--timeout``, after which it is given up.
     """
 
     name: str
@@ -139,21 +135,15 @@ class Check:
     share: float = 1.0
 
     def run(self, ctx: CheckContext) -> bool:
-        """Run it; whether the next one can follow."""
-        ctx.check = self.name
+        """Run it, and return whether the next one can follow."""
         try:
             self.function(ctx)
             return True
-        except ConfigError as error:
-            for sentence in error.problems:
-                ctx.problem(sentence)
         except UserError as error:
-            ctx.problem(str(error))
+            for sentence in error.problems if isinstance(error, ConfigError) else [str(error)]:
+                ctx.problem(sentence)
         except Exception as error:
-            trace = error.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            place = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+            last = traceback.extract_tb(error.__traceback__)[-1]
             first = (str(error).splitlines() or [""])[0]
-            ctx.problem(f"stopped by {type(error).__name__}: {first}", place=place)
+            ctx.problem(f"stopped by {type(error).__name__}: {first}", place=f"{last.filename}:{last.lineno}")
         return self.scope != "job"

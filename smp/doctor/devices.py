@@ -12,28 +12,26 @@ import torch
 from smp.comm.report import readable
 from smp.cpu_bf16 import ensure_bf16_works
 from smp.doctor.check import CheckContext
-from smp.doctor.system import set_by_user
+from smp.doctor.system import variable
 from smp.errors import UserError
 from smp.memory.limits import control_group, memory_limit
 from smp.parallel.parallelize import compute_dtype
 from smp.runtime import available_cores, choose_device
 
 _GIB = 1 << 30
-_BUSY_SHARE = 0.1  # of a GPU's memory that others may hold without a word
+_BUSY_SHARE = 0.1  # of a GPU's memory that others may hold without a warning
 _SMALL_SHM = 256 << 20  # docker gives 64 MiB
 
 
 def cores(ctx: CheckContext) -> int:
-    """Cores that this process may use: by its affinity, and by the quota of its control group."""
-    here = available_cores()
-    words = (ctx.read(f"{control_group(ctx.request.root)}/cpu.max") or "").split()
-    if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
-        return max(1, min(here, math.ceil(int(words[0]) / int(words[1]))))
-    return here
+    """Return the cores that this process may use: by its affinity, and by the quota of its control group."""
+    quota, _, period = (ctx.read(f"{control_group(ctx.request.root)}/cpu.max") or "").partition(" ")
+    allowed = math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else sys.maxsize
+    return min(available_cores(), max(1, allowed))
 
 
 def check_devices(ctx: CheckContext) -> None:
-    """GPUs against processes; where there are none, cores and threads."""
+    """Compare processes with GPUs; where there are none, with cores and threads."""
     choose_device(ctx.launch)  # its refusal is the finding
     if ctx.device.type == "cuda":
         _check_gpu(ctx)
@@ -51,7 +49,7 @@ def check_devices(ctx: CheckContext) -> None:
 
 def _check_cores(ctx: CheckContext) -> None:
     available, processes = cores(ctx), ctx.launch.local_world_size
-    threads = set_by_user("OMP_NUM_THREADS")
+    threads = variable("OMP_NUM_THREADS")
     number = int(threads) if threads is not None and threads.isascii() and threads.isdigit() else None
     data = {"cores": available, "processes": processes, "omp_num_threads": number}
     if processes > available:
@@ -94,7 +92,7 @@ def _check_gpu(ctx: CheckContext) -> None:
 
 
 def check_bf16(ctx: CheckContext) -> None:
-    """The trap of processors that promise more than they keep; before the process computes anything."""
+    """Try a bf16 product, which some processors advertise and trap; before the process computes anything."""
     if ctx.device.type == "cuda":
         ctx.ok("computed on the GPU")
         return
@@ -102,7 +100,7 @@ def check_bf16(ctx: CheckContext) -> None:
     try:
         ceiling = ensure_bf16_works()
     except UserError as error:
-        ctx.say("problem" if wanted else "warning", str(error))
+        ctx.add("problem" if wanted else "warning", str(error))
         return
     if ceiling is not None:
         ctx.warn(
@@ -115,7 +113,7 @@ def check_bf16(ctx: CheckContext) -> None:
 
 
 def check_memory(ctx: CheckContext) -> None:
-    """The host's memory, and what a container or a limit leaves of it."""
+    """Report the host's memory, and what a container or a limit leaves of it."""
     total = _of_meminfo(ctx, "MemTotal")
     free = _of_meminfo(ctx, "MemAvailable")
     group = memory_limit(ctx.request.root)
@@ -154,7 +152,7 @@ def _of_meminfo(ctx: CheckContext, name: str) -> int | None:
 
 
 def check_shared_memory(ctx: CheckContext) -> None:
-    """``/dev/shm``, which NCCL and data workers use, and memory that may be locked."""
+    """Look at ``/dev/shm``, which NCCL and data workers use, and at the limit on locked memory."""
     folder = ctx.request.root / "dev/shm"
     try:
         status = os.statvfs(folder)
@@ -186,7 +184,7 @@ def check_shared_memory(ctx: CheckContext) -> None:
 
 
 def check_limits(ctx: CheckContext) -> None:
-    """Open files: every rank holds connections to every other."""
+    """Compare the limit on open files with the connections of every rank to every other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 512 + 8 * ctx.launch.world_size
     soft = sys.maxsize if soft == resource.RLIM_INFINITY else soft

@@ -28,7 +28,6 @@ def check_plan(ctx: CheckContext) -> None:
     plan = make_plan(dataclasses.replace(config, run=dataclasses.replace(config.run, dry_run=True)), ctx.launch)
     plan.close()
     shape, work = sizes(plan)
-    ctx.state["parameters"] = shape.parameters
     needed = sum(estimate_memory(shape, plan.mesh, work).values())
     available = available_memory(plan.device, ctx.launch.local_world_size)
     data = {"parameters": shape.parameters, "vocab_size": plan.model.hf_config.vocab_size, "needed_bytes": needed,
@@ -52,7 +51,7 @@ def check_plan(ctx: CheckContext) -> None:
 
 
 def _check_amount(ctx: CheckContext, samples: int, batch: int, length: int) -> None:
-    """Say how much training data there is."""
+    """Compare the amount of training data with one step."""
     if ctx.request.config.data.use_synthetic_data:
         ctx.ok("random tokens: no data was read")
     elif samples < batch:

@@ -1,4 +1,4 @@
-"""What only all ranks together can see: whether they come, by which path they exchange, and how fast."""
+"""The checks of all ranks together: their start, the paths and the speed of collectives, and a shared directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from smp import comm
 from smp.checkpoint.layout import nearest_existing
+from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.report import readable
 from smp.comm.topology import this_member
 from smp.doctor.check import CheckContext
@@ -24,25 +25,18 @@ from smp.doctor.report import listed
 from smp.errors import UserError
 from smp.runtime import choose_backend, open_store
 
-STORE = "smp/doctor"  # prefix of what the ranks tell each other through the job's store
+STORE = "smp/doctor"  # prefix of the ranks' keys in the job's store
 START_SHARE = 6.0  # of --timeout: the others' own checks come first
 _POLL_SECONDS = 0.05
 _SLOW_START = 30.0
-_CLOCK_SECONDS = 1.0
 _MARK_SECONDS = 10.0
-_SHORT, _LONG, _FULL_LONG = 1 << 10, 16 << 20, 64 << 20  # bytes of one rank
+_SHORT, _LONG = 1 << 10, 16 << 20  # bytes of one rank
 _MOST_GATHERED = 512 << 20  # bytes of all ranks
 _BUDGET_SECONDS = 0.3  # of one operation and size
-wall_clock = time.time
-
-
-def _later_name(name: str, older: str) -> Callable[..., Any]:
-    """torch 2.13's function, or what it was called before."""
-    return getattr(dist, name, None) or getattr(dist, older)
 
 
 def check_start(ctx: CheckContext) -> None:
-    """Come together, and start a process group."""
+    """Wait for all ranks, and start a process group."""
     launch, limit = ctx.launch, ctx.request.timeout
     backend = choose_backend(ctx.request.config.comm, ctx.device)
     if ctx.device.type == "cuda":
@@ -96,11 +90,11 @@ def _await_everyone(ctx: CheckContext, store: dist.Store, seconds: float) -> Non
 
 
 def check_exchange(ctx: CheckContext) -> None:
-    """Measure each collective once for a short and a long message, and say by which path it went."""
+    """Measure each collective for a short and a long message, and report the path that it took."""
     comm.reset_report()
-    size, longest = ctx.launch.world_size, _FULL_LONG if ctx.request.full else _LONG
+    size = ctx.launch.world_size
     rows: list[dict[str, Any]] = []
-    for nbytes in (_SHORT, max(_SHORT, min(longest, _MOST_GATHERED // size))):
+    for nbytes in (_SHORT, max(_SHORT, min(_LONG, _MOST_GATHERED // size))):
         for name, run in _operations(ctx, nbytes).items():
             seconds = _seconds(ctx, run)
             moved = nbytes if name == "all_reduce" else nbytes * size
@@ -112,11 +106,11 @@ def check_exchange(ctx: CheckContext) -> None:
     latency = next(row["seconds"] for row in rows if row["operation"] == "all_reduce")
     speeds = ", ".join(f"{row['operation']} {row['gib_per_second']:.2g} GiB/s" for row in rows[len(rows) // 2 :])
     measured = f"all_reduce of 1 KiB in {latency * 1e6:.0f} µs; {readable(rows[-1]['bytes'])} of each rank: {speeds}"
-    _say_paths(ctx, measured)
+    _add_paths(ctx, measured)
 
 
-def _say_paths(ctx: CheckContext, measured: str) -> None:
-    """Say by which path the backend exchanged, and how fast that was."""
+def _add_paths(ctx: CheckContext, measured: str) -> None:
+    """Report the paths that the backend took, and how fast that was."""
     backend = ctx.state["backend"]
     if backend != "smddp":
         ctx.ok(f"backend {backend} exchanges everything itself; {measured}", backend=backend)
@@ -142,21 +136,19 @@ def _say_paths(ctx: CheckContext, measured: str) -> None:
 
 
 def _operations(ctx: CheckContext, nbytes: int) -> dict[str, Callable[[], Any]]:
-    """Each collective, with so many bytes of one rank."""
+    """Return each collective by name, with ``nbytes`` of one rank."""
     size, elements = ctx.launch.world_size, max(1, nbytes // 4)
     one = torch.zeros(elements, device=ctx.device)
     whole = torch.zeros(size * elements, device=ctx.device)
-    all_gather = _later_name("all_gather_single", "all_gather_into_tensor")
-    reduce_scatter = _later_name("reduce_scatter_single", "reduce_scatter_tensor")
     return {
-        "all_gather": lambda: all_gather(whole, one),
-        "reduce_scatter": lambda: reduce_scatter(one, whole),
+        "all_gather": lambda: all_gather_single(whole, one),
+        "reduce_scatter": lambda: reduce_scatter_single(one, whole),
         "all_reduce": lambda: dist.all_reduce(one),
     }
 
 
 def _seconds(ctx: CheckContext, run: Callable[[], Any]) -> float:
-    """The median time of an operation, of the slowest rank; collective."""
+    """Return the median seconds of an operation on the slowest rank; collective."""
 
     def once() -> float:
         started = time.perf_counter()
@@ -172,42 +164,14 @@ def _seconds(ctx: CheckContext, run: Callable[[], Any]) -> float:
 
 
 def _of_all_ranks(ctx: CheckContext, value: Any) -> list[Any]:
-    """Every rank's value; collective."""
+    """Gather every rank's value; collective."""
     values = [None] * ctx.launch.world_size
     dist.all_gather_object(values, value)
     return values
 
 
-# --- clocks and files
-
-
-def check_clocks(ctx: CheckContext) -> None:
-    """The differences between the hosts' clocks."""
-    rounds: list[Sequence[float]] = []
-    for _ in range(5):
-        dist.barrier()
-        rounds.append(_of_all_ranks(ctx, wall_clock()))
-    if ctx.launch.rank:
-        return
-    offsets = [statistics.median(times[r] - times[0] for times in rounds) for r in range(ctx.launch.world_size)]
-    ctx.measure("clock_offsets_seconds", offsets)
-    middle = statistics.median(offsets)
-    wrong = [rank for rank, offset in enumerate(offsets) if abs(offset - middle) > _CLOCK_SECONDS]
-    spread = max(offsets) - min(offsets)
-    if spread > _CLOCK_SECONDS:
-        wrong = wrong or [max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))]
-        named = ", ".join(f"{rank} by {offsets[rank] - middle:+.1f} s" for rank in wrong[:8])
-        ctx.warn(
-            f"clocks differ by {spread:.1f} s (rank(s) {named}): times in logs and reports of hangs will mislead; let "
-            f"all hosts take their time from one server (chrony, systemd-timesyncd)",
-            offsets_seconds=offsets,
-        )
-    else:
-        ctx.ok(f"clocks agree within {max(spread, 1e-3):.3f} s")
-
-
 def check_same_directory(ctx: CheckContext) -> None:
-    """Whether all hosts see what rank 0 writes to the run directory."""
+    """Look on all hosts for what rank 0 writes to the run directory."""
     rank, store, hosts = ctx.launch.rank, ctx.state["store"], len(set(ctx.state["hosts"]))
     output = output_directory(ctx)
     if hosts == 1 or output is None or ctx.request.config.checkpoint.is_local:
@@ -242,6 +206,6 @@ def check_same_directory(ctx: CheckContext) -> None:
 
 
 def check_end(ctx: CheckContext) -> None:
-    """Part in good order."""
+    """End the process group."""
     dist.barrier()
     dist.destroy_process_group()

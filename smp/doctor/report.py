@@ -1,4 +1,4 @@
-"""What the checks say, rank by rank and compared, and how it is shown."""
+"""Findings and reports of ranks, their comparison, and the diagnosis as text and JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from smp.log import redact
 
 Status = Literal["ok", "warning", "problem"]
 # Measured once for the whole job, by rank 0.
-_OF_THE_JOB = ("start_seconds", "paths", "exchange", "clock_offsets_seconds")
+_OF_THE_JOB = ("start_seconds", "paths", "exchange")
 STATUSES: tuple[Status, ...] = ("ok", "warning", "problem")
 FORMAT = 2  # of the JSON object; raised when a reader of the old one would go wrong
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One sentence.
+    """One sentence of a check.
 
     Attributes:
-        check: what was looked at.
+        check: its name.
         status: ``warning``: the job runs, but slower or less safely; ``problem``: it will not start or not last.
         message: what, got, and what to do.
-        ranks: those that say so.
+        ranks: those with this finding.
         data: the numbers behind it.
     """
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 def plain(text: str) -> str:
-    """One line without control characters and secrets."""
+    """Return a text as one line without control characters and secrets."""
     return "".join(c if c.isprintable() else " " for c in redact(text))
 
 
@@ -50,12 +50,12 @@ def _plain_values(value: Any) -> Any:
 
 @dataclasses.dataclass
 class Report:
-    """What is known of a rank.
+    """The state of a rank's checks.
 
     Attributes:
-        rank, local_rank, host, pid: who.
+        rank, local_rank, host, pid: of its child process.
         state: ``runs``, ``done``, or how it ended before its time.
-        check: what it looks at.
+        check: the one that runs.
         findings, measurements: so far.
     """
 
@@ -70,28 +70,28 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended before its time."""
+        """True if it ended before its time."""
         return self.state not in ("runs", "done")
 
     def fail(self, message: str, **data: Any) -> None:
-        """Note how it ended, as a finding of the check that it was in; up to the first colon it is the state."""
+        """Add how it ended as a finding of the check that ran; the message up to its first colon is the state."""
         self.findings.append(Finding(self.check or "start", "problem", message, (self.rank,), data))
         self.state = message.partition(":")[0]
 
     def as_json(self) -> str:
-        """For another process."""
+        """Serialise for another process."""
         return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The inverse of :meth:`as_json`."""
+        """Invert :meth:`as_json`."""
         values = json.loads(text)
         found = [Finding(**each | {"ranks": tuple(each["ranks"])}) for each in values.pop("findings")]
         return cls(**values, findings=found)
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings of several ranks that say the same as one, in the order of their first appearance."""
+    """Join equal findings of several ranks, in the order of their first appearance."""
     found: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = (finding.check, finding.status, finding.message)
@@ -104,7 +104,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """All that was found in a job.
+    """The findings of a whole job.
 
     Attributes:
         ranks: for each rank its host and how its part ended.
@@ -122,11 +122,11 @@ class Diagnosis:
         return int(any(finding.status == "problem" for finding in self.findings))
 
     def as_json(self) -> str:
-        """One object on one line, without secrets and without what would steer a terminal."""
-        return json.dumps({"version": FORMAT, **_plain_values(dataclasses.asdict(self))}, allow_nan=False)
+        """Return one JSON object on one line, without secrets and without what would steer a terminal."""
+        return json.dumps({"version": FORMAT, **_plain_values(dataclasses.asdict(self))}, allow_nan=False, default=str)
 
     def as_text(self) -> str:
-        """Lines for people: findings, and the sum of them."""
+        """Return lines for people: the findings, and their number by status."""
         hosts = len({rank["host"] for rank in self.ranks})
         size = len(self.ranks)
         lines = [f"smp doctor: {counted(size, 'process', 'processes')} on {counted(hosts, 'host')}"]
@@ -143,7 +143,7 @@ class Diagnosis:
 
 
 def _differing(reports: Sequence[Report], name: str, key: str) -> dict[str, list[int]]:
-    """Ranks by what they measured, if not all measured the same; empty else."""
+    """Return ranks by what they measured, if not all measured the same; else nothing."""
     found: dict[str, list[int]] = {}
     for report in reports:
         value = (report.measurements.get(name) or {}).get(key)
@@ -153,7 +153,7 @@ def _differing(reports: Sequence[Report], name: str, key: str) -> dict[str, list
 
 
 def differences(reports: Sequence[Report]) -> Iterator[Finding]:
-    """What must be the same on all ranks and is not."""
+    """Compare what must be the same on all ranks."""
     packages = dict.fromkeys(name for report in reports for name in report.measurements.get("versions") or {})
     compared: list[tuple[str, str, str, Status, str, str]] = [
         ("versions", "versions", name, "problem" if name == "torch" else "warning", f"{name} differs",
@@ -176,7 +176,7 @@ def differences(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def diagnose(reports: Sequence[Report], order: Sequence[str]) -> Diagnosis:
-    """The report of the job: findings in the order of the checks, those of several ranks as one."""
+    """Join the reports of a job: findings in the order of the checks, equal ones of several ranks as one."""
     found = merged([*(finding for report in reports for finding in report.findings), *differences(reports)])
     found.sort(key=lambda finding: order.index(finding.check) if finding.check in order else len(order))
     measurements: dict[str, Any] = {}
@@ -195,17 +195,17 @@ def diagnose(reports: Sequence[Report], order: Sequence[str]) -> Diagnosis:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """The first of the ranks, and how many more there are."""
+    """Name the first of the ranks, and how many more there are."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def counted(number: int, one: str, several: str = "") -> str:
-    """``1 host``, ``2 hosts``."""
+    """Return ``1 host``, ``2 hosts``."""
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _who(ranks: Sequence[int], size: int) -> str:
-    """The ranks a finding is of, where that is not all or the first."""
+    """Name the ranks that have a finding, where that is not all of them or the first."""
     if len(ranks) == size or not ranks or tuple(ranks) == (0,):
         return ""
     return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}: "

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
-import json
+import multiprocessing
 import pkgutil
-import queue
 import signal
 import socket
 import subprocess
@@ -15,20 +13,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from smp.doctor.check import Check, Request
 from smp.doctor.network import STORE
-from smp.doctor.report import Diagnosis, Finding, Report, diagnose
+from smp.doctor.report import Diagnosis, Report, diagnose
 from smp.errors import RankError
 from smp.runtime import Launch, environment_with, open_store
 
 CHECKS = "smp.doctor.checks:CHECKS"
 _POLL_SECONDS = 0.05
 _IMPORT_SECONDS = 60.0  # for a child's own start, beside --timeout
-_GRACE_SECONDS = 5.0  # from the end of a child's output to its own
+_GRACE_SECONDS = 5.0  # from the end of a child's pipe to its own
 _SILENT_SECONDS = 15.0  # without a sign of life, after which a rank is lost
 _LAST_SECONDS = 3.0  # to hear what the others have found, once this process has been told to end
 
@@ -40,8 +37,8 @@ class Worker:
     whole job ends this rank's part: the others have lost it.
 
     Args:
-        request: what is looked at.
-        launch: the rank's place.
+        request: what to examine.
+        launch: the rank and its job's size.
         checks: where the checks are, as ``module:name``.
         environment: changes of the child's environment.
     """
@@ -57,78 +54,56 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        """Start, or start again, with the checks that are left."""
-        self.report.check = self._left[0].name if self._left else ""
+        """Start a child for the checks that are left; the report goes on from where it is."""
         if not self._left:
-            self.report.state = "done"
+            self.report.check, self.report.state = "", "done"
             return
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "smp.doctor"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment, encoding="utf-8", errors="replace",
-        )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.report.pid = self._process.pid
-        asked = {
-            "arguments": self._request.arguments, "timeout": self._request.timeout, "full": self._request.full,
-            "launch": dataclasses.asdict(self._launch), "checks": self._checks,
-            "names": [check.name for check in self._left],
-        }  # fmt: skip
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its output will tell
-            self._process.stdin.write(json.dumps(asked) + "\n")
-            self._process.stdin.flush()  # and left open: its end tells the child that this process has ended
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_listen, args=(self._process.stdout, self._said), daemon=True).start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "smp.doctor", str(descriptor)],
+                pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=2, env=self._environment,
+            )  # fmt: skip
+        names = [check.name for check in self._left]
+        self.report.check, self.report.pid = names[0], self._process.pid
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as the next poll finds
+            self._pipe.send((self._request, self._launch, self._checks, names, self.report))
         self._since = time.monotonic() + _IMPORT_SECONDS
 
     def poll(self) -> None:
-        """Take in what the child has said, and act on its end and on time that is over; waits for nothing."""
-        while self.report.state == "runs" and not self._said.empty():
-            line = self._said.get()
-            if line.endswith("\n"):
-                self._take(json.loads(line))
-            else:
+        """Take the child's latest report, and act on its end and on time that is over; wait for nothing."""
+        while self.report.state == "runs" and self._pipe.poll():
+            try:
+                self.report = self._pipe.recv()
+            except (EOFError, OSError):
                 self._fail(self._how_it_ended())
                 return
+            self._since = time.monotonic()
+            while self._left and self._left[0].name != self.report.check:
+                del self._left[0]
         if self.report.state == "runs":
             limit = self._request.timeout * self._left[0].share
             if time.monotonic() - self._since > limit:
                 self._fail(f"did not end within {limit:g} s")
 
     def stop(self, why: str = "") -> None:
-        """End the child at once; ``why`` is said where checks are left."""
+        """End the child at once; ``why`` goes into the report where checks are left."""
         if self.report.state == "runs":
             self.poll()
         if self.report.state == "runs":
             self._process.kill()
             self.report.fail(f"{why}: this check and those after it were not done; see which process failed first")
 
-    def _take(self, said: dict[str, Any]) -> None:
-        if "finding" in said:
-            check, status, message, data = said["finding"]
-            self.report.findings.append(Finding(check, status, message, (self.report.rank,), data))
-        elif "measurement" in said:
-            name, value = said["measurement"]
-            self.report.measurements[name] = value
-        elif "ready" in said:
-            self._since = time.monotonic()
-        elif said["end"]:
-            del self._left[0]
-            self._since = time.monotonic()
-            self.report.check = self._left[0].name if self._left else ""
-            if not self._left:
-                self.report.state = "done"
-        else:
-            self.report.state = f"failed in check {self.report.check!r}"
-
     def _how_it_ended(self) -> str:
         try:
             status = self._process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            return "has closed its output"
+            return "has closed its pipe"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def _fail(self, how: str) -> None:
-        """Say how the child's check failed, and go on with those that are left where they can do without it."""
+        """Report how the child's check failed, and go on with those that are left where they can do without it."""
         self._process.kill()  # one in a call to a disk or a device that does not answer is not waited for
         check, pid = self._left.pop(0), self._process.pid
         message = f"the check's process (pid {pid}) {how}: a training process would too, see what it does there"
@@ -137,13 +112,6 @@ class Worker:
         if check.scope != "job":
             self.report.state = "runs"
             self._start()
-
-
-def _listen(output: IO[str], said: queue.SimpleQueue[str]) -> None:
-    """Hand on a child's lines; an empty one, or one that was cut off, is the last."""
-    for line in output:
-        said.put(line)
-    said.put("")
 
 
 @contextlib.contextmanager
@@ -162,20 +130,18 @@ def _names(checks: str) -> list[str]:
 
 def examine_here(request: Request, processes: int, checks: str = CHECKS) -> Diagnosis:
     """Run all checks in ``processes`` processes of this machine."""
-    base = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(base.port)}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     launches = [Launch(rank, processes, rank, processes) for rank in range(processes)]
-    store = PrefixStore("attempt0", base)  # as open_store names it in the children
     workers = [Worker(request, launch, checks, address) for launch in launches]
-    reports = [worker.report for worker in workers]
     with _watched(workers):
-        while any(report.state == "runs" for report in reports):
+        while any(worker.report.state == "runs" for worker in workers):
             for worker in workers:
                 worker.poll()
-            if any(report.failed for report in reports):
-                _tell_lost(store, launches[0])
+            if any(worker.report.failed for worker in workers):
+                _tell_lost(PrefixStore("attempt0", store), launches[0])  # as open_store names it in the children
             time.sleep(_POLL_SECONDS)
-    return diagnose(reports, _names(checks))
+    return diagnose([worker.report for worker in workers], _names(checks))
 
 
 # --- ranks of a launcher's job
@@ -193,38 +159,35 @@ class Board:
     def __init__(self, store: Store, size: int, patience: float):
         self._store, self._patience = store, patience
         self._published = ""
-        self._seen = {rank: ("", time.monotonic()) for rank in range(size)}  # what a rank says, and since when
+        self._seen = {rank: ("", time.monotonic()) for rank in range(size)}  # a rank's latest text, and since when
 
     def publish(self, report: Report) -> None:
-        """Put up what a rank has to say where that is new, and a sign of life once a second."""
-        said = f"{time.monotonic():.0f} {report.as_json()}"
-        if said != self._published:
-            self._store.set(f"report{report.rank}", said)
-            self._published = said
+        """Set a rank's report where it has changed, and once a second as a sign of life."""
+        text = f"{time.monotonic():.0f} {report.as_json()}"
+        if text != self._published:
+            self._store.set(f"report{report.rank}", text)
+            self._published = text
 
     def read(self) -> list[Report]:
-        """Every rank's report; one that has not come or does not answer any more has failed, with a finding."""
+        """Return every rank's report; one that has not come or no longer answers has failed, with a finding."""
         return [self._read(rank) for rank in self._seen]
 
     def _read(self, rank: int) -> Report:
-        now, key = time.monotonic(), f"report{rank}"
-        before, since = self._seen[rank]
-        said = self._store.get(key).decode() if self._store.check([key]) else ""
-        since = now if said != before else since
-        self._seen[rank] = said, since
-        if not said:
-            report = Report(rank)
-            if now - since > self._patience:
-                report.fail(f"rank {rank} has not come within {self._patience:.0f} s: see whether it was started")
-            return report
-        report = Report.from_json(said.partition(" ")[2])
-        if report.state == "runs" and now - since > _SILENT_SECONDS:
+        key = f"report{rank}"
+        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        if text != self._seen[rank][0]:
+            self._seen[rank] = text, time.monotonic()
+        silence = time.monotonic() - self._seen[rank][1]
+        report = Report.from_json(text.partition(" ")[2]) if text else Report(rank)
+        if not text and silence > self._patience:
+            report.fail(f"rank {rank} has not come within {self._patience:.0f} s: see whether it was started")
+        if text and report.state == "runs" and silence > _SILENT_SECONDS:
             lose(report, f"has not answered for {_SILENT_SECONDS:.0f} s")
         return report
 
 
 def lose(report: Report, what: str) -> None:
-    """Note that a rank's own process is gone."""
+    """Add to a report that the rank's own process is gone."""
     who = f"rank {report.rank}" + (f" (host {report.host}, pid {report.pid})" if report.pid else "")
     where = f" in check {report.check!r}" if report.check else ""
     report.fail(f"{who} {what}{where}: see whether it was killed, for memory first, and whether its host lives")
@@ -237,7 +200,7 @@ def _tell_lost(store: Store, launch: Launch) -> None:
 
 @contextlib.contextmanager
 def _told_to_end() -> Iterator[threading.Event]:
-    """Set by SIGTERM, which the launcher sends when another rank has failed."""
+    """Yield an event that SIGTERM sets, which the launcher sends when another rank has failed."""
     told = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda *_: told.set())
     try:

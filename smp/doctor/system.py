@@ -1,4 +1,4 @@
-"""What is installed, what the environment says, and what this host is called.
+"""Installed versions, the environment's variables, and this host's name.
 
 Values of variables are shown for known names only.
 """
@@ -37,13 +37,13 @@ MINIMUM = {
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of ``2.13.0+cpu``."""
+    """Return the leading numbers of a version: (2, 13, 0) of ``2.13.0+cpu``."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def installed() -> dict[str, str | None]:
-    """The version of everything in ``MINIMUM``; None where it is not installed. Nothing is imported."""
+    """Return the version of everything in ``MINIMUM``, None where it is not installed; nothing is imported."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in list(MINIMUM)[1:]:
         try:
@@ -54,7 +54,7 @@ def installed() -> dict[str, str | None]:
 
 
 def check_versions(ctx: CheckContext) -> None:
-    """Versions below the least that smp works with."""
+    """Compare versions with the least that smp works with."""
     found = installed()
     ctx.measure("versions", found)
     wrong = False
@@ -73,7 +73,7 @@ def check_versions(ctx: CheckContext) -> None:
 
 
 def check_backend_parts(ctx: CheckContext) -> None:
-    """What the smddp backend needs of this machine to exchange through shared memory at full speed."""
+    """Try what the smddp backend needs for collectives through shared memory at full speed."""
     if why := refusal():
         ctx.warn(f"smddp cannot share memory between processes here, and leaves everything to gloo: {why}")
         return
@@ -97,7 +97,7 @@ SLOW = {
     "TORCH_NCCL_BLOCKING_WAIT": "every collective waits on the CPU: unset it",
     "SMP_POISON_SHARED_BUFFERS": "every shared buffer is filled before its use, to find defects: unset it",
 }
-# Words of gloo, NCCL and proxies that a report of a job should hold; others may be secrets, or say nothing.
+# Variables of gloo, NCCL and launchers that a report of a job should hold; others may be secrets, or tell nothing.
 SHOWN = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_ALGO",
@@ -108,27 +108,27 @@ SHOWN = (
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
-def set_by_user(name: str) -> str | None:
-    """A variable of this process, or None."""
+def variable(name: str) -> str | None:
+    """Return a variable of this process's environment, or None."""
     return os.environ.get(name)
 
 
 def interfaces() -> list[str]:
-    """Names of this host's network interfaces."""
+    """Return the names of this host's network interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
-Said = tuple[Status, str]
+Complaint = tuple[Status, str]
 
 
 def contradictions(
     values: Mapping[str, str], launch: Launch, present: list[str], resolve: Callable[[str], object]
-) -> Iterator[Said]:
-    """What does not fit.
+) -> Iterator[Complaint]:
+    """Find variables that contradict the machine, each other, or the job.
 
     Args:
         values: the environment.
-        launch: this process's place.
+        launch: this process's rank and its job's size.
         present: the host's interfaces.
         resolve: finds the address of a name, or raises OSError.
     """
@@ -164,7 +164,7 @@ def contradictions(
         )
 
 
-def _wrong_interfaces(values: Mapping[str, str], launch: Launch, present: list[str]) -> Iterator[Said]:
+def _wrong_interfaces(values: Mapping[str, str], launch: Launch, present: list[str]) -> Iterator[Complaint]:
     shown = ", ".join(present)
     gloo = values.get("GLOO_SOCKET_IFNAME", "")
     for name in filter(None, gloo.split(",")):
@@ -180,14 +180,14 @@ def _wrong_interfaces(values: Mapping[str, str], launch: Launch, present: list[s
 
 
 def check_environment(ctx: CheckContext) -> None:
-    """The variables of this process."""
+    """Look at the variables of this process."""
     values = dict(os.environ)
     clean = True
     found = contradictions(
         values, ctx.launch, interfaces(), lambda name: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     )
     for status, message in found:
-        ctx.say(status, message)
+        ctx.add(status, message)
         clean = False
     try:
         read_settings()
@@ -195,7 +195,7 @@ def check_environment(ctx: CheckContext) -> None:
         ctx.problem(str(error))
         clean = False
     shown = {name: values[name] for name in SHOWN if name in values}
-    # A proxy's address may hold a password: its name says enough.
+    # A proxy's address may hold a password: its name is enough.
     proxies = sorted(name for name in values if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     ctx.measure("environment", shown | dict.fromkeys(proxies, "(set)"))
     if clean:
@@ -204,10 +204,10 @@ def check_environment(ctx: CheckContext) -> None:
 
 
 def check_hostname(ctx: CheckContext) -> None:
-    """This host's name: gloo listens on the address that it stands for."""
+    """Resolve this host's name: gloo listens on the address that it stands for."""
     host = socket.gethostname()
     several = ctx.launch.local_world_size < ctx.launch.world_size
-    named = bool(set_by_user("GLOO_SOCKET_IFNAME"))
+    named = bool(variable("GLOO_SOCKET_IFNAME"))
     try:
         addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError as error:
@@ -218,7 +218,7 @@ def check_hostname(ctx: CheckContext) -> None:
     data = {"hostname": host, "addresses": addresses}
     reachable = [address for address in addresses if not address.startswith(_LOOPBACK)]
     if reachable or named:
-        where = f"GLOO_SOCKET_IFNAME={set_by_user('GLOO_SOCKET_IFNAME')}" if named else ", ".join(reachable)
+        where = f"GLOO_SOCKET_IFNAME={variable('GLOO_SOCKET_IFNAME')}" if named else ", ".join(reachable)
         ctx.ok(f"{host}: {where}", **data)
     elif several:
         ctx.problem(

@@ -1,4 +1,4 @@
-"""The words of a training command: checked as the job checks them, and quoted for shells."""
+"""The arguments of a training command: checked as the job checks them, and quoted for shells."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Checked:
 
     @property
     def named(self) -> frozenset[str]:
-        """Those that were given a value: every run's own ``config.yaml`` names all, with null for none."""
+        """Settings that were given a value: every run's own ``config.yaml`` names all, with null for none."""
         return frozenset(name for name in self.given if self.settings.get(name) not in (None, "", []))
 
 
-def check_words(words: Sequence[str], directory: Path) -> Checked:
+def check_arguments(arguments: Sequence[str], directory: Path) -> Checked:
     """Read training flags as the job does.
 
     Args:
@@ -44,28 +44,28 @@ def check_words(words: Sequence[str], directory: Path) -> Checked:
         ConfigError: with every problem found.
         UserError: they ask for help instead of a job.
     """
-    if {"--help", "-h"} & set(words):
+    if {"--help", "-h"} & set(arguments):
         raise UserError(
             "the training flags ask for help instead of a job: leave --help out, and read it with `python -m smp.train "
             "--help`"
         )
     with contextlib.chdir(directory if directory.is_dir() else "."):
-        config = parse_args(words)
+        config = parse_args(arguments)
     found = Checked(config.flat(), config.given)
-    for name in sorted(found.given):  # a --config file can hold what no word may
+    for name in sorted(found.given):  # a --config file can hold what no argument may
         for value in _texts(found.settings.get(name)):
             _require_printable(f"--{name}", value)
     return found
 
 
 def _texts(value: Any) -> list[str]:
-    """The strings of a setting: itself, or a list's."""
+    """Return the strings of a setting: itself, or a list's."""
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, str)]
 
 
 def require_plain(name: str, value: str) -> str:
-    """A value that may stand in a script.
+    """Return a value that may stand in a script.
 
     Raises:
         UserError: it holds a line break or another control character, or looks like a secret.
@@ -85,24 +85,24 @@ def _require_printable(name: str, value: str) -> None:
         )
 
 
-def require_plain_words(words: Sequence[str]) -> list[str]:
-    """Words of a training command that may stand in a script.
+def require_plain_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of a training command that may stand in a script.
 
     Raises:
         UserError: see :func:`require_plain`.
     """
     flag = "the training flag"
-    for word in words:
-        require_plain(flag, word)
-        flag = word if word.startswith("--") else flag
-    return list(words)
+    for argument in arguments:
+        require_plain(flag, argument)
+        flag = argument if argument.startswith("--") else flag
+    return list(arguments)
 
 
 def require_match(name: str, value: str, pattern: str, allowed: str) -> None:
-    """Refuse a value that is not as ``pattern`` says; ``allowed`` says it in words.
+    """Refuse a value that does not match ``pattern``; ``allowed`` describes the pattern.
 
     Raises:
-        UserError: with them.
+        UserError: naming the value and what is allowed.
     """
     if re.fullmatch(pattern, value, re.ASCII) is None:
         raise UserError(f"{name} {value!r} is not allowed: give {allowed}")
@@ -124,42 +124,42 @@ def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: 
     """
     for name in _WRITTEN:
         for given in _texts(found.settings.get(name)):
-            place = os.path.normpath(os.path.join(workdir, given))
-            if not any(Path(place).is_relative_to(os.path.normpath(root)) for root in roots):
-                where = "" if place == given else f", {place} of the container,"
+            path = os.path.normpath(os.path.join(workdir, given))
+            if not any(Path(path).is_relative_to(os.path.normpath(root)) for root in roots):
+                where = "" if path == given else f", {path} of the container,"
                 raise UserError(
                     f"--{name} {given}{where} is on none of its mounts, so that what is written there ends with the "
                     f"container: choose a directory under {' or '.join(roots)}{advice}"
                 )
 
 
-def value_of(words: Sequence[str], flag: str) -> str | None:
-    """The value that the last ``FLAG VALUE`` or ``FLAG=VALUE`` gives, or None."""
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the value that the last ``FLAG VALUE`` or ``FLAG=VALUE`` gives, or None."""
     found = None
-    for index, word in enumerate(words):
-        if word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-        elif word == flag:
-            found = words[index + 1] if index + 1 < len(words) else ""
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            found = argument.partition("=")[2]
+        elif argument == flag:
+            found = arguments[index + 1] if index + 1 < len(arguments) else ""
     return found
 
 
-def quoted(words: Iterable[str]) -> str:
-    """Words for a POSIX shell, each as it is."""
-    return " ".join(shlex.quote(word) for word in words)
+def quoted(arguments: Iterable[str]) -> str:
+    """Quote arguments for a POSIX shell."""
+    return " ".join(shlex.quote(argument) for argument in arguments)
 
 
-def quoted_lines(words: Sequence[str], *, indent: str = "    ") -> str:
-    """The same, each flag with its values on a line of its own."""
+def quoted_lines(arguments: Sequence[str], *, indent: str = "    ") -> str:
+    """Quote arguments, each flag with its values on a line of its own."""
     lines: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not lines:
+    for argument in arguments:
+        if argument.startswith("--") or not lines:
             lines.append([])
-        lines[-1].append(word)
+        lines[-1].append(argument)
     return "\n".join(indent + quoted(line) for line in lines)
 
 
 def comment(lines: Iterable[str]) -> str:
-    """Lines of a shell or YAML comment, whatever they hold: none ends before its time, and none shows a secret."""
+    """Return lines as a shell or YAML comment, whatever they hold: none ends early, and none shows a secret."""
     shown = ("".join(c if c.isprintable() else " " for c in redact(line)) for line in lines)
     return "\n".join(f"# {line}".rstrip() for line in shown)

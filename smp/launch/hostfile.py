@@ -14,7 +14,7 @@ _LINE = re.compile(r"(?P<host>(?:[\w.-]+@)?[A-Za-z0-9][\w.-]*)(?:\s+slots=(?P<sl
 
 
 def read_hosts(path: Path) -> tuple[list[str], int | None]:
-    """The hosts of a file with lines ``HOST slots=N`` or ``HOST``, and the slots of each, if they are given.
+    """Read the hosts of a file with lines ``HOST slots=N`` or ``HOST``, and the slots of each, if they are given.
 
     Raises:
         UserError: it cannot be read, has another line, names a host twice, or hosts differ in slots.
@@ -53,7 +53,7 @@ def read_hosts(path: Path) -> tuple[list[str], int | None]:
 
 
 def hostfile_script(job: Job, hosts: list[str], port: int) -> str:
-    """The script's text.
+    """Return the script's text.
 
     Args:
         hosts: as ``ssh`` takes them; the first one has rank 0.
@@ -61,12 +61,12 @@ def hostfile_script(job: Job, hosts: list[str], port: int) -> str:
     """
     # A container of the same name is one that an earlier start has left: no other job may come to it.
     own = hashlib.sha256(repr((hosts, job)).encode()).hexdigest()[:12]
-    place = "nnodes=$1 node_rank=$2 address=$3 port=$4\nshift 4"
+    rank_info = "nnodes=$1 node_rank=$2 address=$3 port=$4\nshift 4"
     values = {
         "COMMENTS": comment(job.comments),
         "HOSTS": quoted(hosts),
         "PORT": str(port),
-        "WORDS": quoted_lines(with_resume(job)),
-        "NODE": node_script(job, place=place, name=f'"smp-{own}-$port-$node_rank"', controlled=True),
+        "ARGUMENTS": quoted_lines(with_resume(job)),
+        "NODE": node_script(job, rank_info=rank_info, name=f'"smp-{own}-$port-$node_rank"', controlled=True),
     }
     return filled("hostfile.sh", values)

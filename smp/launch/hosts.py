@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """This host's place among those of the job.
+    """This host's number, and where the job's store is.
 
     Args:
         number: from 0.
@@ -49,7 +49,7 @@ class Attempt:
     """This host's part in one start of the job.
 
     Args:
-        host: its place.
+        host: its number, and where the store is.
         stopped: whether this launcher was asked to stop, and is not to wait for the others.
     """
 
@@ -84,7 +84,7 @@ class Attempt:
         return None
 
     def _register(self) -> str:
-        """Register in the store that is there now; returns why not, or an empty text."""
+        """Register in the store that is there now; return why not, or an empty text."""
         host = self._host
         where = f"port {host.port} of host 0, {host.address}"
         seconds = datetime.timedelta(seconds=_ANSWER_SECONDS)
@@ -131,12 +131,12 @@ class Attempt:
         return status
 
     def close(self) -> None:
-        """Let go of the store; on host 0 it ends."""
+        """Release the store; on host 0 it ends."""
         self._store = None
 
 
 def _serve(host: Host) -> TCPStore:
-    """A fresh store for each attempt; of a job of one host, on the loopback interface alone."""
+    """Serve a fresh store for each attempt; of a job of one host, on the loopback interface alone."""
     try:
         family = socket.AF_INET
         if host.hosts > 1 and socket.has_dualstack_ipv6():

@@ -3,7 +3,7 @@
 Speaks torchrun's environment, so that a script cannot tell the two apart. It prints no table of failures: the exit
 status is the one of the first process that failed, and the job's own message is all there is to read. SIGTERM, SIGUSR1
 and Ctrl-C are handed on to the processes, and SIGHUP as SIGTERM; they are then waited for, however long their last
-checkpoint takes. If this process is killed, they get SIGTERM (on Linux).
+checkpoint takes.
 
 ``--max_restarts N`` starts all processes again after a crash. Two ends are no crash: bad input (2) would be as bad
 again, and a job that was asked to stop (75, 130) is not to be started by its own launcher.
@@ -27,7 +27,6 @@ import torch
 
 from smp.environment import malloc
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
-from smp.launch.parent_death import end_with_parent
 from smp.log import say
 from smp.runtime import environment_with, set_default_threads
 
@@ -66,7 +65,7 @@ class LocalJob:
         self._abandoned = float("inf")  # when what controls this job is gone for too long
 
     def run(self) -> int:
-        """Run it to its end; returns its exit status."""
+        """Run it to its end, and return its exit status."""
         # Under nohup, SIGHUP stays ignored; what a shell lets the processes behind its back ignore does not.
         deaf = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         heard = [number for number in HANDED_ON if number not in deaf]
@@ -102,7 +101,7 @@ class LocalJob:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _attempt(self, attempt: int) -> int:
-        """Start all processes and wait for them; returns the status of the first that failed, or 0."""
+        """Start all processes and wait for them; return the status of the first that failed, or 0."""
         together = Attempt(self._host, lambda: self._asked_to_stop)
         self._running.clear()
         try:
@@ -113,9 +112,7 @@ class LocalJob:
             for local_rank in range(self._processes):
                 environment = environment_with(self._environment(local_rank, attempt, port))
                 stdin = subprocess.DEVNULL if self._controlled else None
-                self._running.append(
-                    subprocess.Popen(self._command, env=environment, stdin=stdin, preexec_fn=end_with_parent())
-                )
+                self._running.append(subprocess.Popen(self._command, env=environment, stdin=stdin))
                 if self._asked_to_stop:
                     self._running[-1].terminate()
             status = self._wait()
@@ -189,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the script in ``--nproc_per_node`` processes; returns the job's exit status."""
+    """Run the script in ``--nproc_per_node`` processes, and return the job's exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
     for name, least in (("nproc_per_node", 1), ("max_restarts", 0), ("nnodes", 1), ("node_rank", 0)):

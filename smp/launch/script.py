@@ -1,4 +1,4 @@
-"""What every kind of job script shares: the training command, and what runs once on each node."""
+"""The parts of every kind of job script: the training command, and the script of a node."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Job:
         processes: on each.
         workdir: where it runs, on all nodes.
         program: what Python starts there: a file, or ``-m`` and a module.
-        words: its flags, with those that were chosen.
-        resumes: whether these say where to start from.
-        comments: what there is to say of them.
+        arguments: its flags, with those that were chosen.
+        resumes: whether these name a checkpoint to start from.
+        comments: on them, for the script's head.
         venv: a virtual environment to activate; or
         conda: a conda environment; or
         image: a container's image or file, with
@@ -41,7 +41,7 @@ class Job:
     processes: int
     workdir: str
     program: list[str]
-    words: list[str]
+    arguments: list[str]
     resumes: bool
     comments: list[str]
     venv: str | None = None
@@ -52,12 +52,12 @@ class Job:
 
 
 def template(name: str) -> str:
-    """The text of a template."""
+    """Return the text of a template."""
     return (_TEMPLATES / name).read_text(encoding="utf-8").rstrip("\n")
 
 
 def filled(name: str, values: dict[str, str]) -> str:
-    """A template with each ``@@NAME@@`` replaced; an empty value takes its line along if that holds nothing else."""
+    """Fill in each ``@@NAME@@`` of a template; an empty value takes its line along if that holds nothing else."""
     lines = []
     for line in template(name).splitlines():
         whole = _MARK.fullmatch(line.strip())
@@ -67,11 +67,11 @@ def filled(name: str, values: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def node_script(job: Job, *, place: str, name: str = "", controlled: bool = False, first: bool = False) -> str:
-    """What bash runs on each node, with the training flags as its arguments: no secret and no value unquoted in it.
+def node_script(job: Job, *, rank_info: str, name: str = "", controlled: bool = False, first: bool = False) -> str:
+    """Return what bash runs on each node, with the training flags as its arguments; values are quoted in it.
 
     Args:
-        place: sets ``nnodes``, ``node_rank``, ``address`` and ``port``.
+        rank_info: sets ``nnodes``, ``node_rank``, ``address`` and ``port``.
         name: of a docker container, in bash, unique on the node.
         controlled: whether standard input names the signals to hand on.
         first: whether this is a container's first process.
@@ -79,7 +79,7 @@ def node_script(job: Job, *, place: str, name: str = "", controlled: bool = Fals
     stays = first or job.container == "docker"
     values = {
         "NETWORK": template("network.sh"),
-        "PLACE": place,
+        "RANK_INFO": rank_info,
         "WORKDIR": shlex.quote(job.workdir),
         "ENVIRONMENT": _environment(job, name, controlled=controlled),
         "INSIDE": '"${inside[@]}" ' if job.container in ("docker", "apptainer") else "",
@@ -96,7 +96,7 @@ def node_script(job: Job, *, place: str, name: str = "", controlled: bool = Fals
 
 
 def _environment(job: Job, name: str, *, controlled: bool) -> str:
-    """Makes ``python3`` the job's, or ``inside`` the command that runs it in a container."""
+    """Return what makes ``python3`` the job's, or ``inside`` the command that runs it in a container."""
     if job.venv is not None:
         return f"source {shlex.quote(job.venv + '/bin/activate')} || exit 2"
     if job.conda is not None:
@@ -119,19 +119,19 @@ def _environment(job: Job, name: str, *, controlled: bool) -> str:
 
 
 def local_command(job: Job) -> list[str]:
-    """The command that runs a job of one node on this machine."""
+    """Return the command that runs a job of one node on this machine."""
     launcher = ["python3", "-m", "smp.launch.local", "--nproc_per_node", str(job.processes)]
     return [*launcher, *([] if job.gpus else ["--no_gpus"]), *job.program, *with_resume(job)]
 
 
 def with_resume(job: Job) -> list[str]:
-    """The training flags, which go on where an earlier start has ended."""
-    return job.words if job.resumes else [*job.words, RESUME, "latest"]
+    """Return the training flags, which resume where an earlier start has ended."""
+    return job.arguments if job.resumes else [*job.arguments, RESUME, "latest"]
 
 
 def local_script(job: Job) -> str:
-    """A bash script of that command."""
-    start, words = local_command(job)[: -len(with_resume(job))], quoted_lines(with_resume(job))
-    lines = words.replace("\n", " \\\n")
+    """Return a bash script of that command."""
+    start = local_command(job)[: -len(with_resume(job))]
+    lines = quoted_lines(with_resume(job)).replace("\n", " \\\n")
     where = f"cd {shlex.quote(job.workdir)} || exit 2"
     return f"#!/bin/bash\n{comment(job.comments)}\n{where}\nexec {quoted(start)} \\\n{lines}\n"

@@ -26,14 +26,14 @@ _BATCHES = (4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """The sizes that were chosen.
 
     Args:
-        words: the flags that were not given, with their values.
-        lines: what there is to say of it.
+        arguments: the flags that were not given, with their values.
+        lines: an account of them, for the script's head.
     """
 
-    words: list[str]
+    arguments: list[str]
     lines: list[str]
 
 
@@ -95,7 +95,7 @@ def choose_sizes(
 def _layouts(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, nodes: int, gpus: int
 ) -> Iterator[_Layout]:
-    """All that may be tried, the best first."""
+    """Yield the layouts to try, the best first."""
     world, samples = nodes * gpus, settings["global_batch_size"]
     chosen = "tensor_parallel_degree" in given
     tps = [settings["tensor_parallel_degree"]] if chosen else tensor_parallel_choices(gpus)
@@ -122,7 +122,7 @@ def _layouts(
 def _meshes(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, local: int, tp: int
 ) -> Iterator[Mesh]:
-    """The legal sharding degrees, the smallest first; the one that was chosen, if one was."""
+    """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given."""
     strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
     keeps = strategy == "_hybrid_shard_zero2"
     if "hybrid_shard_degree" in given or strategy not in ("hybrid_shard", "_hybrid_shard_zero2"):
@@ -155,7 +155,9 @@ def _choice(
     }
     if "sharding_strategy" in given:
         del chosen["hybrid_shard_degree"]  # which may stand against it; the strategy decides
-    words = [word for name, value in chosen.items() if name not in given for word in (f"--{name}", str(value))]
+    arguments = [
+        argument for name, value in chosen.items() if name not in given for argument in (f"--{name}", str(value))
+    ]
     tokens = work.micro_batch_size * work.sequence_length * mesh.data.size
     lines = [
         f"{resolved.name}: {shape.parameters:,} parameters, {work.sequence_length} tokens a sample, on "
@@ -163,4 +165,4 @@ def _choice(
         f"{tokens:,} tokens in each round of forward passes; predicted peak {needed / GIB:.1f} GiB of each GPU.",
         *degree_table(shape, work, mesh).splitlines(),
     ]
-    return Choice([*words, *layout.extra], lines)
+    return Choice([*arguments, *layout.extra], lines)

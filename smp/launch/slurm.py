@@ -21,7 +21,7 @@ fi"""
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """What only Slurm knows; names are those of ``sbatch``.
+    """The options of Slurm alone; names are those of ``sbatch``.
 
     Args:
         exclusive: whether the nodes are the job's alone.
@@ -46,59 +46,35 @@ class SlurmOptions:
     max_failures: int = 3
 
 
-def require_possible(options: SlurmOptions) -> None:
-    """Refuse what Slurm would take, and what would then not work.
+def slurm_script(job: Job, options: SlurmOptions) -> str:
+    """Return the script's text.
 
     Raises:
-        UserError: saying what, and what to do.
+        UserError: the job would have one CPU of each node, as nothing says how many.
     """
     if not options.exclusive and options.cpus_per_task is None:
         raise UserError(
             "--shared leaves a node's processes one CPU, unless --cpus_per_task says how many: add it, such as "
             "--cpus_per_task 32"
         )
-    seconds = None if options.time is None else _seconds(options.time)
-    if seconds is not None and seconds <= options.signal_seconds:
-        raise UserError(
-            f"--time {options.time} is over before training begins, as the job is asked to stop --signal_seconds "
-            f"{options.signal_seconds} before its end: give more time, or fewer seconds"
-        )
-
-
-def _seconds(time: str) -> int | None:
-    """As ``sbatch`` reads a time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for words such as ``infinite``."""
-    days, dash, rest = time.rpartition("-")
-    parts = rest.split(":")
-    if len(parts) > 3 or not all(part.isdecimal() for part in (*parts, *([days] if dash else []))):
-        return None
-    numbers = [int(part) for part in parts]
-    if dash:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
-    hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers], 3: numbers}[len(numbers)]
-    return hours * 3600 + minutes * 60 + seconds
-
-
-def slurm_script(job: Job, options: SlurmOptions) -> str:
-    """The script's text."""
-    place = "nnodes=$SLURM_NNODES node_rank=$SLURM_NODEID address=$MASTER_ADDR port=$MASTER_PORT"
+    rank_info = "nnodes=$SLURM_NNODES node_rank=$SLURM_NODEID address=$MASTER_ADDR port=$MASTER_PORT"
     later = f'if [ "$restarts" -gt 0 ]; then\n    train+=({RESUME} latest)\nfi'
     step = ""
     if options.cpus_per_task is not None:
         step += f"step_options+=(--cpus-per-task={options.cpus_per_task})\n"
     if job.container == "enroot":
         mounts = ",".join((f"{job.workdir}:{job.workdir}", *job.mounts))
-        words = (f"--container-image={job.image}", f"--container-mounts={mounts}", f"--container-workdir={job.workdir}")
-        step += "".join(f"step_options+=({shlex.quote(word)})\n" for word in words)
+        extra = (f"--container-image={job.image}", f"--container-mounts={mounts}", f"--container-workdir={job.workdir}")
+        step += "".join(f"step_options+=({shlex.quote(word)})\n" for word in extra)
     values = {
         "DIRECTIVES": "\n".join(f"#SBATCH --{directive}" for directive in _directives(job, options)),
         "COMMENTS": comment(job.comments),
         "WORKDIR": shlex.quote(job.workdir),
         "MAX_REQUEUES": str(options.max_requeues),
         "MAX_FAILURES": str(options.max_failures),
-        "WORDS": quoted_lines(with_resume(job)),
+        "ARGUMENTS": quoted_lines(with_resume(job)),
         "RESUME": later if job.resumes else "",
-        "NODE": node_script(job, place=place, name=_NAME),
+        "NODE": node_script(job, rank_info=rank_info, name=_NAME),
         "NODES": str(job.nodes),
         "WAIT": str(int(START_SECONDS + _BEYOND_SECONDS)),
         "STEP_OPTIONS": step.rstrip("\n"),

@@ -11,7 +11,7 @@ port=${SMP_MASTER_PORT:-@@PORT@@}
 grace=${SMP_GRACE_SECONDS:-60} # for the others to end, once one host has
 ssh=(ssh -o BatchMode=yes -o ServerAliveInterval=15)
 train=(
-@@WORDS@@
+@@ARGUMENTS@@
 )
 
 # What runs on each host.

@@ -1,7 +1,7 @@
 set -o pipefail
 @@TRAPS@@
 @@NETWORK@@
-@@PLACE@@
+@@RANK_INFO@@
 cd @@WORKDIR@@ || exit 2
 @@ENVIRONMENT@@
 @@EXEC@@@@INSIDE@@python3 -u -m smp.launch.local --nnodes "$nnodes" --node_rank "$node_rank" \

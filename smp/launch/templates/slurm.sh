@@ -19,7 +19,7 @@ elif [ "$restarts" -gt "$max_requeues" ]; then # Slurm itself put it there
     exit 75
 fi
 train=(
-@@WORDS@@
+@@ARGUMENTS@@
 )
 @@RESUME@@
 
