@@ -434,6 +434,13 @@ def together(check, size, hosts="aa", **settings):
     return finding.status, finding.message, found.measurements
 
 
+def test_a_clock_that_is_ahead_is_named(monkeypatch):
+    monkeypatch.setattr(network, "wall_clock", lambda: 1e9 + 5 * (dist.get_rank() == 1))
+    status, message, measured = together(network.check_clocks, 3)
+    assert status == "warning" and "clocks differ by 5.0 s (rank(s) 1 by +5.0 s)" in message
+    assert measured["clock_offsets_seconds"] == [0, 5, 0]
+
+
 def test_a_backend_that_falls_back_says_why(monkeypatch):
     monkeypatch.setattr("smp.comm.segment.refusal", lambda: "of the weather")
     status, message, measured = together(network.check_exchange, 2)

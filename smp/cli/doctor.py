@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="seconds that one check may take (default 60)"
     )
+    parser.add_argument("--full", action="store_true", help="measure longer messages")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and nothing else")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the training job")
 
@@ -61,7 +62,7 @@ def request_of(options: argparse.Namespace) -> Request:
     for name in _OF_THE_JOB:
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name}", value]
-    return Request(tuple(arguments), options.timeout)
+    return Request(tuple(arguments), options.timeout, options.full)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -27,11 +27,13 @@ class Request:
     Attributes:
         arguments: of the training job.
         timeout: seconds that one check may take.
+        full: measure longer messages.
         root: stands for ``/`` in what is read of the system.
     """
 
     arguments: tuple[str, ...] = ()
     timeout: float = 60.0
+    full: bool = False
     root: Path = Path("/")
 
     @functools.cached_property

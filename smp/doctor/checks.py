@@ -8,6 +8,7 @@ from smp.doctor.disk import check_disk
 from smp.doctor.job import PLAN_SHARE, check_plan
 from smp.doctor.network import (
     START_SHARE,
+    check_clocks,
     check_end,
     check_exchange,
     check_same_directory,
@@ -30,6 +31,7 @@ CHECKS = (
     Check("disk", check_disk, "host"),
     Check("start", check_start, "job", START_SHARE),
     Check("exchange", check_exchange, "job"),
+    Check("clocks", check_clocks, "job"),
     Check("run directory", check_same_directory, "job"),
     Check("end", check_end, "job"),
 )

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ STORE = "smp/doctor"  # prefix of the ranks' keys in the job's store
 START_SHARE = 6.0  # of --timeout: the others' own checks come first
 _POLL_SECONDS = 0.05
 _SLOW_START = 30.0
+_CLOCK_SECONDS = 1.0
 _MARK_SECONDS = 10.0
-_SHORT, _LONG = 1 << 10, 16 << 20  # bytes of one rank
+_SHORT, _LONG, _FULL_LONG = 1 << 10, 16 << 20, 64 << 20  # bytes of one rank
 _MOST_GATHERED = 512 << 20  # bytes of all ranks
 _BUDGET_SECONDS = 0.3  # of one operation and size
+wall_clock = time.time
 
 
 def check_start(ctx: CheckContext) -> None:
@@ -92,9 +94,9 @@ def _await_everyone(ctx: CheckContext, store: dist.Store, seconds: float) -> Non
 def check_exchange(ctx: CheckContext) -> None:
     """Measure each collective for a short and a long message, and report the path that it took."""
     comm.reset_report()
-    size = ctx.launch.world_size
+    size, longest = ctx.launch.world_size, _FULL_LONG if ctx.request.full else _LONG
     rows: list[dict[str, Any]] = []
-    for nbytes in (_SHORT, max(_SHORT, min(_LONG, _MOST_GATHERED // size))):
+    for nbytes in (_SHORT, max(_SHORT, min(longest, _MOST_GATHERED // size))):
         for name, run in _operations(ctx, nbytes).items():
             seconds = _seconds(ctx, run)
             moved = nbytes if name == "all_reduce" else nbytes * size
@@ -168,6 +170,31 @@ def _of_all_ranks(ctx: CheckContext, value: Any) -> list[Any]:
     values = [None] * ctx.launch.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def check_clocks(ctx: CheckContext) -> None:
+    """Compare the hosts' clocks."""
+    rounds: list[Sequence[float]] = []
+    for _ in range(5):
+        dist.barrier()
+        rounds.append(_of_all_ranks(ctx, wall_clock()))
+    if ctx.launch.rank:
+        return
+    offsets = [statistics.median(times[r] - times[0] for times in rounds) for r in range(ctx.launch.world_size)]
+    ctx.measure("clock_offsets_seconds", offsets)
+    middle = statistics.median(offsets)
+    wrong = [rank for rank, offset in enumerate(offsets) if abs(offset - middle) > _CLOCK_SECONDS]
+    spread = max(offsets) - min(offsets)
+    if spread > _CLOCK_SECONDS:
+        wrong = wrong or [max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))]
+        named = ", ".join(f"{rank} by {offsets[rank] - middle:+.1f} s" for rank in wrong[:8])
+        ctx.warn(
+            f"clocks differ by {spread:.1f} s (rank(s) {named}): times in logs and reports of hangs will mislead; let "
+            f"all hosts take their time from one server (chrony, systemd-timesyncd)",
+            offsets_seconds=offsets,
+        )
+    else:
+        ctx.ok(f"clocks agree within {max(spread, 1e-3):.3f} s")
 
 
 def check_same_directory(ctx: CheckContext) -> None:

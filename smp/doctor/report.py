@@ -11,7 +11,7 @@ from smp.log import redact
 
 Status = Literal["ok", "warning", "problem"]
 # Measured once for the whole job, by rank 0.
-_OF_THE_JOB = ("start_seconds", "paths", "exchange")
+_OF_THE_JOB = ("start_seconds", "paths", "exchange", "clock_offsets_seconds")
 STATUSES: tuple[Status, ...] = ("ok", "warning", "problem")
 FORMAT = 2  # of the JSON object; raised when a reader of the old one would go wrong
 
