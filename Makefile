@@ -1,11 +1,11 @@
-# `make train`: set up and run the main job. `make test`: set up and pass the tests.
+# `make train`: set up and run the main job. `make test`: set up and pass the tests that every change is run against.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test test-slow lint docs clean
+.PHONY: setup train test test-all test-slow lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -22,6 +22,9 @@ train: setup
 	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) -m smp.train --config configs/demo.yaml $(ARGS)
 
 test: setup
+	$(BIN)/python -m pytest -m "not slow and not full" tests
+
+test-all: setup
 	$(BIN)/python -m pytest -m "not slow" tests
 
 test-slow: setup

@@ -1,6 +1,7 @@
 """Shared test setup: offline, quiet, deterministic."""
 
 import os
+import pathlib
 import sys
 
 # Set before any Hugging Face import: tests never reach for a hub.
@@ -12,6 +13,17 @@ if not any("gpu" in word for word in sys.argv):
     # Ranks are forked, which a process that has touched CUDA cannot do; `pytest tests/gpu` keeps its GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+HERE = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """Leave conformance and faults to ``make test-all``, but for one test of each thing (``smoke``)."""
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in ("conformance", "faults") and item.get_closest_marker("smoke") is None:
+            item.add_marker(pytest.mark.full)

@@ -17,7 +17,7 @@ from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor.split import split_model
 from smp.parallel.tensor.technique import build_tp_group
-from tests.parity import Layout, relative, tiny_config
+from tests.reference import Layout, relative, tiny_config
 
 ROWS = 4
 

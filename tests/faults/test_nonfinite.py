@@ -14,7 +14,7 @@ from smp.train import __main__ as train_main
 from smp.train import trainer
 from tests.faults.jobs import JOB, checkpoints
 from tests.job import LLAMA, read_metrics, run_job
-from tests.test_train import tensors
+from tests.resume.test_train import tensors
 
 LAYOUTS = {
     "full": ["--sharding_strategy", "full_shard"],

@@ -16,7 +16,7 @@ from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.faults.jobs import JOB, LONG, at_call, checkpoints, last_step, slowly, wrapped
 from tests.faults.test_lost_ranks import data_workers
 from tests.job import losses, run_job, running_job
-from tests.test_train import tensors
+from tests.resume.test_train import tensors
 
 DROPOUT = ["--attn_pdrop", 0.2]
 HEARD = "SIGTERM: all ranks stop at the next step boundary"

@@ -14,8 +14,8 @@ from smp.memory.warnings import warn_of_cache_flushes
 from smp.parallel.activation_checkpoint import apply_activation_checkpointing
 from smp.parallel.loss import chunk_loss, linear_cross_entropy
 from smp.parallel.offload import DiskStore, HostStore, apply_activation_offload
-from tests.parity import global_batch
-from tests.test_activation_offload import blocks_of, dropout_model
+from tests.reference import global_batch
+from tests.unit.test_activation_offload import blocks_of, dropout_model
 
 pytestmark = [
     pytest.mark.gpu,

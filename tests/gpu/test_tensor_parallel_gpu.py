@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import smp
-from tests.parity import build_reference, global_batch
+from tests.reference import build_reference, global_batch
 
 pytestmark = [
     pytest.mark.gpu,

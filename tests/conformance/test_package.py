@@ -1,0 +1,76 @@
+"""The wheel alone gives the whole job, away from its source."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.clock import HANG_SECONDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The directory that the wheel is installed into, which has nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, wheels, target = folder / "source", folder / "wheels", folder / "site"
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if tracked.returncode:  # not a clone
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "build"))
+    for name in tracked.stdout.splitlines():
+        if not name.startswith(("tests/", "docs/")) and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index"]
+    subprocess.run([*pip, "wheel", *offline, "--no-build-isolation", "-w", wheels, source], check=True)
+    (wheel,) = wheels.glob("smp-*.whl")
+    subprocess.run([*pip, "install", *offline, "--target", target, wheel], check=True)
+    return wheel, target
+
+
+def run(target, folder, *command):
+    """Run a command in an empty directory with the installed package and nothing of the checkout."""
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+
+
+def test_what_the_wheel_holds(installed):
+    names = set(zipfile.ZipFile(installed[0]).namelist())
+    assert {
+        "smp/py.typed", "smp/comm/kernel.c", "smp/launch/templates/slurm.sh", "smp/models/presets/llama7b.yaml",
+        "smp/train/__main__.py", "smp/data/prepare.py",
+    } <= names  # fmt: skip
+    assert {name.split("/")[0] for name in names} == {"smp", "smp-0.1.0.dist-info"}
+
+
+def test_the_job_trains_where_only_the_wheel_is(installed, tmp_path):
+    where = [sys.executable, "-c", "import smp, sys; print(smp.__file__)"]
+    assert run(installed[1], tmp_path / "empty", *where).stdout.startswith(str(installed[1]))
+    words = "--model llama_tiny --use_synthetic_data 1 --max_steps 3 --logging_freq 1 --data_num_workers 1".split()
+    done = run(installed[1], tmp_path / "empty", *TORCHRUN, "-m", "smp.train", *words)
+    assert done.returncode == 0 and "Done: step 3 of 3" in done.stderr + done.stdout, done.stderr
+    assert len((tmp_path / "empty/runs/llama_tiny/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_commands_where_only_the_wheel_is(installed, tmp_path):
+    local = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", 2, "-m", "smp.train"]
+    sample = "data/sample/train.txt"
+    words = ["--model", "llama_tiny", "--training_dir", sample, "--tokenizer_name_or_dir"]
+    for tokenizer in ("data/sample/tokenizer", ROOT / "data/sample/tokenizer"):
+        done = run(installed[1], tmp_path / "empty", *local, *words, tokenizer, "--dataset_type", "text")
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "; the sample belongs to a checkout of smp's repository and is not installed" in done.stderr, done.stderr
+    job = ["--gpus_per_node", 0, "--processes_per_node", 2, "--", "--model", "llama_tiny", "--use_synthetic_data", 1]
+    done = run(installed[1], tmp_path / "empty", sys.executable, "-m", "smp", "launch", "slurm", *job)
+    assert done.returncode == 0 and " -m smp.train" in done.stdout, done.stderr

@@ -1,0 +1,103 @@
+"""Finetuning starts from the given weights, and what is exported is what was trained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from smp.checkpoint.layout import find_checkpoints
+from tests.job import losses, run_job
+from tests.reference import VOCABULARY, build_reference
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A file of rows, the samples of the first step in order (unshuffled)."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, VOCABULARY, (4, 12), generator=generator).tolist()
+    rows[1] = rows[1][:7]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return rows
+
+
+def flags(tmp_path, run="run"):
+    return [
+        "--training_dir", tmp_path / "data", "--data_cache_dir", tmp_path / "cache", "--shuffle_data", 0,
+        "--max_context_width", 12, "--output_dir", tmp_path / run,
+    ]  # fmt: skip
+
+
+def hugging_face_loss(model, rows) -> float:
+    """Mean over all predicted tokens of the batch, by plain cross entropy on each row alone."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row])
+            total += F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum").item()
+            count += len(row) - 1
+    return total / count
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_tied", "mistral", "gpt_neox"])
+def test_first_loss_is_hugging_faces_own(name, rows, tmp_path):
+    reference = build_reference(name, torch.float32).eval()
+    reference.save_pretrained(tmp_path / "pretrained")
+    finetune = ["--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--max_steps", 1]
+    run_job(*flags(tmp_path), *finetune, "--train_batch_size", 2, world_size=2).succeeded()
+    assert losses(tmp_path / "run") == pytest.approx([hugging_face_loss(reference, rows)], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        ["--pretrained_model_name", "{dir}", "--finetune_checkpoint_load_dir", "{dir}"],
+        ["--model", "{dir}", "--pretrained_checkpoint_file", "{dir}/model.safetensors"],
+    ],
+)
+def test_the_seeds_spellings(spelling, rows, tmp_path):
+    reference = build_reference("gpt_neox", torch.float32).eval()
+    reference.save_pretrained(tmp_path / "pretrained")
+    words = [word.format(dir=tmp_path / "pretrained") for word in spelling]
+    run_job(*flags(tmp_path), "--finetune", 1, *words, "--max_steps", 1, "--train_batch_size", 4).succeeded()
+    assert losses(tmp_path / "run") == pytest.approx([hugging_face_loss(reference, rows)], rel=1e-5)
+
+
+def test_resume_wins_over_finetune(rows, tmp_path):
+    build_reference("llama_gqa", torch.float32).save_pretrained(tmp_path / "pretrained")
+    words = [*flags(tmp_path), "--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--lr_decay_iters", 4]
+    run_job(*words, "--max_steps", 2).succeeded()
+    out = run_job(*words, "--max_steps", 4, "--resume_from_checkpoint", "latest").succeeded().output
+    assert "Resumed from" in out
+    assert len(losses(tmp_path / "run")) == 4
+    # The uninterrupted run, elsewhere, has the same curve: the weights were not loaded a second time.
+    run_job(*flags(tmp_path, "whole"), *words[len(flags(tmp_path)) :], "--max_steps", 4).succeeded()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+def test_export_gives_the_trained_model(name, rows, tmp_path):
+    build_reference(name, torch.float32).save_pretrained(tmp_path / "pretrained")
+    words = [*flags(tmp_path), "--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--lr", 1e-2]
+    run_job(*words, "--max_steps", 3, "--save_final_model", 1, world_size=2).succeeded()
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    (checkpoint,) = find_checkpoints(tmp_path / "run" / "checkpoints", "pretrained")
+    trained = build_reference(name, torch.float32)
+    load_parameters(trained, checkpoint.path)
+    ids = torch.tensor([rows[0]])
+    with torch.no_grad():
+        assert torch.equal(exported.eval()(ids).logits, trained.eval()(ids).logits)
+
+
+def load_parameters(model, path) -> None:
+    """Read a checkpoint's parameters into a plain model with torch's own reader."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)

@@ -1,0 +1,244 @@
+"""The command line: types, files, names, and every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+import re
+
+import pytest
+import yaml
+
+from smp.compat.names import FLAGS as SMP_V2
+from smp.errors import ConfigError, UserError
+from smp.train import arguments
+from smp.train.arguments import FLAGS, RETIRED, SECTIONS, parse_args
+
+ROOT = pathlib.Path(__file__).parents[2]
+SYNTHETIC = ["--use_synthetic_data", "1"]
+
+
+def parse(*words: object):
+    return parse_args([*SYNTHETIC, *map(str, words)])
+
+
+def problems(*words: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(*words)
+    return caught.value.problems
+
+
+def from_yaml(tmp_path, text: str, *words: object):
+    (tmp_path / "run.yaml").write_text(text)
+    return parse("--config", tmp_path / "run.yaml", *words)
+
+
+def test_every_flag_of_smp_v2_is_known_or_retired_with_advice():
+    assert [name for name in SMP_V2 if name not in FLAGS and name not in RETIRED] == []
+
+
+@pytest.mark.parametrize(("word", "value"), [("1", True), ("0", False), ("true", True), ("False", False)])
+def test_booleans(word, value):
+    assert parse("--bf16", word).precision.bf16 is value
+
+
+def test_lists_equals_signs_and_aliases():
+    config = parse(
+        "--checkpoint_dir", "a", "b", "--checkpoint_freq", 5, 10, "--num_kept_checkpoints", 1, 2, "--lr=1e-3",
+        "--max_training_steps=7", "--shard_degree", 4,
+    )  # fmt: skip
+    assert config.checkpoint.checkpoint_dir == ("a", "b") and config.checkpoint.checkpoint_freq == (5, 10)
+    assert (config.lr.lr, config.run.max_steps, config.parallel.hybrid_shard_degree) == (1e-3, 7, 4)
+    assert {"max_steps", "hybrid_shard_degree"} <= config.given
+
+
+def test_flags_stand_above_the_file_and_the_file_above_defaults(tmp_path):
+    config = from_yaml(tmp_path, "lr: 1e-3\nmax_training_steps: 9\nbeta1: 0.8\n", "--max_steps", 3)
+    assert (config.lr.lr, config.run.max_steps, config.optim.beta1, config.optim.beta2) == (1e-3, 3, 0.8, 0.95)
+    assert {"lr", "max_steps", "beta1"} <= config.given and "beta2" not in config.given
+
+
+def test_yaml_values(tmp_path):
+    text = (
+        "checkpoint_dir: [a, b]\ncheckpoint_freq: [3, 4]\nnum_kept_checkpoints: [1, 1]\nbf16: no\nepochs: null\n"
+        "tensorboard_dir: []\ngrad_clip: .inf\ntext_document_separator: ''\ndataset_type: text\n"
+        "tokenizer_name_or_dir: t\n"
+    )
+    config = from_yaml(tmp_path, text)
+    assert config.checkpoint.checkpoint_freq == (3, 4) and config.precision.bf16 is False
+    assert config.run.epochs is None and config.logging.tensorboard_dir == ()
+    assert config.optim.grad_clip == float("inf") and config.data.text_document_separator == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_step: 3", "unknown key max_step: did you mean max_steps"),
+        ("data_type: gpt", "data_type is not used any more.*--dataset_type"),
+        ("config: other.yaml", "unknown key config(?!.*mean config)"),
+        ("lr: null", "--lr takes a number, got 'null'"),
+        ("tensorboard_dir: null", "--tensorboard_dir takes one or more of text, got 'null'"),
+        ("output_dir: {a: b}", "--output_dir takes text, got"),
+        ("checkpoint_dir: [[a]]", "--checkpoint_dir takes one or more of text, got"),
+        ("lr: [1, 2]", "--lr takes a number, got 1 2"),
+        ("max_steps: 3.5", "--max_steps takes a whole number, got '3.5'"),
+        ("- lr", "must hold settings as `name: value` lines, got a list"),
+        ("lr: 1\n  b: : 2", "line 2 is not valid YAML"),
+        ("lr: 2024-13-45", "is not valid YAML"),
+        ("[" * 3000, "is not valid YAML"),
+    ],
+)
+def test_yaml_that_cannot_be_used(text, expected, tmp_path):
+    with pytest.raises(ConfigError, match=expected):
+        from_yaml(tmp_path, text)
+
+
+def test_a_missing_config_file_is_one_sentence(tmp_path):
+    (problem,) = problems("--config", tmp_path / "absent.yaml")
+    assert "absent.yaml cannot be read" in problem and "give the path" in problem
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--checkpoint_dir", "a", "b", "--checkpoint_freq", 1, 2, "--num_kept_checkpoints", 3, 4),
+        ("--lr", 3e-5, "--grad_clip", "inf", "--tensorboard_dir", "t", "--bf16", 1, "--epochs", 2),
+        ("--text_document_separator", "", "--dataset_type", "text", "--tokenizer_name_or_dir", "no: yes"),
+    ],
+)
+def test_the_written_configuration_reads_back_the_same(words, tmp_path):
+    config = parse(*words)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.flat()))
+    again = parse_args(["--config", str(tmp_path / "config.yaml")])
+    assert {**vars(again), "given": None} == {**vars(config), "given": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max_step", 3], "unknown flag --max_step: did you mean max_steps"),
+        (["--hybrid-shard-degree", 2], "did you mean hybrid_shard_degree"),
+        (["--learning_rte=1"], "unknown flag --learning_rte"),
+        (["--conf", "a.yaml"], "did you mean config"),
+        (["--sharding_strategy", "ful_shard"], "takes .*full_shard.*did you mean full_shard"),
+        (["--bf16", "yes"], "--bf16 takes 0 or 1, got 'yes'"),
+        (["--bf16"], "--bf16 takes 0 or 1, got nothing"),
+        (["--train_batch_size", 2, 4], "takes a whole number, got 2 4"),
+        (["--lr", "nan"], "--lr takes a number, got 'nan'"),
+        (["--lr", "inf"], "--lr must be finite"),
+        (["--lr", 0, "--min_lr", 0], "--lr must be greater than 0, got 0"),
+        (["--warmup", 1.5], "--warmup must be at most 1, got 1.5"),
+        (["--checkpoint_freq", 0], "--checkpoint_freq must be at least 1, got 0"),
+        (["--seed", 10**25], "--seed must be at most 9223372036854775807"),
+        (["--distributed_timeout", "inf"], "--distributed_timeout must be at most"),
+        (["--same_seed", 1], "--same_seed is not used any more.*--seed"),
+        (["--straggler_ratio", 2], "--straggler_ratio is not used any more.*py-spy"),
+        (["--dry_run_world_size", 4], "only with --dry_run 1"),
+        (["--global_batch_size", 8, "--gradient_accumulation_steps", 2], "give one of them"),
+        (["--checkpoint_dir", "a", "b"], "one value per directory: got 2, 1 and 1"),
+    ],
+)
+def test_what_is_refused(words, expected):
+    found = problems(*words)
+    assert len(found) == 1 and re.search(expected, found[0]), found
+
+
+def test_a_stray_word_before_flags_is_named():
+    (problem,) = problems_of(["stray", *SYNTHETIC])
+    assert "'stray' belongs to no flag" in problem
+
+
+def problems_of(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    return caught.value.problems
+
+
+def test_all_problems_at_once_each_once(tmp_path):
+    (tmp_path / "run.yaml").write_text("max_stepz: 1\nbeta1: 2\n")
+    found = problems(
+        "--config", tmp_path / "run.yaml", "--unknown_thing", "a", "b", "--lr", "x", "--fp8", 1, "--framework", "f",
+        "--sharding_strategy", "no_shard", "--shard_degree", 2,
+    )  # fmt: skip
+    wanted = ["max_stepz", "--unknown_thing", "--framework", "--lr takes", "no_shard contradicts", "--beta1", "--fp8 1"]
+    assert len(found) == len(wanted), found
+    for words in wanted:
+        assert sum(words in problem for problem in found) == 1, (words, found)
+
+
+def test_abbreviations_are_refused():
+    for name in ("max_ste", "hybrid", "use_synth"):
+        assert any(f"unknown flag --{name}" in problem for problem in problems(f"--{name}", 1))
+
+
+def test_sagemaker_channels_stand_in_for_the_data_folders(monkeypatch):
+    monkeypatch.setenv("SM_CHANNEL_TRAIN", "/in/train")
+    monkeypatch.setenv("SM_CHANNEL_TEST", "/in/test")
+    assert (parse_args([]).data.training_dir, parse_args([]).data.test_dir) == ("/in/train", "/in/test")
+    assert parse_args(["--training_dir", "mine"]).data.training_dir == "mine"
+
+
+def test_every_setting_has_a_help_and_one_place():
+    names = [f.name for cls in SECTIONS.values() for f in dataclasses.fields(cls)]
+    assert len(names) == len(set(names)) and {f.field.name for f in FLAGS.values()} == set(names)
+    for flag in FLAGS.values():
+        metadata = flag.field.metadata
+        assert metadata["help"].endswith((".", ";", ")")) and len(metadata["help"]) > 10, flag.field.name
+        assert bool(metadata["only"]) == bool(metadata["otherwise"]), flag.field.name
+        assert not metadata["only"] or flag.field.default in metadata["only"], flag.field.name
+
+
+def test_every_flag_that_accepts_one_value_only_says_what_to_do():
+    for name, flag in FLAGS.items():
+        if (only := flag.field.metadata["only"]) and flag.allowed == "0 or 1":
+            value = 0 if True in only else 1
+            assert f"--{name} {value} is not available: {flag.field.metadata['otherwise']}" in problems(
+                f"--{name}", value
+            )
+
+
+def test_the_page_of_flags_is_current():
+    assert (ROOT / "docs" / "flags.md").read_text() == arguments.flags_markdown(), "run `python arguments.py`"
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert [name for name in FLAGS if f"--{name}" not in shown] == [] and "--config" in shown
+
+
+def test_any_words_give_a_configuration_or_a_sentence():
+    rng = random.Random(0)
+    values = [
+        "",
+        "-1",
+        "0",
+        "1e9",
+        "nan",
+        "true",
+        "-x",
+        "--",
+        "=",
+        "a b",
+        "None",
+        "é",
+        "[1]",
+        "{}",
+        "9" * 5000,
+        "latest",
+    ]
+    for _ in range(400):
+        words = []
+        for _ in range(rng.randrange(1, 6)):
+            name = rng.choice([*FLAGS, *RETIRED, "confg", "", "x-y", "max"])
+            words += [rng.choice(["--", "--", "--", "-"]) + name, *rng.choices(values, k=rng.randrange(3))]
+        if any(word.startswith("-h") for word in words):
+            continue
+        try:
+            parse_args(words)
+        except UserError as error:
+            assert "\n\n" not in str(error) and str(error).strip(), words

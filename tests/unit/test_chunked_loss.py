@@ -1,0 +1,180 @@
+"""Head and loss in chunks: Hugging Face's numbers, without the logits of a whole sequence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GPT2Config
+
+import smp
+from smp.errors import UserError
+from smp.parallel.loss import chunk_loss, linear_cross_entropy
+from tests.distributed import run_distributed
+from tests.reference import VOCABULARY, build_reference, global_batch, tiny_config
+
+BATCH, LENGTH, HIDDEN, WORDS = 3, 7, 16, 31
+
+
+def inputs(dtype, *, bias=False):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(BATCH, LENGTH, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(WORDS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    offset = torch.randn(WORDS, generator=generator).to(dtype).requires_grad_() if bias else None
+    labels = torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator)
+    labels[0, 2:5] = -100
+    return hidden, weight, offset, labels
+
+
+def plain(hidden, weight, bias, labels, z_loss):
+    """The same by torch's own functions."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, :-1].flatten(0, 1)
+    targets = labels[:, 1:].flatten()
+    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return loss + z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 21, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize(("bias", "z_loss"), [(False, 0.0), (True, 1e-2)])
+def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss):
+    mine, theirs = inputs(dtype, bias=bias), inputs(dtype, bias=bias)
+    found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], chunk_tokens=chunk, z_loss=z_loss)
+    expected = plain(*theirs, z_loss)
+    assert found.item() == pytest.approx(expected.item(), rel=tolerance)
+    (found / 9).backward()
+    (expected / 9).backward()
+    for one, other in zip(mine[: 2 + bias], theirs, strict=False):
+        assert one.grad.dtype == dtype
+        assert torch.linalg.norm(one.grad - other.grad) <= tolerance * torch.linalg.norm(other.grad)
+
+
+def test_nothing_counts():
+    hidden, weight, _, labels = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_frozen_parts_get_no_gradient():
+    hidden, weight, _, labels = inputs(torch.float32)
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
+    assert hidden.grad is not None
+    whole = hidden.grad.clone()
+    hidden, weight, _, labels = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    assert torch.equal(hidden.grad, whole)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        loss.backward()
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of any tensor made inside whose last axis is the vocabulary."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        weight = (32, VOCABULARY)  # transposed
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (VOCABULARY,) and result.shape != weight:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_tied", "gpt_neox"])
+def test_on_a_hugging_face_model(name):
+    reference = build_reference(name, torch.float32).train()
+    model = chunk_loss(copy.deepcopy(reference), chunk_tokens=5)
+    ids, labels = global_batch(0)
+    expected = reference(input_ids=ids, labels=labels)
+    with Largest() as largest:
+        found = model(input_ids=ids, labels=labels)
+        found.loss.backward()
+    assert found.logits is None
+    if name != "gpt_neox":  # whose queries, keys and values are as wide as this vocabulary
+        assert largest.elements == 5 * VOCABULARY
+    expected.loss.backward()
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    for (key, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.linalg.norm(one.grad - other.grad) <= 2e-6 * torch.linalg.norm(other.grad), key
+    items = model(input_ids=ids, labels=labels, num_items_in_batch=10).loss
+    assert items.item() == pytest.approx(reference(input_ids=ids, labels=labels, num_items_in_batch=10).loss.item())
+    assert model(input_ids=ids, labels=labels, return_dict=False)[0].item() == pytest.approx(expected.loss.item())
+    assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+    with torch.no_grad():
+        assert model(input_ids=ids, labels=labels).loss.item() == pytest.approx(expected.loss.item())
+
+
+def assert_is_hugging_faces(reference, *, chunk: int, length: int) -> None:
+    """The loss and the gradient of a model with the loss in chunks, against those of the model itself, in fp32.
+
+    All parameters together: those whose gradients are small sums of much differ by more from each other, and each by as
+    much from fp64's.
+    """
+    model = chunk_loss(copy.deepcopy(reference), chunk_tokens=chunk)
+    ids = torch.randint(0, reference.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    found, expected = (each(input_ids=ids, labels=labels).loss for each in (model, reference))
+    found.backward()
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    mine, theirs = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (model, reference))
+    assert torch.linalg.norm(mine - theirs) <= 1e-6 * torch.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+def test_a_vocabulary_of_128k(name):
+    config = tiny_config(name)
+    config.vocab_size = 128_256
+    torch.manual_seed(0)
+    assert_is_hugging_faces(AutoModelForCausalLM.from_config(config).train(), chunk=32, length=48)
+
+
+def test_any_causal_language_model():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    assert_is_hugging_faces(AutoModelForCausalLM.from_config(config).train(), chunk=5, length=12)
+
+
+def test_chunks_of_nothing_are_refused():
+    hidden, weight, _, labels = inputs(torch.float32)
+    for call in (
+        lambda: linear_cross_entropy(hidden, weight, labels, chunk_tokens=0),
+        lambda: chunk_loss(build_reference("llama_gqa", torch.float32), chunk_tokens=0),
+    ):
+        with pytest.raises(UserError, match="chunk_tokens must be at least 1, got 0"):
+            call()
+
+
+def test_z_loss_is_for_training_only():
+    model = chunk_loss(build_reference("llama_gqa", torch.float32), z_loss=0.1)
+    ids, labels = global_batch(0)
+    training = model.train()(input_ids=ids, labels=labels).loss
+    assert training > model.eval()(input_ids=ids, labels=labels).loss + 0.1
+
+
+def _split_chunks(expected):
+    """A user's script: split, then the loss in chunks."""
+    smp.init({"tensor_parallel_degree": 2})
+    model = smp.chunk_loss(smp.transform(build_reference("llama_gqa", torch.float64)), chunk_tokens=5)
+    ids, labels = global_batch(0)
+    found = model(input_ids=ids, labels=labels)
+    assert found.loss.item() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match=f"label {VOCABULARY} is outside the vocabulary of {VOCABULARY}"):
+        model(input_ids=ids, labels=torch.full_like(labels, VOCABULARY))
+
+
+def test_after_transform():
+    ids, labels = global_batch(0)
+    expected = build_reference("llama_gqa", torch.float64)(input_ids=ids, labels=labels).loss.item()
+    run_distributed(_split_chunks, expected, world_size=2)

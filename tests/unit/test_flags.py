@@ -1,0 +1,360 @@
+"""Every live flag changes something: a built object, a counter, a number or a file, with a completeness test.
+
+A check reads one thing twice, without and with the flag, and names the second reading. ``--profile_nsys`` alone is
+shown by its refusal, since what it starts exists on GPUs only.
+"""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import itertools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import smp.memory.tracker
+import tests.unit.test_flags_faults
+import tests.unit.test_flags_model  # noqa: F401
+import train_lib
+from smp.checkpoint import background, saver
+from smp.checkpoint.hf_export import export_hf
+from smp.checkpoint.read_back import ReadBack
+from smp.config import Settings
+from smp.errors import UserError
+from smp.mesh import resolve_mesh
+from smp.models.model_config import resolve_model
+from smp.models.registry import build_model
+from smp.parallel.parallelize import prepare_model
+from smp.runtime import Launch, process_group
+from smp.train import trainer
+from smp.train.arguments import FLAGS, parse_args
+from smp.train.run_plan import planned_launch
+from smp.train.start import resolve
+from tests.flags import CHECKS, LIVE, NO_EFFECT, ROOT, SYNTHETIC, Words, check, differs, parse, plan_of
+from tests.job import LLAMA, read_metrics, run_job
+
+
+@pytest.fixture(autouse=True)
+def quick_runs(monkeypatch):
+    """Leave out what only costs time here: curves, and the walk over all tensors."""
+    monkeypatch.setattr(trainer, "draw_curves", lambda plan: None)
+    monkeypatch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Data of every kind, a model directory, and an nccl-tests log."""
+    root = tmp_path_factory.mktemp("files")
+    for folder, counts in (("train", (6, 3)), ("test", (2, 5))):
+        (root / folder).mkdir()
+        for part, rows in enumerate(counts):
+            opener = gzip.open if part == 0 else open
+            with opener(root / folder / f"{part}.jsonl{'.gz' if part == 0 else ''}", "wt") as file:
+                file.writelines(json.dumps({"input_ids": [6 * part + row] * 16}) + "\n" for row in range(rows))
+    (root / "text.txt").write_text("It was a bright day.\n\nThe sun stood high.\n\n" * 40)
+    (root / "nccl.log").write_text("# Avg bus bandwidth    : 12.5\n")
+    resolved = resolve_model(parse_args([*LLAMA, *SYNTHETIC]).model)
+    model = build_model(resolved.hf_config, attn_implementation="sdpa")
+    export_hf(model, root / "model", hf_config=resolved.hf_config)
+    return SimpleNamespace(
+        root=root, model=root / "model", text=root / "text.txt", train=root / "train", test=root / "test",
+        tokenizer=ROOT / "data" / "sample" / "tokenizer", nccl=root / "nccl.log",
+    )  # fmt: skip
+
+
+def train(words: Words, run: pathlib.Path, *, steps: int = 2) -> pathlib.Path:
+    """Run the job in this process, the child of a test."""
+    argv = [*LLAMA, *SYNTHETIC, "--max_steps", steps, "--output_dir", run, *words]
+    assert train_lib.main([str(word) for word in argv]) == 0
+    return run
+
+
+def test_every_live_flag_has_a_check():
+    assert sorted(set(LIVE) - set(CHECKS)) == []
+    assert sorted(set(CHECKS) - set(LIVE)) == []
+
+
+@check("finetune", "pretrained_checkpoint_file", "pretrained_model_name", "finetune_checkpoint_load_dir",
+       "hf_pretrained_model_name_or_dir")  # fmt: skip
+def test_pretrained_weights(files):
+    def embedding(words):
+        config = parse([*SYNTHETIC, *words])
+        resolved = resolve_model(config.model)
+        with process_group(config.comm, Launch(), torch.device("cpu")):
+            mesh = resolve_mesh(config.parallel, world_size=1, local_world_size=1).join("cpu")
+            model = prepare_model(
+                resolved, mesh=mesh, settings=Settings((config.parallel, config.activation)),
+                dtype=torch.float32, device=torch.device("cpu"), seed=1, load_weights=True,
+            )  # fmt: skip
+            return model.model.embed_tokens.weight.full_tensor().sum().item()
+
+    named = ["--finetune", 1, "--pretrained_model_name", files.model, "--finetune_checkpoint_load_dir", files.model]
+    file = ["--finetune", 1, "--pretrained_checkpoint_file", files.model / "model.safetensors"]
+    whole = embedding(["--hf_pretrained_model_name_or_dir", files.model])
+    assert embedding(named) == embedding(file) == whole
+    assert embedding(["--model", files.model]) != whole
+    with pytest.raises(UserError, match="--pretrained_checkpoint_file is for finetuning: add --finetune 1"):
+        parse([*SYNTHETIC, "--pretrained_checkpoint_file", files.model])
+
+
+@check("max_steps", "epochs", "synthetic_samples")
+def test_length(tmp_path):
+    steps = lambda words: resolve(plan_of(words, tmp_path), None).max_steps  # noqa: E731
+    assert (steps([]), steps(["--max_steps", 3])) == (5000, 3)
+    samples = ["--synthetic_samples", 8]
+    assert plan_of(samples, tmp_path).train_data.samples_per_epoch == 8
+    differs(steps, ["--epochs", 3], 12, samples)
+
+
+@check("train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+def test_batch(tmp_path):
+    def microbatches(words):
+        step = next(iter(plan_of(words, tmp_path).train_data))
+        return [len(each["input_ids"]) for each in step.microbatches]
+
+    assert microbatches([]) == [2]
+    assert microbatches(["--train_batch_size", 3]) == [3]
+    assert microbatches(["--gradient_accumulation_steps", 2]) == [2, 2]
+    assert len(microbatches(["--global_batch_size", 5])) == 3
+
+
+@check("distributed_backend", "shared_buffers")
+def test_exchange(tmp_path):
+    def output(*words):
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", *words]
+        return run_job(*job, "--output_dir", tmp_path / f"run{'_'.join(map(str, words))}", world_size=2).output
+
+    shared, private, gloo = output(), output("--shared_buffers", 0), output("--distributed_backend", "gloo")
+    assert "over smddp" in shared and "shared buffer" in shared
+    assert "shared memory" in private and "shared buffer" not in private
+    assert "over gloo" in gloo and "shared memory" not in gloo
+
+
+@check("seed")
+def test_seed(tmp_path):
+    losses = lambda words, run: read_metrics(train(words, tmp_path / run))[0]["loss"]  # noqa: E731
+    assert losses([], "a") == losses([], "b") != losses(["--seed", 7], "c")
+
+
+@check("output_dir")
+def test_output_dir(tmp_path):
+    train([], tmp_path / "mine")
+    assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints"} <= {p.name for p in (tmp_path / "mine").iterdir()}
+
+
+@check("dry_run", "dry_run_world_size")
+def test_dry_run(capsys, tmp_path):
+    train(["--dry_run", 1], tmp_path / "run")
+    assert "= 1 processes" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    train(["--dry_run", 1, "--dry_run_world_size", 16], tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "dp_replicate 2 x dp_shard 8 x tp 1 = 16 processes" in out and "optimizer state" in out
+    assert planned_launch(parse([*SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", 16]), Launch()).world_size == 16
+
+
+@check("profile_nsys")
+def test_profile_nsys(tmp_path):
+    with pytest.raises(UserError, match="--profile_nsys 1 needs a GPU and none is visible"):
+        plan_of(["--profile_nsys", 1], tmp_path)
+
+
+@check("grad_clip", "defer_gradient_sync", "clean_cache")
+def test_handed_to_the_step(monkeypatch, tmp_path):
+    seen: dict[str, list] = {"clip": [], "defer": [], "clean": []}
+    clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
+    monkeypatch.setattr(trainer, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
+    monkeypatch.setattr(trainer, "set_gradient_sync", lambda m, **k: seen["defer"].append(k["defer"]) or sync(m, **k))
+    monkeypatch.setattr(trainer, "release_cache", lambda device: seen["clean"].append(1))
+    train([], tmp_path / "a")
+    assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "clean": []}
+    train(["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--clean_cache", 1], tmp_path / "b")
+    assert seen == {"clip": [1.0, 1.0, 0.5, 0.5], "defer": [False, False, True, True], "clean": [1, 1]}
+
+
+@check("training_dir", "use_synthetic_data", "zipped_data", "dataset_type", "tokenizer_name_or_dir",
+       "text_document_separator", "data_cache_dir")  # fmt: skip
+def test_sources(files, tmp_path):
+    def rows(words, vocab=64):
+        return plan_of(["--vocab_size", vocab, *words], tmp_path, data=[]).train_data
+
+    jsonl = ["--training_dir", files.train]
+    assert rows(jsonl).samples_per_epoch == 9
+    assert rows([*jsonl, "--zipped_data", 1]).samples_per_epoch == 6
+    assert rows([*jsonl, "--zipped_data", 0]).samples_per_epoch == 3
+    assert rows([*jsonl, "--use_synthetic_data", 1]).samples_per_epoch == 100_000
+    text = ["--dataset_type", "text", "--training_dir", files.text, "--tokenizer_name_or_dir", files.tokenizer]
+    whole, separated = rows(text, 2048), rows([*text, "--text_document_separator", ""], 2048)
+    assert whole.samples_per_epoch > 9 and whole.fingerprint != separated.fingerprint
+    assert not (tmp_path / "other").exists()
+    rows([*jsonl, "--data_cache_dir", tmp_path / "other"])
+    assert len(list((tmp_path / "other").glob("*/tokens.bin"))) == 2
+
+
+@check("data_num_workers", "shuffle_data", "document_mask")
+def test_serving(files, tmp_path):
+    data = ["--training_dir", files.train, "--tokenizer_name_or_dir", files.tokenizer]
+    plan = lambda words: plan_of(words, tmp_path, data=data).train_data  # noqa: E731
+    assert (plan([])._workers, plan(["--data_num_workers", 1])._workers) == (0, 1)
+
+    def order(words):
+        steps = itertools.islice(plan(words), 9)
+        return [int(step.microbatches[0]["input_ids"][0, 0]) for step in steps]
+
+    one = ["--train_batch_size", 1]
+    assert order([*one, "--shuffle_data", 0]) == list(range(9)) == sorted(order(one)) != order(one)
+    keys = lambda words: next(iter(plan(words))).microbatches[0].keys()  # noqa: E731
+    assert "position_ids" in keys(["--document_mask", 1]) - keys([])
+
+
+@check("test_dir", "validation_freq", "validation_batches", "val_batch_size", "fast_validation")
+def test_validation(files, tmp_path, monkeypatch):
+    data = ["--training_dir", files.train, "--validation_freq", 1, "--test_dir", files.test]
+    plan = lambda words: plan_of(words, tmp_path, data=[*data, *words])  # noqa: E731
+    assert plan([]).validation_data.samples_per_epoch == 5
+    assert plan(["--test_dir", files.train]).validation_data.samples_per_epoch == 3
+    assert plan(["--fast_validation", 0]).validation_data.samples_per_epoch == 7
+    assert plan_of([], tmp_path, data=data[:2]).validation_data is None
+    batch = lambda words: len(next(iter(plan(words).validation_data)).microbatches[0]["input_ids"])  # noqa: E731
+    differs(batch, ["--val_batch_size", 2], 2)
+    forwards: list[bool] = []
+    forward = trainer.forward
+    monkeypatch.setattr(trainer, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
+    for count in (10, 3):
+        train(["--validation_freq", 1, "--validation_batches", count], tmp_path / f"v{count}", steps=1)
+    assert forwards == [True, *[False] * 10, True, *[False] * 3]
+
+
+@check("checkpoint_freq", "num_kept_checkpoints", "checkpoint_dir", "resume_from_checkpoint", "save_final_model",
+       "model_dir", "reset_progress")  # fmt: skip
+def test_checkpoints(tmp_path):
+    names = lambda folder: sorted(p.name for p in folder.glob("*steps"))  # noqa: E731
+    a = train([], tmp_path / "a", steps=3)
+    assert names(a / "checkpoints") == ["llama_v2-3steps"] and not (a / "final").exists()
+    b = train(
+        ["--checkpoint_freq", 1, "--checkpoint_dir", tmp_path / "c", "--save_final_model", 1], tmp_path / "b", steps=3
+    )
+    assert names(tmp_path / "c") == ["llama_v2-2steps", "llama_v2-3steps"] and (b / "final" / "config.json").exists()
+    train(["--checkpoint_freq", 1, "--num_kept_checkpoints", 3], tmp_path / "d", steps=3)
+    assert len(names(tmp_path / "d" / "checkpoints")) == 3
+    resumed = ["--resume_from_checkpoint", "latest", "--save_final_model", 1, "--model_dir", tmp_path / "m"]
+    train(resumed, a, steps=4)
+    assert [line["step"] for line in read_metrics(a)] == [1, 2, 3, 4]
+    assert (tmp_path / "m" / "model.safetensors").exists() and not (a / "final").exists()
+    path = a / "checkpoints" / "llama_v2-4steps"
+    anew = train(["--resume_from_checkpoint", path, "--reset_progress", 1], tmp_path / "e", steps=2)
+    assert [line["step"] for line in read_metrics(anew)] == [1, 2]
+
+
+@check("checkpoint_type", "checkpoint_overhead", "keep_best", "verify_checkpoint", "read_back", "on_save_error")
+def test_ways_of_saving(tmp_path, capsys, monkeypatch):
+    names = lambda folder: sorted(p.name for p in folder.rglob("*steps"))  # noqa: E731
+    train(["--checkpoint_type", "async_sharded"], tmp_path / "a", steps=1)
+    assert "Saved" in capsys.readouterr().out
+    train(["--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / "b", steps=2)
+    assert "llama_v2-1steps in the background" in capsys.readouterr().out
+    local = train(["--checkpoint_type", "local"], tmp_path / "c", steps=1)
+    assert (local / "checkpoints" / "rank00000-of-00001" / "llama_v2-1steps").is_dir()
+    monkeypatch.setattr(saver, "MEASURED_STEPS", 1)
+    auto = ["--checkpoint_freq", "auto", "--num_kept_checkpoints", 9]
+    rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "d", steps=3)
+    often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "e", steps=3)
+    assert len(names(rare)) == 2 and len(names(often)) == 3
+    monkeypatch.setattr(trainer, "validate", lambda trainer: -1.0 / trainer.state.step)
+    every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
+    assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
+    reads: list[int] = []
+    compare = ReadBack.compare
+    monkeypatch.setattr(ReadBack, "compare", lambda back, written: reads.append(written.size) or compare(back, written))
+    for words in (["--read_back", "never"], []):
+        train([*words, "--checkpoint_type", "async_sharded", "--checkpoint_freq", 1], tmp_path / f"g{len(words)}")
+    assert len(reads) == 1  # the first of two steps; the last one is saved in the foreground
+    train(["--read_back", "always"], tmp_path / "h", steps=1)
+    assert len(reads) == 2
+    file = next((tmp_path / "h").rglob("rank*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    resume = ["--resume_from_checkpoint", file.parent]
+    train([*resume, "--verify_checkpoint", "size"], tmp_path / "h", steps=2)
+    with pytest.raises(AssertionError):
+        train(["--resume_from_checkpoint", file.parent], tmp_path / "i", steps=2)
+    assert "is not as it was written" in capsys.readouterr().err
+
+    def full(*args, **settings):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background, "write_part", full)
+    go_on = ["--on_save_error", "continue", "--checkpoint_freq", 1]
+    for words, said in ((go_on, "Training goes on without it"), (["--checkpoint_freq", 1], "No space left")):
+        with pytest.raises(AssertionError):  # the last checkpoint must be written in any case
+            train(words, tmp_path / f"j{len(words)}", steps=2)
+        captured = capsys.readouterr()
+        assert said in captured.out + captured.err and ("Batch 2" in captured.out) is (words is go_on)
+
+
+@check("logging_freq", "logging_freq_for_avg", "enable_memory_profiling", "tensorboard_dir", "nccl_test_log")
+def test_logging(files, tmp_path, capsys):
+    a = train([], tmp_path / "a", steps=4)
+    out = capsys.readouterr().out
+    assert len(read_metrics(a)) == 4 and "Running Avg" not in out and "CPU MEMORY" not in out
+    words = ["--logging_freq", 2, "--logging_freq_for_avg", 2, "--enable_memory_profiling", 1,
+             "--tensorboard_dir", tmp_path / "t1", tmp_path / "t2", "--nccl_test_log", files.nccl]  # fmt: skip
+    b = train(words, tmp_path / "b", steps=4)
+    out = capsys.readouterr().out
+    assert len(read_metrics(b)) == 2 and "Running Avg" in out and "[CPU MEMORY]" in out
+    for folder in (tmp_path / "t1", tmp_path / "t2"):
+        assert b"NCCLTest/len" in b"".join(p.read_bytes() for p in folder.glob("events*"))
+    assert not (b / "tensorboard").exists() and (a / "tensorboard").exists()
+
+
+def test_a_flag_without_effect_says_so_in_the_log(tmp_path):
+    words = [word for name in NO_EFFECT for word in (f"--{name}", 1)]
+    outcome = run_job(*LLAMA, *SYNTHETIC, "--max_steps", 1, "--output_dir", tmp_path / "run", *words).succeeded()
+    assert len(NO_EFFECT) >= 5
+    for name in NO_EFFECT:
+        assert f"--{name} has no effect: {FLAGS[name].field.metadata['no_effect']}" in outcome.output
+
+
+def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
+    code = (
+        "import resource, sys, train_lib\n"
+        "for model in ('llama70b', 'gpt_neox_20b'):\n"
+        "    for world in ('64', '256'):\n"
+        "        words = ['--model', model, '--dry_run', '1', '--dry_run_world_size', world, *sys.argv[1:]]\n"
+        "        assert train_lib.main(words) == 0\n"
+        "        print('NEXT')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", code, *SYNTHETIC, "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *reports, peak_kib = done.stdout.split("NEXT\n")
+    for report, world in zip(reports, (64, 256, 64, 256), strict=True):
+        assert f"dp_replicate {world // 8} x dp_shard 8 x tp 1 = {world} processes" in report
+        table = report.partition("legal sharding degrees:\n")[2].splitlines()[1:]
+        assert [int(line.split()[0]) for line in table] == [2**k for k in range(world.bit_length())]
+    assert int(peak_kib) < 1.5 * 2**20
+
+
+@check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
+def test_tensor_parallelism(tmp_path):
+    def calls(*words):
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--activation_checkpointing", 0, *words]
+        output = run_job(*job, "--output_dir", tmp_path / f"run{len(list(tmp_path.iterdir()))}", world_size=2).output
+        found = collections.Counter()
+        for operation, number in re.findall(r"^(all_gather|reduce_scatter|all_reduce) +\S+ \S+ +(\d+) ", output, re.M):
+            found[operation] += int(number)
+        return found
+
+    split = ["--tensor_parallel_degree", 2]
+    sequence, whole = calls(*split), calls(*split, "--sequence_parallel", 0)
+    assert whole["reduce_scatter"] < sequence["reduce_scatter"] and whole["all_reduce"] > sequence["all_reduce"]
+    kept = calls(*split, "--tp_save_gathered", 1)
+    # Two of each block; the head's gradients are made in forward.
+    assert sequence["all_gather"] - kept["all_gather"] == 2 * 2

@@ -1,0 +1,86 @@
+"""``import smp``: in any order with torch, light for the command's help, and every import that the pages show."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import smp
+from tests.clock import HANG_SECONDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+JOIN = """
+dist.init_process_group("smddp", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+assert dist.get_backend() == "smddp"
+dist.destroy_process_group()
+"""
+ORDERS = {
+    "torch first": "import sys, torch.distributed as dist, smp",
+    "smp first": "import sys, smp, torch, torch.distributed as dist",
+    "smp alone": "import sys, smp\ndist = sys.modules['torch.distributed']",
+    "a module of smp": "import sys, smp.errors, torch.distributed as dist",
+}
+
+
+def test_every_order_of_imports_registers_the_backend(tmp_path):
+    started = {}
+    for number, (order, imports) in enumerate(ORDERS.items()):
+        script = tmp_path / str(number) / "smp"  # the command's own name
+        script.parent.mkdir()
+        script.write_text(imports + JOIN)
+        words = [sys.executable, "-c", f"exec(open({str(script)!r}).read())"] if number else [sys.executable, script]
+        started[order] = subprocess.Popen(
+            [*words, script.with_name("rendezvous")], cwd=ROOT, env={"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    for order, process in started.items():
+        _, said = process.communicate(timeout=HANG_SECONDS)
+        assert process.returncode == 0, f"{order}: {said}"
+
+
+def imported_by(*words: str | pathlib.Path) -> set[str]:
+    """Run a command and return the modules that it has imported."""
+    done = subprocess.run(
+        words, cwd=ROOT, env={"PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
+    assert done.returncode == 0 and "usage: smp" in done.stdout, done.stderr
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("command", [["-m", "smp"], ["-u", "-m", "smp"], [pathlib.Path(sys.executable).parent / "smp"]])
+def test_the_commands_help_imports_no_torch(command):
+    if not isinstance(command[0], str) and not command[0].exists():
+        pytest.skip("smp is not installed here")
+    found = imported_by(sys.executable, *command, "--help")
+    assert "smp.cli" in found and not found & {"torch", "transformers", "numpy"}
+
+
+def test_no_public_name_is_also_a_modules():
+    for name in set(smp.__all__) - {"comm"}:
+        assert importlib.util.find_spec(f"smp.{name}") is None, name
+    assert sorted(smp.__all__) == sorted(set(smp.__all__)) and all(hasattr(smp, name) for name in smp.__all__)
+
+
+def imports_shown() -> set[str]:
+    """Return the imports of smp in README.md, docs/ and examples/, as statements."""
+    found = set()
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")]:
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"\b(?:import smp[\w.]*|from smp[\w.]* import (?:\([^)]*\)|\w+(?:, \w+)*))", text):
+            found.add(ast.unparse(ast.parse(match[0])))
+    return found
+
+
+def test_every_import_that_the_pages_show_works():
+    shown = imports_shown()
+    assert {"import smp", "import smp.sagemaker", "from smp import FullyShardedDataParallel"} <= shown
+    script = "\n".join(sorted(shown))
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,311 @@
+import importlib.util
+import json
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+from smp.errors import ConfigError, UserError
+from smp.models.model_config import ModelConfig, resolve_model
+from smp.models.preset import list_presets, preset_path
+from smp.models.registry import FAMILIES, build_model, count_parameters, family_of, init_rule
+
+# From the models' cards; gpt_neox_65b has no published weights (12 h^2 L + 13 h L + 2 V h + 2 h worked out by hand).
+PUBLISHED = {
+    "llama7b": 6_738_415_616,
+    "llama13b": 13_015_864_320,
+    "llama70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "mistral7b": 7_241_732_096,
+    "gpt_neox_20b": 20_554_567_680,
+    "gpt_neox_65b": 12 * 8192**2 * 80 + 13 * 8192 * 80 + 2 * 50432 * 8192 + 2 * 8192,
+}
+TINY = ["llama_tiny", "gpt_neox_tiny"]
+SMALL = {"hidden_width": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
+
+
+def resolve(**settings):
+    return resolve_model(ModelConfig(**settings))
+
+
+def refusal(**settings):
+    with pytest.raises(UserError) as caught:
+        resolve(**settings)
+    return str(caught.value)
+
+
+def save_config(directory, **changes):
+    config = resolve(model="llama_tiny").hf_config.to_dict() | changes
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def save_weights(directory):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name):
+    assert count_parameters(resolve(model=name).hf_config) == PUBLISHED[name]
+
+
+def test_presets_are_listed_and_complete():
+    assert set(list_presets()) == {*PUBLISHED, *TINY}
+    assert all(preset_path(name).is_file() for name in list_presets())
+    for name in TINY:
+        config = resolve(model=name)
+        assert config.name == name and config.sequence_length == 128
+        assert 1_500_000 < count_parameters(config.hf_config) < 2_500_000
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_presets_fit_the_bundled_tokenizer(name):
+    file = pathlib.Path(__file__).parents[2] / "data" / "sample" / "tokenizer" / "tokenizer.json"
+    vocabulary = json.loads(file.read_text())["model"]["vocab"]
+    config = resolve(model=name).hf_config
+    assert config.vocab_size == len(vocabulary) and config.eos_token_id == vocabulary["<|endoftext|>"]
+
+
+def test_published_details():
+    llama, mistral, neox = (resolve(model=name).hf_config for name in ("llama3_8b", "mistral7b", "gpt_neox_20b"))
+    assert llama.rope_parameters["rope_type"] == "llama3" and llama.rope_parameters["rope_theta"] == 500000.0
+    assert mistral.sliding_window == 4096
+    assert neox.rope_parameters["partial_rotary_factor"] == 0.25 and neox.hidden_act == "gelu_fast"
+    assert resolve(model="llama70b").hf_config.num_key_value_heads == 8
+    assert resolve(model="llama3_405b").sequence_length == 8192
+
+
+def test_settings_override_a_preset_and_dependent_values_follow():
+    config = resolve(model="llama7b", num_layers=2, hidden_width=512, num_heads=8, rotary_emb_base=500.0).hf_config
+    assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 512, 64)
+    assert config.num_key_value_heads == 8 and config.rope_parameters["rope_theta"] == 500.0
+    assert resolve(model="gpt_neox_tiny", hidden_width=64).hf_config.intermediate_size == 256
+    assert resolve(model="llama_tiny", num_heads=8).hf_config.num_key_value_heads == 2
+
+
+def test_defaults_are_smp_v2s():
+    resolved = resolve()
+    config = resolved.hf_config
+    assert resolved.name == "gpt_neox" and resolved.sequence_length == 2048 and resolved.weights is None
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
+    assert config.vocab_size == 50432 and config.intermediate_size == 3072 and not config.use_cache
+    assert resolve(model_type="llama_v2").hf_config.intermediate_size == 11008
+
+
+def test_model_type_is_shaped_by_settings():
+    config = resolve(
+        model_type="llama_v3", llama_intermediate_size=48, num_key_value_heads=2, rope_scaling_type="llama3", **SMALL
+    ).hf_config
+    assert config.model_type == "llama" and config.intermediate_size == 48 and config.num_key_value_heads == 2
+    assert config.rope_parameters["factor"] == 8.0 and config.max_position_embeddings == 32
+    assert resolve(model_type="mistral", sliding_window=16, **SMALL).hf_config.sliding_window == 16
+    neox = resolve(model_type="gpt_neox", resid_pdrop=0.1, attn_pdrop=0.2, rotary_pct=0.5, **SMALL).hf_config
+    assert (neox.hidden_dropout, neox.attention_dropout) == (0.1, 0.2)
+    assert neox.rope_parameters["partial_rotary_factor"] == 0.5
+
+
+def test_scaling_can_be_taken_off_a_preset():
+    rope = resolve(model="llama3_8b", rope_scaling_type="default").hf_config.rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": 500000.0}
+    assert resolve(model="mistral7b", sliding_window=0).hf_config.sliding_window is None
+
+
+def test_tied_weights_count_once_and_longer_context_raises_positions():
+    tied = resolve(model="llama_tiny", tie_word_embeddings=True, max_context_width=1024)
+    untied = resolve(model="llama_tiny").hf_config
+    assert count_parameters(untied) - count_parameters(tied.hf_config) == untied.vocab_size * untied.hidden_size
+    assert tied.sequence_length == 1024 and tied.hf_config.max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "lama7b"}, "did you mean llama7b"),
+        ({"model": "llama_tiny", "num_heads": 3}, "--num_heads 3 does not divide --hidden_width 160"),
+        ({"model": "llama_tiny", "num_key_value_heads": 3}, "--num_key_value_heads 3 does not divide --num_heads 4"),
+        ({"model": "llama_tiny", "num_layers": 0}, "--num_layers must be at least 1"),
+        ({"model": "llama_tiny", "sliding_window": 4}, "--sliding_window is no setting of the llama family"),
+        ({"model": "gpt_neox_tiny", "num_key_value_heads": 2}, "no setting of the gpt_neox family"),
+        ({"model": "gpt_neox_tiny", "rotary_pct": 0.03}, "turns 1 of each head's 40 dimensions"),
+        ({"model": "llama_tiny", "rope_scaling_factor": 2.0}, "add --rope_scaling_type llama3"),
+        ({"model": "mistral7b", "model_type": "llama_v2"}, "contradicts mistral7b"),
+        ({"model_type": "gpt2"}, "use gpt_neox, llama_v2, llama_v3 or mistral"),
+        ({"model_type": "llama_v2", "intermediate_size": 8, "llama_intermediate_size": 9}, "give one of them"),
+        ({"embd_pdrop": 0.1}, "use --resid_pdrop"),
+        ({"summary_first_pdrop": 0.1}, "use --resid_pdrop"),
+        ({"use_smp_flash_attn": True}, "--attn_implementation"),
+        ({"moe": True}, "mixture-of-experts"),
+        ({"finetune": True}, "--finetune 1 needs --pretrained_model_name"),
+        ({"finetune": True, "pretrained_model_name": "llama7b"}, "needs --finetune_checkpoint_load_dir"),
+        ({"finetune": True, "finetune_checkpoint_load_dir": "x"}, "--pretrained_model_name"),
+        ({"pretrained_checkpoint_file": "x"}, "add --finetune 1"),
+        ({"hf_pretrained_model_name_or_dir": "x", "model": "llama7b"}, "both name the model"),
+        ({"hf_pretrained_model_name_or_dir": "x", "pretrained_checkpoint_file": "y"}, "both name the weights"),
+        ({"hf_pretrained_model_name_or_dir": "org/model"}, "unknown model --hf_pretrained_model_name_or_dir"),
+    ],
+)
+def test_bad_settings_say_what_to_do(settings, words):
+    assert words in refusal(**settings)
+
+
+def test_several_problems_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        resolve(model="llama_tiny", num_heads=3, sliding_window=4, rotary_pct=0.5)
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_attention_that_cannot_run_here_is_refused(name):
+    if torch.cuda.is_available() or importlib.util.find_spec("flash_attn"):
+        pytest.skip("this machine can run it")
+    assert "use sdpa" in refusal(model="llama_tiny", attn_implementation=name)
+
+
+def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
+    directory = save_config(tmp_path / "my_model", num_hidden_layers=3)
+    (directory / "tokenizer.json").write_text("{}")
+    resolved = resolve(model=str(directory))
+    assert resolved.name == "my_model" and resolved.hf_config.num_hidden_layers == 3
+    assert resolved.sequence_length == 512 and resolved.weights is None and resolved.tokenizer_dir == directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
+        ({"model_type": "bert"}, "must be one of llama, mistral, gpt_neox"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
+        ({"rms_norm_eps": "small"}, "refused by transformers"),
+    ],
+)
+def test_bad_directories_are_refused(tmp_path, changes, words):
+    assert words in refusal(model=str(save_config(tmp_path / "m", **changes)))
+
+
+def test_directories_without_usable_config_are_refused(tmp_path):
+    assert "without config.json" in refusal(model=str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "no readable Hugging Face config" in refusal(model=str(tmp_path))
+
+
+def test_every_spelling_of_finetuning_finds_config_and_weights(tmp_path):
+    directory = save_weights(save_config(tmp_path / "base", num_hidden_layers=3))
+    text, file = str(directory), str(directory / "model.safetensors")
+    hub_name = {"pretrained_model_name": "org/base", "finetune_checkpoint_load_dir": text}
+    spellings = [
+        {"hf_pretrained_model_name_or_dir": text},
+        {"finetune": True, "pretrained_checkpoint_file": file},
+        {"finetune": True, "pretrained_model_name": text, "finetune_checkpoint_load_dir": text},
+        {"finetune": True, **hub_name},
+    ]
+    for spelling in spellings:
+        resolved = resolve(**spelling)
+        assert resolved.name == "base" and resolved.weights is not None and resolved.hf_config.num_hidden_layers == 3
+    preset = resolve(finetune=True, pretrained_model_name="llama7b", finetune_checkpoint_load_dir=text)
+    assert preset.name == "llama7b" and str(preset.weights) == text
+
+
+def test_finetuning_keeps_the_pretrained_shape(tmp_path):
+    directory = save_weights(save_config(tmp_path / "base", hidden_size=64, num_hidden_layers=4))
+    settings = {"hf_pretrained_model_name_or_dir": str(directory), "hidden_width": 64, "attn_pdrop": 0.1}
+    assert resolve(**settings).hf_config.attention_dropout == 0.1
+    assert "--num_layers 2 differs from the pretrained model's 4" in refusal(num_layers=2, **settings)
+
+
+def test_weights_are_checked_before_anything_is_built(tmp_path):
+    base = {"finetune": True, "model": "llama_tiny"}
+    assert "no weights at" in refusal(pretrained_checkpoint_file=str(tmp_path / "none.safetensors"), **base)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "convert the model to safetensors" in refusal(pretrained_checkpoint_file=str(tmp_path), **base)
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10")
+    assert "cannot be read as safetensors" in refusal(
+        pretrained_checkpoint_file=str(tmp_path / "cut.safetensors"), **base
+    )
+    (tmp_path / "cut.safetensors").unlink()
+    save_weights(tmp_path)
+    assert "say which model they are" in refusal(finetune=True, pretrained_checkpoint_file=str(tmp_path))
+
+
+def tiny(family_name):
+    model_type = {"llama": "llama_v2"}.get(family_name, family_name)
+    return resolve(model_type=model_type, intermediate_size=48, **SMALL)
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_paths_lead_to_the_named_modules(family_name):
+    resolved = tiny(family_name)
+    model, family = build_model(resolved.hf_config, attn_implementation="sdpa"), resolved.family
+    assert type(model).__name__ == family.architecture and type(family_of(model.config)) is type(family)
+    blocks = [type(block).__name__ for block in model.get_submodule(family.blocks)]
+    assert len(blocks) == 2 and set(blocks) == set(model._no_split_modules)
+    assert model.get_submodule(family.embedding) is model.get_input_embeddings()
+    assert model.get_submodule(family.head) is model.get_output_embeddings()
+    assert "Norm" in type(model.get_submodule(family.final_norm)).__name__
+    assert model.base_model_prefix == family.base and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert any("gate_proj" in name for name, _ in model.named_modules()) == family.gated_mlp
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_init_rules_are_hugging_faces(family_name):
+    torch.manual_seed(0)
+    config = tiny(family_name).hf_config
+    config.initializer_range = 0.5
+    model = build_model(config, attn_implementation="eager")
+    model.init_weights()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            kind, _ = init_rule(module, name, hf_config=config)
+            expected = {"ones": (1.0, 0.0), "zeros": (0.0, 0.0), "normal": (0.0, 0.5)}[kind]
+            found = (parameter.mean().item(), parameter.std().item())
+            assert found == pytest.approx(expected, abs=0.05 if kind == "normal" else 0), (module, name)
+
+
+def test_init_rule_of_biases_and_of_unknown_parameters():
+    config = tiny("gpt_neox").hf_config
+    assert init_rule(nn.Linear(2, 2), "bias", hf_config=config) == ("zeros", 0.0)
+    assert init_rule(nn.Linear(2, 2), "weight", hf_config=config) == ("normal", 0.02)
+    with pytest.raises(UserError, match="parameter 'scale' of a Linear"):
+        init_rule(nn.Linear(2, 2), "scale", hf_config=config)
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_buffers_are_real_when_parameters_are_on_meta(family_name):
+    from accelerate import init_empty_weights
+
+    resolved = tiny(family_name)
+    with init_empty_weights(include_buffers=False):
+        model = build_model(resolved.hf_config, attn_implementation="sdpa")
+    real = build_model(resolved.hf_config, attn_implementation="sdpa")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert list(model.named_buffers())
+    for (name, buffer), expected in zip(model.named_buffers(), real.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert not model.config.use_cache
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_tied_weights_stay_tied_on_meta(family_name):
+    from accelerate import init_empty_weights
+
+    config = tiny(family_name).hf_config
+    config.tie_word_embeddings = True
+    with init_empty_weights(include_buffers=False):
+        model = build_model(config, attn_implementation="sdpa")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert model.get_input_embeddings().weight.is_meta
+
+
+def test_a_config_is_copied_so_that_models_do_not_change_each_other():
+    resolved = resolve(model="llama_tiny")
+    with torch.device("meta"):
+        model = build_model(resolved.hf_config, attn_implementation="sdpa")
+    count_parameters(resolved.hf_config)
+    assert model.config._attn_implementation == "sdpa"
