@@ -22,10 +22,10 @@ train: setup
 	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) -m smp.train --config configs/demo.yaml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not full" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not full" tests
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests

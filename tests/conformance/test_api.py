@@ -44,6 +44,7 @@ def _script(expected, config):
 
 
 @pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.smoke
 def test_a_users_loop(as_file, tmp_path):
     config: dict | str = {"hybrid_shard_degree": 2}
     if as_file:
@@ -143,6 +144,7 @@ def _drawn(config):
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.smoke
 def test_a_model_is_built_on_meta_and_loaded_and_exported(layout, tmp_path):
     run_distributed(_pretrained, layout, tmp_path, world_size=2)
 

@@ -90,6 +90,7 @@ def test_it_runs_as_a_module(run_dir):
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2 and done.stderr == ""
 
 
+@pytest.mark.smoke
 def test_bad_words_are_refused_in_one_sentence(refused, run_dir):
     assert "invalid choice: 'verifi'" in refused("verifi", run_dir)
     assert "unrecognized arguments: --quik" in refused("verify", run_dir, "--quik")
@@ -104,6 +105,7 @@ def test_bad_words_are_refused_in_one_sentence(refused, run_dir):
 # --------------------------------------------------------------------------------------------------------------- verify
 
 
+@pytest.mark.smoke
 def test_a_good_checkpoint_is_whole(call, run_dir):
     status, out, err = call("verify", run_dir / "checkpoints" / "llama_v2-4steps")
     assert status == 0 and err == [] and len(out) == 1
@@ -301,6 +303,7 @@ def logits(directory, dtype=torch.float32):
         return model.eval()(torch.arange(32).reshape(2, 16)).logits
 
 
+@pytest.mark.smoke
 def test_the_export_is_the_jobs_own_final_model(call, run_dir, tmp_path):
     status, out, err = call("export", run_dir / "checkpoints" / "latest", tmp_path / "out")
     assert status == 0 and err == [] and out[0].startswith("Exported step 4 of llama_v2-4steps to "), (out, err)

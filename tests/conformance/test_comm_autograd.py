@@ -115,5 +115,6 @@ def _backwards() -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("function", [_versions, _backwards])
 @pytest.mark.parametrize("layout", ["aa", "aabb", "abc"])
+@pytest.mark.smoke
 def test_collectives_change_nothing_for_autograd(layout, function):
     run_on_hosts(function, layout=layout)

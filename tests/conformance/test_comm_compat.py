@@ -6,6 +6,7 @@ import contextlib
 import pathlib
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -132,6 +133,7 @@ def join():
     return full(model.parameters())
 
 
+@pytest.mark.smoke
 def test_replicated():
     cases = (ddp, ddp_static_graph, ddp_no_sync, ddp_unused_parameters, ddp_hook, ddp_buffers, zero_redundancy, join)
     compare(*cases, world_size=2)

@@ -337,5 +337,6 @@ def _again(folder: str):
         assert smp.comm.report().calls("all_reduce", "shared memory") == 1
 
 
+@pytest.mark.smoke
 def test_destroyed_and_made_again(tmp_path):
     run_distributed(_again, str(tmp_path), world_size=2, backend="smddp")

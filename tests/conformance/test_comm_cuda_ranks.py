@@ -168,6 +168,7 @@ def _ways():
     }  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_ways():
     run_distributed(_ways, world_size=1, backend="smddp")
 

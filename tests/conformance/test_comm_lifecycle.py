@@ -127,6 +127,7 @@ def _start_again(folder: str, port: int) -> None:
     dist.init_process_group("smddp", init_method=f"file://{folder}/last", rank=rank, world_size=2)
 
 
+@pytest.mark.smoke
 def test_destroyed_and_started_again(tmp_path):
     run_distributed(_start_again, str(tmp_path), free_port(), world_size=2, backend="smddp")
 

@@ -74,6 +74,7 @@ def _all_seen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.smoke
 def test_the_profiler_and_the_report():
     run_distributed(_all_seen, world_size=2, backend="smddp")
 

@@ -188,6 +188,7 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.smoke
 def test_links_lead_somewhere():
     for page in filter(pathlib.Path.exists, PAGES):
         for target in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
@@ -197,6 +198,7 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
+@pytest.mark.smoke
 def test_files_that_a_page_names_exist():
     """``*`` stands for any part of a name, as in a shell."""
     path = re.compile(

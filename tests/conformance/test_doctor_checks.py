@@ -141,7 +141,7 @@ def test_a_quota_counts_as_cores(tmp_path, monkeypatch):
     root = root_with(tmp_path, **{group: "150000 100000", "proc__self__cgroup": "0::/pod"})
     assert devices.cores(context(Request(root=root), Launch())) in (1, 2)
     assert devices.cores(context(Request(root=root_with(tmp_path, **{group: "50000 100000"})), Launch())) == 1
-    monkeypatch.setattr(devices.futex, "cores", lambda: 8)
+    monkeypatch.setattr(devices, "available_cores", lambda: 8)
     assert devices.cores(context(Request(root=root_with(tmp_path, **{group: "150000 100000"})), Launch())) == 2
     assert devices.cores(context(Request(root=root_with(tmp_path, **{group: "max 100000"})), Launch())) == 8
 
@@ -376,6 +376,7 @@ def test_what_is_written_has_no_name(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- the job
 
 
+@pytest.mark.smoke
 def test_jobs_that_fit_and_that_do_not(tmp_path):
     found(job.check_plan, "ok", "no job was planned", output_dir=str(tmp_path))
     tiny = {"model": "llama_tiny", "output_dir": str(tmp_path / "run")}

@@ -92,6 +92,7 @@ def test_every_example_is_run_here():
     assert scripts == {case.name for case in CASES.values()} | CASES_OF_THEIR_OWN
 
 
+@pytest.mark.smoke
 def test_examples_are_short():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()
@@ -175,6 +176,7 @@ def _average_beside_ddp() -> None:
     assert torch.equal(unused.weight.grad, torch.full((3, 3), 0.5))
 
 
+@pytest.mark.smoke
 def test_gradients_averaged_by_hand_are_ddps():
     """Also of a parameter that one rank has not used."""
     run_distributed(_average_beside_ddp, world_size=2, backend="smddp")

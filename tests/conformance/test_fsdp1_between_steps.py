@@ -289,6 +289,7 @@ def _assigned():
                 pytest.fail(f"{strategy} {trained} {use} {change}")
 
 
+@pytest.mark.smoke
 def test_assigning_to_data_is_refused():
     run_distributed(_assigned, world_size=2)
 

@@ -225,6 +225,7 @@ def _from_rank0(shape):
     assert size == torch.tensor(shape).prod()
 
 
+@pytest.mark.smoke
 def test_values_come_from_rank_0():
     run_distributed(_from_rank0, (2,), world_size=2)
     run_distributed(_from_rank0, (2, 2), world_size=4)

@@ -217,6 +217,7 @@ def _clipped():
     assert model.clip_grad_norm_(1.0) == 0, "no gradients at all"
 
 
+@pytest.mark.smoke
 def test_clipping_by_any_norm():
     run_distributed(_clipped, world_size=2)
 
@@ -316,6 +317,7 @@ def test_values_come_from_rank_0_whatever_their_order_in_memory(backend):
     run_distributed(_transposed, world_size=2, backend=backend)
 
 
+@pytest.mark.smoke
 def test_every_public_method_of_fsdp1_is_there():
     own = {n for n in dir(TorchFSDP) if not n.startswith("_")} - set(dir(nn.Module))
     assert own <= set(dir(FSDP)), own - set(dir(FSDP))

@@ -99,6 +99,7 @@ def _order(strategy):
 
 @pytest.mark.parametrize("backend", ["gloo", "smddp"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.smoke
 def test_ranks_may_order_their_parameters_as_they_like(strategy, backend):
     run_distributed(_order, strategy, world_size=2, backend=backend, timeout=60)
 

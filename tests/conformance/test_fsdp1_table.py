@@ -36,6 +36,7 @@ def test_every_argument_is_in_the_table_and_in_the_signature():
     assert defaults == {n: inspect.signature(smp.FSDP.__new__).parameters[n].default for n in defaults}
 
 
+@pytest.mark.smoke
 def test_every_method_is_in_the_table():
     own = {name for name in vars(TorchFSDP) if not name.startswith("_")}
     named = set(rows("Methods"))

@@ -238,6 +238,7 @@ def test_the_last_value_of_a_flag():
     assert value_of(["--ab", "1"], "--a") is None and value_of(["--a"], "--a") == ""
 
 
+@pytest.mark.smoke
 def test_every_target_has_its_own_flags_and_the_common_ones():
     parser = argparse.ArgumentParser()
     launch.add_arguments(parser)

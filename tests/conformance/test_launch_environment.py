@@ -129,6 +129,7 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ)
+@pytest.mark.smoke
 def test_what_launchers_say(case):
     environment, numbers, launcher = READ[case]
     launch = read_launch(environment)

@@ -356,6 +356,7 @@ def test_the_launchers_words(words, text, capsys):
         ("a slots=0", "is no host"),
     ],
 )
+@pytest.mark.smoke
 def test_what_is_no_file_of_hosts(hosts, text, tmp_path, capsys):
     (tmp_path / "hosts").write_text(hosts)
     assert smp(["launch", "hostfile", "--hosts", str(tmp_path / "hosts"), "--gpus_per_node", "0"]) == 2

@@ -22,6 +22,7 @@ def test_the_linter_accepts_it():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.smoke
 def test_what_it_names_is_there():
     ignored = (ROOT / ".dockerignore").read_text().split()
     for source in re.findall(r"^COPY (\S+) ", TEXT, re.MULTILINE):

@@ -41,6 +41,7 @@ def check_pod(pod, volumes_of):
     return container
 
 
+@pytest.mark.smoke
 def test_the_trainjob():
     runtime, job = manifests("trainjob")
     assert [runtime["kind"], job["kind"]] == ["TrainingRuntime", "TrainJob"]

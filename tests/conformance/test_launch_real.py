@@ -96,6 +96,7 @@ def test_training_under_a_launcher(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_accelerate_without_several_processes_is_refused(tmp_path):
     done = start([*accelerate(["--cpu"]), *TRAIN, "--output_dir", str(tmp_path / "run")])
     assert done.returncode != 0 and "accelerate launch was asked for several processes and started one" in done.stderr

@@ -297,6 +297,7 @@ def test_what_fits_only_with_offloading_and_what_does_not_fit():
         choose("--model llama7b --tensor_parallel_degree 3")
 
 
+@pytest.mark.smoke
 def test_the_script_has_the_chosen_sizes():
     status, out, err = says("slurm", "--workdir", ROOT, "--model", "llama7b", "--", "--use_synthetic_data", "1")
     assert status == 0, err

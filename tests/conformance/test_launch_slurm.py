@@ -177,6 +177,7 @@ def test_bad_input_of_one_node_is_not_the_crash_of_those_that_waited_for_it(slur
     assert stub(script, "0 0", '[ "$SLURM_NODEID" = 0 ] || exit 2; sleep 3')[0] != 2  # as it was
 
 
+@pytest.mark.smoke
 def test_never_back_into_the_queue(slurm, stub, tmp_path):
     script = written(tmp_path, "--script", "x.py", "--max_requeues", "0")
     assert "#SBATCH --no-requeue" in script.read_text()

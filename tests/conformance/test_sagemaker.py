@@ -86,6 +86,7 @@ def test_every_flag_has_the_status_that_the_page_says(name):
         assert status == "limited"
 
 
+@pytest.mark.smoke
 def test_the_page_is_current():
     assert (ROOT / "docs" / "smp_v2_names.md").read_text() == make_tables.names_page(), "run `make docs`"
 

@@ -202,6 +202,7 @@ def test_a_manifest_that_lies_is_refused(checkpoint, name, all_commands_refuse):
         (b'{"schema":9,"versions":{"smp":{"a":1}}}', "has schema 9 and this version of smp reads up to"),
     ],
 )
+@pytest.mark.smoke
 def test_a_manifest_that_is_no_manifest_is_refused(checkpoint, body, what, all_commands_refuse):
     (checkpoint / "manifest.json").write_bytes(manifests.seal(body))
     with pytest.raises(UserError, match=what):
@@ -409,6 +410,7 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
+@pytest.mark.smoke
 def test_bad_safetensors_are_refused_by_name(checkpoint, name, tmp_path, all_commands_refuse):
     file = manifests.tensor_file(checkpoint)
     file.write_bytes(BAD_TENSORS[name])

@@ -139,6 +139,7 @@ def _dies_asynchronously() -> str:
 
 
 @pytest.mark.parametrize("how", [_dies_idle, _dies_busy, _dies_asynchronously])
+@pytest.mark.smoke
 def test_a_rank_that_dies_is_named_at_once(how):
     outcomes = run_ranks(how, world_size=3)
     assert outcomes[1].status == -signal.SIGKILL

@@ -175,6 +175,7 @@ def test_the_groups_of_the_mesh_keep_the_timeout_of_the_job(backend):
     run_distributed(_timeouts, 77.0, world_size=2, backend=backend, timeout=77)
 
 
+@pytest.mark.smoke
 def test_whom_an_error_tells_of():
     begun = "smddp: all_reduce #3 of group 0: the connection to rank 5 on another host failed: "
     assert unreachable(RuntimeError(f"{begun}Connection closed by peer [::1]:1")) == (5, False)

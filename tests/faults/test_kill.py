@@ -34,6 +34,7 @@ def test_the_undisturbed_run_does_every_operation_that_is_killed_at(bench):
     ],
     ids=str,
 )
+@pytest.mark.smoke
 def test_moments(trial, bench):
     assert bench.run(trial) == "good"
 

@@ -15,6 +15,7 @@ from tests.faults.jobs import JOB, LONG, last_step, slowly
 from tests.job import run_job, running_job
 
 
+@pytest.mark.smoke
 def test_a_held_directory_is_refused_with_its_holder(tmp_path):
     with lock_directories([tmp_path / "a", tmp_path / "b", tmp_path / "a" / "checkpoints"]):
         said = json.loads((tmp_path / "a" / LOCK_FILE).read_text())

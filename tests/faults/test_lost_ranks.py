@@ -46,6 +46,7 @@ SLOW = pytest.mark.slow
         pytest.param(1, "gloo", marks=SLOW),
     ],
 )
+@pytest.mark.smoke
 def test_survivors_leave_and_name_the_dead(rank, backend, tmp_path):
     words = [*LONG, "--distributed_backend", backend, "--output_dir", tmp_path / "run"]
     with running_job(*words, world_size=3, prepare=watched(SharedClock(tmp_path / "clock"))) as job:

@@ -70,6 +70,7 @@ def record(run) -> list[dict]:
         *(pytest.param(math.inf, layout, marks=pytest.mark.slow) for layout in ("replicated", "accumulated")),
     ],
 )
+@pytest.mark.smoke
 def test_the_loss_of_one_rank_stops_all_before_the_update(value, layout, tmp_path):
     job = [*JOB, *LAYOUTS[layout], "--checkpoint_freq", 1, "--num_kept_checkpoints", 9]
     per_step = 2 if layout == "accumulated" else 1

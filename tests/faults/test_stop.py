@@ -32,6 +32,7 @@ HEARD = "SIGTERM: all ranks stop at the next step boundary"
     ],
     ids=["one", "ctrl-c", "usr1", "all"],
 )
+@pytest.mark.smoke
 def test_a_signal_stops_all_ranks_at_a_step_boundary_with_one_checkpoint(number, ranks, status, tmp_path):
     run = tmp_path / "run"
     with running_job(*LONG, "--output_dir", run, world_size=2, prepare=slowly) as job:

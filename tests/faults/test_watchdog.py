@@ -28,6 +28,7 @@ def seen(phase: str, step: int, age: float, beat: int = 1) -> Seen:
     return Seen(Place(phase, step, 1000.0 - age), beat)
 
 
+@pytest.mark.smoke
 def test_the_report_names_who_is_silent():
     places = [seen("backward", 41, 62), seen("backward", 41, 61), seen("backward", 41, 63), seen("forward", 41, 60)]
     said = describe_hang(MEMBERS, places, {2}, now=1000.0)

@@ -179,6 +179,7 @@ def test_bits(layout):
 
 
 @pytest.mark.parametrize("layout", ["2x3", "3x2"])
+@pytest.mark.full
 def test_bits_of_six_ranks(layout):
     hosts = LAYOUTS[layout]
     run_on_hosts(_bits, host_ranks(hosts), (1, 1025, 20_011), layout=hosts)
@@ -420,6 +421,7 @@ def _training():
                 assert counts.calls("all_reduce", "network") > 0, str(counts)
 
 
+@pytest.mark.full
 def test_training():
     run_on_hosts(_training, layout="aabb")
 

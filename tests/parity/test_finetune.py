@@ -67,6 +67,7 @@ def test_the_seeds_spellings(spelling, rows, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx([hugging_face_loss(reference, rows)], rel=1e-5)
 
 
+@pytest.mark.full
 def test_resume_wins_over_finetune(rows, tmp_path):
     build_reference("llama_gqa", torch.float32).save_pretrained(tmp_path / "pretrained")
     words = [*flags(tmp_path), "--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--lr_decay_iters", 4]
@@ -80,6 +81,7 @@ def test_resume_wins_over_finetune(rows, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+@pytest.mark.full
 def test_export_gives_the_trained_model(name, rows, tmp_path):
     build_reference(name, torch.float32).save_pretrained(tmp_path / "pretrained")
     words = [*flags(tmp_path), "--hf_pretrained_model_name_or_dir", tmp_path / "pretrained", "--lr", 1e-2]

@@ -42,6 +42,7 @@ def disk(tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], ["--tensor_parallel_degree", 2]], ids=["fsdp", "tp"])
+@pytest.mark.full
 def test_offloading_trains_the_same_curve_and_leaves_nothing(words, disk, tmp_path):
     job = [*JOB, *words, "--max_steps", 5]
     run_job(*job, "--output_dir", tmp_path / "plain", world_size=2).succeeded()
@@ -154,6 +155,7 @@ def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words", [[], pytest.param(["--tensor_parallel_degree", 2], marks=pytest.mark.slow)], ids=["fsdp", "tp"]
 )
+@pytest.mark.full
 def test_parameters_in_host_memory_resume_bit_for_bit(words, disk, tmp_path):
     job, host = [*JOB, *words, "--train_batch_size", 2, "--grad_clip", 0.1], ["--cpu_offload", 1]
     plain, whole, parts = (tmp_path / name for name in ("plain", "whole", "parts"))

@@ -174,6 +174,7 @@ def _check_bits(layout, directory):
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow if name == "tp" else ()) for name in LAYOUTS]
 )
+@pytest.mark.full
 def test_the_same_bits(layout, tmp_path):
     run_distributed(_check_bits, LAYOUTS[layout], str(tmp_path), world_size=2, backend="smddp")
     assert list(tmp_path.iterdir()) == []
@@ -192,6 +193,7 @@ def _check_chunks(layout, directory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.full
 def test_loss_in_chunks_is_the_loss(layout, tmp_path):
     run_distributed(_check_chunks, LAYOUTS[layout], str(tmp_path), world_size=2, backend="smddp")
 

@@ -62,13 +62,18 @@ def _check(references, tolerance, layouts):
 
 @pytest.mark.parametrize(
     ("world_size", "backend", "every"),
-    [(2, "smddp", 2), pytest.param(4, "smddp", 3, marks=pytest.mark.slow), (2, "gloo", 4)],
+    [
+        (2, "smddp", 2),
+        pytest.param(4, "smddp", 3, marks=pytest.mark.slow),
+        pytest.param(2, "gloo", 4, marks=pytest.mark.full),
+    ],
 )
 def test_fp64_gradients_and_losses_equal_hugging_face(world_size, backend, every):
     pairs = trajectories(MODELS, torch.float64)
     run_distributed(_check_some, pairs, 1e-9, LAYOUTS[world_size], every, world_size=world_size, backend=backend)
 
 
+@pytest.mark.full
 def test_fp64_three_dimensions_equal_hugging_face():
     run_distributed(_check, trajectories(["llama_gqa"], torch.float64), 1e-9, LAYOUTS[8], world_size=8)
 

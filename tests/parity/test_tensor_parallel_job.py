@@ -40,6 +40,7 @@ def lines(run_dir: pathlib.Path, key: str) -> list:
 
 
 @pytest.mark.parametrize("family", ["llama", "neox"])
+@pytest.mark.full
 def test_resume_is_bit_identical(family, rows, tmp_path):
     words = [
         *DROPOUT[family], *flags(rows, tmp_path), "--tensor_parallel_degree", 2, "--checkpoint_freq", 4,
@@ -78,6 +79,7 @@ COMMON = [
     [(2, []), (2, ["--sequence_parallel", 0]), (4, ["--sharding_strategy", "full_shard"]), (4, ["--shard_degree", 1])],
     ids=["tp2", "without sequence parallelism", "tp2 x shard 2", "tp2 x replicate 2"],
 )
+@pytest.mark.full
 def test_curve_and_counts_are_those_of_one_process(processes, words, one, rows, tmp_path):
     run = tmp_path / "run"
     job = [*LLAMA, *flags(rows, tmp_path), *COMMON, "--tensor_parallel_degree", 2, *words, "--output_dir", run]
@@ -98,6 +100,7 @@ def test_curve_and_counts_are_those_of_one_process(processes, words, one, rows, 
         assert of_job == pytest.approx(of_one)
 
 
+@pytest.mark.full
 def test_checkpoints_go_from_one_degree_to_another_and_back(one, rows, tmp_path):
     run, words = tmp_path / "run", [*LLAMA, *flags(rows, tmp_path), *COMMON]
     words += ["--output_dir", run, "--resume_from_checkpoint", "latest", "--sharding_strategy", "full_shard"]

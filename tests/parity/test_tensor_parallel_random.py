@@ -115,6 +115,7 @@ def _check_recomputation(name, layout):
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama_gqa", "mistral"])
+@pytest.mark.full
 def test_recomputation_draws_the_same(name):
     for layout in (PARTS, WHOLE):
         run_distributed(_check_recomputation, name, layout, world_size=2)

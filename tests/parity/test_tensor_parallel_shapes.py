@@ -34,6 +34,7 @@ def test_fewer_key_value_heads_than_ranks():
     run_distributed(assert_same_steps, cases, world_size=4)
 
 
+@pytest.mark.full
 def test_eager_attention_with_fewer_key_value_heads_than_ranks():
     # Hugging Face's eager softmax is fp32 at any dtype.
     config = config_of("llama_gqa", num_key_value_heads=2)
@@ -51,6 +52,7 @@ def test_uneven_vocabulary():
     run_distributed(assert_same_steps, cases, world_size=4)
 
 
+@pytest.mark.full
 def test_uneven_intermediate():
     cases = [
         *both("llama_gqa", TP4, TP4_WHOLE, intermediate_size=50),
@@ -62,6 +64,7 @@ def test_uneven_intermediate():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.full
 def test_uneven_sequence(world_size):
     layouts = [TP2] if world_size == 2 else [TP4, SHARDED]
     cases = [case for name in ("llama_gqa", "mistral", "gpt_neox") for case in both(name, *layouts, length=11)]
@@ -69,6 +72,7 @@ def test_uneven_sequence(world_size):
     run_distributed(assert_same_steps, cases, world_size=world_size)
 
 
+@pytest.mark.full
 def test_a_sequence_shorter_than_the_ranks():
     cases = [*both("llama_gqa", TP4, TP4_WHOLE, length=3), *both("gpt_neox", TP4, length=2)]
     for case in cases:
@@ -76,6 +80,7 @@ def test_a_sequence_shorter_than_the_ranks():
     run_distributed(assert_same_steps, cases, world_size=4)
 
 
+@pytest.mark.full
 def test_biases_and_a_padding_id():
     biases = {"attention_bias": True, "mlp_bias": True}
     cases = [
@@ -102,6 +107,7 @@ def with_inputs(case: Case, **inputs: torch.Tensor) -> Case:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.full
 def test_padding_masks(side):
     cases = [
         with_inputs(case, attention_mask=masked(side, length))
@@ -112,6 +118,7 @@ def test_padding_masks(side):
     run_distributed(assert_same_steps, cases, world_size=2)
 
 
+@pytest.mark.full
 def test_packed_documents_with_restarted_positions():
     def packed(length: int) -> torch.Tensor:
         position = torch.arange(length)
@@ -128,6 +135,7 @@ def test_packed_documents_with_restarted_positions():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.full
 def test_sliding_windows(attention):
     tolerance = 1e-9 if attention == "sdpa" else 1e-6
     cases = []

@@ -182,6 +182,7 @@ def _check_pretrained(folder, names):
             assert_values(values(model), expected, (name, layout))
 
 
+@pytest.mark.full
 def test_each_rank_reads_its_slices_of_pretrained_weights(tmp_path):
     for name in [*NAMES, "llama_gqa"]:
         changed_model(name).save_pretrained(tmp_path / name, max_shard_size="30KB")
@@ -270,6 +271,7 @@ def _save_and_load(folder, name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "gpt_neox" else pytest.mark.slow) for name in NAMES]
 )
+@pytest.mark.full
 def test_checkpoints_of_any_layout_load_at_any_other(name, tmp_path):
     run_distributed(_save_and_load, tmp_path, name, world_size=4)
     run_distributed(_load_matrix, tmp_path, name, [Layout("full_shard", tp=2), Layout("full_shard")], world_size=2)
@@ -315,6 +317,7 @@ def _export(folder, names, layouts):
         assert "redistributing" in said[0]
 
 
+@pytest.mark.full
 def test_exports_are_those_of_one_process(tmp_path):
     names = [*NAMES, "llama_gqa"]
     for name in names:

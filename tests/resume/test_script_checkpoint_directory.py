@@ -146,6 +146,7 @@ def _two(folder: str) -> None:
     assert visible(folder) == ["latest", "model-1steps", "model-2steps", "model-ema-1steps"]
 
 
+@pytest.mark.full
 def test_one_process_saves_and_others_may_load(tmp_path):
     folder = str(tmp_path / "held")
     run_distributed(_two, folder, world_size=1)

@@ -66,7 +66,12 @@ def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathli
 
 @pytest.mark.parametrize(
     ("family", "kind", "accumulation", "world_size"),
-    [("llama", "jsonl", 1, 2), ("neox", "text", 2, 2), ("llama", "text", 2, 1), ("neox", "jsonl", 1, 2)],
+    [
+        ("llama", "jsonl", 1, 2),
+        ("neox", "text", 2, 2),
+        pytest.param("llama", "text", 2, 1, marks=pytest.mark.full),
+        pytest.param("neox", "jsonl", 1, 2, marks=pytest.mark.full),
+    ],
 )
 def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, text, tmp_path):
     flags = [
@@ -126,6 +131,7 @@ def test_resume_at_other_world_sizes_continues_the_same_curve(jsonl, tmp_path):
     assert one == pytest.approx(two, rel=1e-5) and four == pytest.approx(two, rel=1e-5)
 
 
+@pytest.mark.full
 def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
     flags = [
         *LLAMA, *data_flags("text", None, text, tmp_path / "cache"), "--lr", 1e-2, "--global_batch_size", 8,
@@ -143,6 +149,7 @@ def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
     assert two == pytest.approx(one, rel=1e-5) and four == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.full
 def test_bf16_computes_in_bf16_and_keeps_fp32(text, tmp_path):
     product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
     if subprocess.run([sys.executable, "-c", product], check=False).returncode:
@@ -200,6 +207,7 @@ def test_no_run_writes_over_another(jsonl, tmp_path):
     assert len(losses(tmp_path / "dead")) == 2
 
 
+@pytest.mark.full
 def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
     words = [
         *LLAMA,

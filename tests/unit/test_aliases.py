@@ -18,6 +18,7 @@ def test_a_checkouts_own_names():
 
 
 @pytest.mark.parametrize("command", [["train_lib.py"], ["-m", "smp.train"], ["-m", "data.prepare"]])
+@pytest.mark.full
 def test_commands_of_a_checkout(command):
     done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "usage: " in done.stdout, done.stderr

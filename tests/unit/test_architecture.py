@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -55,6 +56,7 @@ def package(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "smp" else parts[0]
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):

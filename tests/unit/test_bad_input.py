@@ -349,6 +349,7 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
 
 
 @pytest.mark.parametrize("words", [["--model", "llama70b"], ["--model", "llama70b", *SYNTHETIC]])
+@pytest.mark.full
 def test_a_large_model_names_a_dry_run_that_works_and_a_preset_that_fits(words, refused, capsys, monkeypatch):
     monkeypatch.setattr("smp.train.run_plan.available_memory", lambda device, processes: 16 << 30)
     lines = refused(*words)

@@ -92,6 +92,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_workers_end_with_a_killed_training_process(tmp_path):
     (tmp_path / "job.py").write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -29,6 +29,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.full
 def test_every_order_of_imports_registers_the_backend(tmp_path):
     started = {}
     for number, (order, imports) in enumerate(ORDERS.items()):

@@ -123,6 +123,7 @@ def test_an_unwritable_folder_is_a_sentence(tmp_path):
         configure_logging(rank=0, local_rank=0, world_size=1, log_dir=tmp_path / "file")
 
 
+@pytest.mark.full
 def test_importing_adds_no_handler():
     code = "import logging as g, smp.log as l; l.get_logger('a'); print(g.root.handlers, g.getLogger('smp').handlers)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -52,6 +52,7 @@ def nothing_set(monkeypatch):
         ("", {"GLIBC_TUNABLES": malloc.TUNABLES}, True),
     ],
 )
+@pytest.mark.full
 def test_a_process_keeps_what_it_frees_only_where_it_was_asked_to(code, environment, kept):
     command = [sys.executable, "-c", f"{code}\nfrom tests.unit.test_malloc import faults\nprint(faults())"]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)

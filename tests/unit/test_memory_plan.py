@@ -142,6 +142,7 @@ def test_available_memory_without_linux(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "world"), [("llama70b", 64), ("llama70b", 256), ("gpt_neox_20b", 64)])
+@pytest.mark.full
 def test_large_meshes_are_built_without_machines(name, world):
     resolved, shape = shape_of(name)
     work = WORK.changed(sharding_strategy="full_shard")

@@ -190,6 +190,7 @@ def copies() -> None:
         assert peak.categories["communication buffers"] == whole.nbytes, account.table()
 
 
+@pytest.mark.full
 def test_what_gloo_copies_is_seen():
     run_distributed(copies, world_size=2)
 
@@ -348,6 +349,7 @@ def little_memory(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sets a limit from what Linux says is held")
 @pytest.mark.parametrize("profiled", [0, 1])
+@pytest.mark.full
 def test_out_of_memory_ends_with_a_table_and_advice(tmp_path, little_memory, profiled):
     outcome = run_job(
         *SMALL, "--output_dir", tmp_path / "run", "--max_steps", 1, "--train_batch_size", 16, "--loss_chunk_tokens", 0,
@@ -362,6 +364,7 @@ def test_out_of_memory_ends_with_a_table_and_advice(tmp_path, little_memory, pro
     assert len(lines) == 3 and "--loss_chunk_tokens 1024" in lines[0], outcome.output
 
 
+@pytest.mark.full
 def test_a_job_shows_what_holds_the_memory_of_each_rank(tmp_path):
     words = ["--max_steps", 3, "--train_batch_size", 2, "--enable_memory_profiling", 1]
     outcome = run_job(

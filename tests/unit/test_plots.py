@@ -36,6 +36,7 @@ def test_draws_every_series(tmp_path, monkeypatch):
     assert {"Learning rate", "Gradient norm, before clipping"} < set(by_title)
 
 
+@pytest.mark.full
 def test_the_module_draws_a_run_directory(tmp_path):
     write(tmp_path, extra='{"step": 4, "lo')  # a run being written
     command = [sys.executable, "-m", "smp.plots", str(tmp_path)]
@@ -49,6 +50,7 @@ def test_without_matplotlib_a_sentence_says_how_to_get_it(tmp_path, monkeypatch)
         plot_metrics(write(tmp_path), tmp_path / "curves.png")
 
 
+@pytest.mark.full
 def test_importing_does_not_import_matplotlib():
     code = "import sys, smp.plots; print([m for m in ('matplotlib', 'transformers', 'datasets') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
