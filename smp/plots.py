@@ -24,7 +24,7 @@ def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, StrMethodFormatter
     except ImportError as error:
-        raise UserError("curves need matplotlib: pip install 'smp[plots]'") from error
+        raise UserError("curves need matplotlib: pip install matplotlib") from error
     train = [r for r in records if "loss" in r]
     validation = [r for r in records if "val_loss" in r]
     # Without pyplot the program's own backend and figures are left alone.
@@ -69,7 +69,7 @@ def plot_memory(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("a memory timeline needs matplotlib: pip install 'smp[plots]'") from error
+        raise UserError("a memory timeline needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     shown = {name: [size / 2**20 for size in sizes] for name, sizes in categories.items() if any(sizes)}

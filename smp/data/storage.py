@@ -59,7 +59,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(str(Path(url).expanduser()) if "://" not in url else url)
     except ImportError as error:
         scheme = url.split("://")[0]
-        hint = "run `pip install smp[s3]`" if scheme in ("s3", "s3a") else str(error)
+        hint = "run `pip install s3fs`" if scheme in ("s3", "s3a") else str(error)
         raise UserError(f"cannot read {url}: the package for {scheme}:// is not installed; {hint}") from error
     except ValueError as error:
         raise UserError(f"cannot read {url}: {error}; give a local path or a URL that fsspec knows") from error

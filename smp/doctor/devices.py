@@ -109,7 +109,7 @@ def check_bf16(ctx: CheckContext) -> None:
             ceiling=ceiling,
         )
         return
-    ctx.ok("a bf16 matrix product lives on this CPU")
+    ctx.ok("bf16 matrix products work on this CPU")
 
 
 def check_memory(ctx: CheckContext) -> None:

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 # SMP v2 left the first steps out of its averages ("high variance on initial steps").
 STEPS_BEFORE_AVERAGE = 15
-_GET_TENSORBOARD = "pip install 'smp[tensorboard]'"
+_GET_TENSORBOARD = "pip install tensorboard"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def blocks(page: pathlib.Path) -> list[Block]:
 def test_one_machine_is_started_by_the_launcher_that_adds_no_traceback(page):
     """torchrun's stands around each sentence with which a start is refused; SMP v2's users know it."""
     text = page.read_text(encoding="utf-8")
-    torchrun = re.search(r"torchrun --nproc_per_node \d+ train_lib\.py", text)
+    torchrun = re.search(r"torchrun --nproc_per_node \d+ (?:train_lib\.py|-m smp\.train)", text)
     assert torchrun is None or page.name == "smp_v2.md" or "python -m smp.launch.local" in text[: torchrun.start()]
 
 

@@ -134,6 +134,6 @@ def test_a_script_of_smp_v2_runs_unchanged(tmp_path):
     assert done.stdout.splitlines() == [
         "torch.sagemaker.moe.moe_config.MoEConfig is not here: mixture-of-experts models are out of scope for now",
         "torch.sagemaker.distributed.checkpoint.state_dict_saver.async_save is not here: "
-        "smp.Checkpoints(...).save(step, wait=False)",
+        "smp.Checkpointer(...).save(step, wait=False)",
         "torch.sagemaker has no nothing_of_the_kind here: docs/smp_v2_names.md lists what takes its place",
     ]

@@ -194,7 +194,7 @@ def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, lines, monkey
     monkeypatch.setattr(metrics, "_has_tensorboard", lambda: False)
     report(make(tmp_path), 1)
     assert [line for line in lines if "pip install" in line] == [
-        "No TensorBoard curves: pip install 'smp[tensorboard]' to have them."
+        "No TensorBoard curves: pip install tensorboard to have them."
     ]
     with pytest.raises(ConfigError, match="--tensorboard_dir needs TensorBoard: pip install"):
         LoggingConfig(tensorboard_dir=("x",))

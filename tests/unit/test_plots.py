@@ -46,7 +46,7 @@ def test_the_module_draws_a_run_directory(tmp_path):
 
 def test_without_matplotlib_a_sentence_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"need matplotlib: pip install 'smp\[plots\]'"):
+    with pytest.raises(UserError, match=r"need matplotlib: pip install matplotlib"):
         plot_metrics(write(tmp_path), tmp_path / "curves.png")
 
 
