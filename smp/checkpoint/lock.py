@@ -34,7 +34,7 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
     key = os.getpid(), directory.resolve()
     if key not in _held:
         lock = contextlib.ExitStack()
-        lock.enter_context(lock_directories([directory], otherwise="give Checkpoints another directory"))
+        lock.enter_context(lock_directories([directory], otherwise="give Checkpointer another directory"))
 
         def give_back(holder: int = os.getpid()) -> None:
             if os.getpid() == holder:
@@ -48,7 +48,7 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
         except OSError as error:
             raise UserError(
                 f"what interrupted saves have left in {directory} cannot be deleted ({reason(error)}): mend that, or "
-                f"give Checkpoints another directory"
+                f"give Checkpointer another directory"
             ) from None
     else:
         _refuse_to_replace(*_held[key][model_name], directory, model_name, writer, step)

@@ -139,7 +139,7 @@ def _two(folder: str) -> None:
     beside = Checkpointer(folder, *small(), name="model-ema")  # shares the lock, and leaves the other name alone
     beside.save(1)
     refused = another(folder, "save")
-    assert f"in use by process {os.getpid()} on " in refused and "give Checkpoints another directory" in refused
+    assert f"in use by process {os.getpid()} on " in refused and "give Checkpointer another directory" in refused
     assert "step=1" in another(folder, "load")
     go.set()
     checkpoints.finish()

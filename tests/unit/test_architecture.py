@@ -33,6 +33,7 @@ LAYERS = {
 LONG_FILES: dict[str, str] = {}
 
 
+@functools.cache
 def sources() -> list[pathlib.Path]:
     return sorted([*ROOT.glob("*.py"), *ROOT.glob("smp/**/*.py"), *ROOT.glob("data/**/*.py")])
 
@@ -68,10 +69,14 @@ def imports(path: pathlib.Path) -> list[str]:
     return found
 
 
+@functools.cache
+def modules() -> set[str]:
+    return {module_name(path) for path in sources()}
+
+
 def own(name: str) -> str | None:
     """The project's module that an imported name comes from."""
-    modules = {module_name(p) for p in sources()}
-    while name and name not in modules:
+    while name and name not in modules():
         name = name.rpartition(".")[0]
     return name or None
 
