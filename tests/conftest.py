@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+from multiprocessing import forkserver
 
 # Set before any Hugging Face import: tests never reach for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,6 +20,13 @@ import torch
 torch.set_num_threads(1)
 
 HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def own_fork_server():
+    """Stop the fork server that a test's data workers came from: a rank forked later would take it for its child."""
+    yield
+    forkserver._forkserver._stop()  # Python's own, for tests
 
 
 def pytest_collection_modifyitems(items):
