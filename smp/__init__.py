@@ -13,7 +13,7 @@ def _is_command() -> bool:
     """Return whether this process was started as ``smp`` or ``python -m smp``."""
     if sys.argv[:1] == ["-m"]:  # while Python looks for the module
         return next((name for flag, name in itertools.pairwise(sys.orig_argv) if flag == "-m"), "") == "smp"
-    script, bin_directory = pathlib.Path(*sys.argv[:1]), pathlib.Path(sys.executable).parent
+    script, bin_directory = pathlib.Path(*sys.argv[:1]), pathlib.Path(sys.executable or "").parent
     return script.stem == "smp" and script.resolve().parent == bin_directory.resolve()
 
 
