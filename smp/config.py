@@ -24,6 +24,7 @@ def setting(
     only: tuple = (),
     otherwise: str = "",
     no_effect: str = "",
+    plain: Any = None,
     aliases: tuple[str, ...] = (),
 ) -> Any:
     """Declare one field of a :class:`Section`.
@@ -34,6 +35,7 @@ def setting(
         minimum, above, maximum: bounds of a number (``above`` excludes the bound); of each item of a tuple.
         only: the accepted values; any other is refused with ``otherwise``, which names the alternative.
         no_effect: why the setting changes nothing here by construction (it is accepted, and logged when given).
+        plain: what ``auto`` means where ``smp.parallel.choices`` has chosen nothing.
         aliases: further flag names.
     """
     metadata = {
@@ -44,6 +46,7 @@ def setting(
         "only": only,
         "otherwise": otherwise,
         "no_effect": no_effect,
+        "plain": plain,
         "aliases": aliases,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -98,16 +101,19 @@ class Section:
 
 
 S = TypeVar("S", bound=Section)
+AUTO = "auto"
+Auto = Literal["auto"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sections by their type; one that is not given has its defaults."""
+    """Sections by their type; one that is not given has its defaults. ``auto`` reads as the plain value."""
 
     sections: tuple[Section, ...] = ()
 
     def __getitem__(self, kind: type[S]) -> S:
-        return next((section for section in self.sections if type(section) is kind), None) or kind()
+        found = next((section for section in self.sections if type(section) is kind), None) or kind()
+        return dataclasses.replace(found, **_plain_values(found))
 
     def changed(self, **values: Any) -> Settings:
         """Return a copy with other values, by name.
@@ -122,6 +128,15 @@ class Settings:
         if values:
             raise ValueError(f"no section has a setting {next(iter(values))}")
         return Settings(tuple(sections))
+
+    def undecided(self) -> dict[str, Any]:
+        """Return the plain values of the settings that are ``auto``, by name."""
+        return {name: value for section in self.sections for name, value in _plain_values(section).items()}
+
+
+def _plain_values(section: Section) -> dict[str, Any]:
+    fields = (field for field in dataclasses.fields(section) if getattr(section, field.name) == AUTO)
+    return {field.name: field.metadata["plain"] for field in fields if field.metadata.get("plain") is not None}
 
 
 def flag_text(value: Any) -> str:
@@ -264,7 +279,10 @@ class ActivationConfig(Section):
     cpu_offload: bool = setting(
         False, "Keep parameters, gradients and optimizer state in host memory; each unit is copied when it is gathered."
     )
-    compile: bool = setting(False, "Compile each block with torch.compile.")
+    compile: bool | Auto = setting(
+        AUTO, "Compile each block with torch.compile. auto: on GPUs, where Triton and a compiler are there.",
+        plain=False,
+    )  # fmt: skip
     clean_cache: bool = setting(False, "Return the allocator's free memory to the system after every step.")
     patch_neox_rope: bool = setting(
         True, "SMP v2's move of GPT-NeoX's rotary cache to the GPU.",

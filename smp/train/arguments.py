@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -171,10 +173,10 @@ def _collect_flags() -> dict[str, Flag]:
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """Return (X, True) for ``X | None``, and (hint, False) for any other hint."""
+    """Return the type without ``None``, and whether the hint has it."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        return inner[0], True
+        return functools.reduce(operator.or_, inner), len(inner) < len(typing.get_args(hint))
     return hint, False
 
 

@@ -20,6 +20,7 @@ from smp import __version__ as smp_version
 from smp import comm
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
+from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import configure_logging, get_logger
 from smp.memory.advice import advice_text, changes_that_help
@@ -65,6 +66,8 @@ def announce(plan: RunPlan, start: Start) -> None:
     )  # fmt: skip
     for sentence in plan.config.without_effect():
         logger.info(sentence)
+    for choice in plan.choices:
+        logger.info("Chosen: --%s %s (%s)", choice.name, flag_text(choice.value), choice.reason)
     if start.checkpoint is not None:
         logger.info(
             "Resumed from %s at step %d, sample %d", start.checkpoint, start.progress.step, start.progress.samples

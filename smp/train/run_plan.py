@@ -24,6 +24,8 @@ from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.preset import list_presets
+from smp.parallel import parallelize
+from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.parallelize import compute_dtype, find_problems
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, choose_backend, choose_device
@@ -46,12 +48,22 @@ class Job:
     dtype: torch.dtype
     mesh: Mesh  # laid out
     model: ResolvedModel
+    choices: tuple[Choice, ...] = dataclasses.field(default=(), kw_only=True)  # for settings that are auto
+
+    @property
+    def given(self) -> Settings:
+        """Settings of all sections, as given."""
+        return Settings(tuple(getattr(self.config, name) for name in SECTIONS))
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of all sections, with what was chosen for those that are ``auto``."""
+        return self.given.changed(**{choice.name: choice.value for choice in self.choices})
 
     @property
     def setup(self) -> Setup:
         """Setup of the techniques."""
-        settings = Settings(tuple(getattr(self.config, name) for name in SECTIONS))
-        return Setup(self.model.family, self.mesh, settings, self.dtype, self.device.type)
+        return Setup(self.model.family, self.mesh, self.settings, self.dtype, self.device.type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +265,23 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
         is_async=job.config.checkpoint.is_async,
     )
     return model_shape(job.model), work
+
+
+def choose_settings(plan: RunPlan, available: int, *, accumulation: int) -> RunPlan:
+    """Return the plan with a value for every setting that is ``auto``.
+
+    Args:
+        available: bytes that each rank may use.
+        accumulation: micro-batches of a step.
+    """
+
+    def fits(**values: Any) -> bool:
+        shape, work = sizes(plan)
+        return peak_bytes(shape, plan.mesh, work.changed(**values)) <= available
+
+    situation = Situation(plan.model.hf_config, plan.settings, plan.device.type, accumulation, fits)
+    choices = choose(plan.given, situation, parallelize.CHOOSERS)
+    return dataclasses.replace(plan, choices=tuple(choices))
 
 
 def refuse_too_large(job: Job) -> None:
