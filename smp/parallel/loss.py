@@ -111,22 +111,24 @@ class _LinearLoss(Function):
         into_tokens = torch.empty_like(tokens) if needs[0] else None
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            logits = F.linear(part, weight, bias).to(exact)
+            logits = _logits(part, weight, bias, exact)
+            # A GPU converts while it writes; a CPU would take a copy for that.
+            slopes = torch.empty_like(logits, dtype=hidden.dtype) if logits.is_cuda else logits
             loss += loss_sum_(
                 logits,
                 labels[start : start + chunk],
                 first=first,
                 group=group,
                 z_loss=z_loss,
-                gradient=any(needs[:3]),
+                slopes=slopes if any(needs[:3]) else None,
             )
-            slopes = logits.to(hidden.dtype)
+            if into_bias is not None:
+                into_bias += slopes.sum(0, dtype=exact)
+            slopes = slopes.to(hidden.dtype)
             if into_tokens is not None:
                 torch.mm(slopes, weight, out=into_tokens[start : start + chunk])
             if into_weight is not None:
                 _add_product(into_weight, slopes, part)
-            if into_bias is not None:
-                into_bias += logits.sum(0)
             del logits, slopes  # before the next chunk's are made
         if into_tokens is not None:
             if chosen is None:
@@ -144,18 +146,34 @@ class _LinearLoss(Function):
         gradients, ctx.gradients = ctx.gradients, None
         dtypes = (ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[1])
         return (
-            *(g if g is None else g.mul_(gradient).to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)),
+            *(g if g is None else _times(g, gradient, dtype) for g, dtype in zip(gradients, dtypes, strict=True)),
             None, None, None, None, None,
         )  # fmt: skip
+
+
+# On GPUs torch has products of low precision that are summed and written in fp32, and converts while it writes.
+
+
+def _logits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if not tokens.is_cuda or tokens.dtype == dtype:
+        return F.linear(tokens, weight, bias).to(dtype)
+    logits = torch.mm(tokens, weight.T, out_dtype=dtype)
+    return logits if bias is None else logits.add_(bias)
 
 
 def _add_product(into: torch.Tensor, slopes: torch.Tensor, tokens: torch.Tensor) -> None:
     if into.dtype == slopes.dtype:
         into.addmm_(slopes.T, tokens)
-    elif into.is_cuda:  # sums in fp32 and in place: torch has this product on GPUs only, from 2.10 on with such an input
+    elif into.is_cuda:
         torch.addmm(into, slopes.T, tokens, out_dtype=into.dtype, out=into)
     else:
         into += slopes.T @ tokens
+
+
+def _times(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.is_cuda and tensor.dtype != dtype:
+        return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
+    return tensor.mul_(factor).to(dtype)
 
 
 def linear_cross_entropy(
