@@ -53,6 +53,23 @@ def test_more_work_needs_more():
     assert total(lay_out(1, 2, reshard_after_forward=False)) > base
 
 
+def test_gradients_before_reduction():
+    _, shape = shape_of("llama3_8b")
+    head = shape.vocabulary * shape.hidden
+    assert 1 <= shape.largest_unit / head < 1.001
+
+    def needed(mesh, **change):
+        return estimate_memory(shape, mesh, dataclasses.replace(WORK, **change))["gradients before reduction"]
+
+    two = 2 * 4 * shape.largest_unit
+    assert needed(lay_out(1, 8)) == needed(lay_out(1, 1)) == two
+    assert needed(lay_out(8, 1)) == two + 4 * shape.largest_unit  # torch's copy
+    chunks = dataclasses.replace(WORK, settings=Settings())
+    on_cpu = estimate_memory(shape, lay_out(1, 8), dataclasses.replace(chunks, device_type="cpu"))
+    assert on_cpu["gradients before reduction"] == two + 2 * head
+    assert estimate_memory(shape, lay_out(1, 8), chunks)["gradients before reduction"] == two
+
+
 def test_tensor_parallelism_divides_what_it_splits():
     _, shape = shape_of("llama70b")
     one, eight = (estimate_memory(shape, lay_out(1, 32, tp), WORK) for tp in (1, 8))

@@ -191,20 +191,23 @@ def compare_one_with_plan(name, layout, vocabulary=16_384) -> None:
     )  # fmt: skip
     needed = estimate_memory(shape, layout.mesh(), work)
     total = sum(needed.values()) - needed["process"]
-    assert measured <= total <= 1.45 * measured, f"{name} {layout}\n{account.table(predicted=needed)}\n{measured}"
+    text = f"{name} {layout}\n{account.table(predicted=needed)}\n{measured}"
+    assert measured <= total <= 1.45 * measured, text
+    if layout.mesh().world_size == 1:  # what is reduced, and the result: no copy of it to divide
+        assert highest(account, "communication buffers") <= 2 * 4 * shape.largest_unit, text
 
 
 PLANNED = [
-    (name, Layout(strategy, chunk=64, checkpointing=True, dtype=dtype, accumulation=2))
-    for strategy in ("full_shard", "no_shard")
-    for name, dtype in (("llama_tied", torch.bfloat16), ("llama_tied", None), ("llama_gqa", torch.bfloat16))
+    ("llama_tied", Layout("full_shard", chunk=64, checkpointing=True, dtype=torch.bfloat16, accumulation=2)),
+    ("llama_tied", Layout("no_shard", chunk=64, checkpointing=True, dtype=torch.bfloat16, accumulation=2)),
+    ("llama_gqa", Layout("full_shard", chunk=64, checkpointing=True, accumulation=2)),
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_gradient_of_a_large_head_is_in_the_prediction(world_size):
-    run_distributed(compare_with_plan, PLANNED[: 3 * world_size], world_size=world_size)
+@pytest.mark.parametrize(("world_size", "cases"), [(1, PLANNED[:1]), (2, PLANNED)])
+def test_the_gradient_of_a_large_head_is_in_the_prediction(world_size, cases):
+    run_distributed(compare_with_plan, cases, world_size=world_size)
 
 
 def copies() -> None:
