@@ -112,8 +112,8 @@ class _LinearLoss(Function):
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             logits = _logits(part, weight, bias, exact)
-            # A GPU converts while it writes; a CPU would take a copy for that.
-            slopes = torch.empty_like(logits, dtype=hidden.dtype) if logits.is_cuda else logits
+            converts = _converts(logits, hidden.dtype)
+            slopes = torch.empty_like(logits, dtype=hidden.dtype) if converts else logits
             loss += loss_sum_(
                 logits,
                 labels[start : start + chunk],
@@ -151,11 +151,13 @@ class _LinearLoss(Function):
         )  # fmt: skip
 
 
-# On GPUs torch has products of low precision that are summed and written in fp32, and converts while it writes.
+def _converts(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether operations on a tensor write ``dtype`` without a copy: GPUs do, and sum products in fp32."""
+    return tensor.is_cuda and tensor.dtype != dtype
 
 
 def _logits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    if not tokens.is_cuda or tokens.dtype == dtype:
+    if not _converts(tokens, dtype):
         return F.linear(tokens, weight, bias).to(dtype)
     logits = torch.mm(tokens, weight.T, out_dtype=dtype)
     return logits if bias is None else logits.add_(bias)
@@ -164,14 +166,14 @@ def _logits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _add_product(into: torch.Tensor, slopes: torch.Tensor, tokens: torch.Tensor) -> None:
     if into.dtype == slopes.dtype:
         into.addmm_(slopes.T, tokens)
-    elif into.is_cuda:
+    elif _converts(slopes, into.dtype):
         torch.addmm(into, slopes.T, tokens, out_dtype=into.dtype, out=into)
     else:
         into += slopes.T @ tokens
 
 
 def _times(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.is_cuda and tensor.dtype != dtype:
+    if _converts(tensor, dtype):
         return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
     return tensor.mul_(factor).to(dtype)
 
@@ -308,8 +310,8 @@ def choose(situation: Situation) -> Iterator[Choice]:
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the model compute its loss in chunks."""
     config = setup.settings[Config]
-    if config.loss_chunk_tokens:
-        chunk_loss(model, head=setup.family.head, chunk_tokens=config.loss_chunk_tokens, z_loss=config.z_loss)
+    if chunk := cast(int, config.loss_chunk_tokens):
+        chunk_loss(model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss)
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
@@ -317,7 +319,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
     The gradient of the head is in what sharding counts, but for what a CPU's product in bf16 takes inside beyond it.
     """
-    fp32, chunk = 4, work.settings[Config].loss_chunk_tokens
+    fp32, chunk = 4, cast(int, work.settings[Config].loss_chunk_tokens)
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
     of_logit = fp32 + low if chunk else 3 * fp32
     columns = -(-shape.vocabulary // mesh.tp.size)

@@ -237,8 +237,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     Gathered parameters: two units (the current and the prefetched one) with resharding after forward, else all; also in
     a group of one, where gathering is a copy.
 
-    Gradients before reduction: two units in fp32, and where a sharding group has one rank of several the copy into which
-    torch divides. They hold the head's gradient, too, which the loss sums in fp32 and then converts.
+    Gradients before reduction: two units in fp32, and in a group of one rank of several a copy, into which torch
+    divides. They hold the head's gradient, too, which the loss sums in fp32 and then converts.
     """
     fp32, tp = 4, mesh.tp.size
     held = shape.of_rank(shape.parameters, shape.layers, tp)

@@ -104,6 +104,35 @@ def test_without_ignored_tokens_nothing_is_chosen(monkeypatch):
     assert rows == 2 * [5, 5, 5, 5, 1]
 
 
+@pytest.mark.parametrize(("bias", "z_loss"), [(False, 0.0), (True, 1e-2)])
+def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss):
+    """In bf16 with sums in fp32, made here of products in fp32; only the gradients are rounded."""
+    mm, addmm = torch.mm, torch.addmm
+
+    def product(one, other, *, out_dtype=None, out=None):
+        return mm(one, other, out=out) if out_dtype is None else mm(one.to(out_dtype), other.to(out_dtype))
+
+    def added(into, one, other, *, out_dtype, out):
+        assert out is into
+        return out.copy_(addmm(into, one.to(out_dtype), other.to(out_dtype)))
+
+    mine = inputs(torch.bfloat16, bias=bias)
+    theirs = [None if each is None else each.detach().double().requires_grad_() for each in mine[:3]]
+    expected = linear_cross_entropy(*theirs[:2], mine[3], bias=theirs[2], chunk_tokens=4, z_loss=z_loss)
+    monkeypatch.setattr(smp.parallel.loss, "_converts", lambda tensor, dtype: tensor.dtype != dtype)
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", added)
+    found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], chunk_tokens=4, z_loss=z_loss)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    of_found, of_expected = (
+        torch.autograd.grad(x / 9, [each for each in given if each is not None])
+        for x, given in ((found, mine[:3]), (expected, theirs))
+    )
+    for one, other in zip(of_found, of_expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.linalg.norm(one - other) <= 4e-3 * torch.linalg.norm(other)
+
+
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has none before 2.13")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_agrees_with_torchs(chunked):

@@ -194,7 +194,7 @@ def compare_one_with_plan(name, layout, vocabulary=16_384) -> None:
     text = f"{name} {layout}\n{account.table(predicted=needed)}\n{measured}"
     assert measured <= total <= 1.45 * measured, text
     if layout.mesh().world_size == 1:  # what is reduced, and the result: no copy of it to divide
-        assert highest(account, "communication buffers") <= 2 * 4 * shape.largest_unit, text
+        assert highest(account, "communication buffers") < 2.1 * 4 * shape.largest_unit, text
 
 
 PLANNED = [
