@@ -14,6 +14,7 @@ import torch
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
+from smp.memory.advice import changes_that_help
 from smp.memory.limits import available_memory
 from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
 from smp.memory.shape import Workload, model_shape
@@ -68,6 +69,13 @@ def test_gradients_before_reduction():
     on_cpu = estimate_memory(shape, lay_out(1, 8), dataclasses.replace(chunks, device_type="cpu"))
     assert on_cpu["gradients before reduction"] == two + 2 * head
     assert estimate_memory(shape, lay_out(1, 8), chunks)["gradients before reduction"] == two
+
+
+@pytest.mark.parametrize(("tokens", "smaller"), [(0, True), (4096, True), (1024, False), (64, False)])
+def test_smaller_chunks_of_the_loss_are_advised(tokens, smaller):
+    work = WORK.changed(loss_chunk_tokens=tokens)
+    advice = changes_that_help(shape_of("llama3_8b")[1], lay_out(1, 8), work, most=9)
+    assert any(change.flags == "--loss_chunk_tokens 1024" for change in advice) == smaller
 
 
 def test_tensor_parallelism_divides_what_it_splits():
