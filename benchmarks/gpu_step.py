@@ -59,7 +59,7 @@ def start(case: Case, folder: Path, timeout: float) -> Result:
     written, log = folder / "now.json", folder / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     written.unlink(missing_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = dict(os.environ)
     command = [sys.executable]
     if case.processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.processes)]
@@ -69,23 +69,24 @@ def start(case: Case, folder: Path, timeout: float) -> Result:
     with log.open("w") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         try:
-            child.wait(timeout)
+            why = f"ended with status {child.wait(timeout)}, see {log.name}"
         except subprocess.TimeoutExpired:
-            return {**dataclasses.asdict(case), "failed": f"not done within {timeout:g} s"}
+            why = f"not done within {timeout:g} s"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-    if written.exists():
+    if written.exists():  # also of one that did not end in time
         return json.loads(written.read_text())
-    return {**dataclasses.asdict(case), "failed": f"ended with status {child.returncode}, see {log.name}"}
+    return {**dataclasses.asdict(case), "failed": why}
 
 
 def work(text: str, path: Path) -> None:
     """Measure in this process; the first of several writes."""
     found = measure(Case(**json.loads(text)))
     if os.environ.get("RANK", "0") == "0":
-        path.write_text(json.dumps(found))
+        path.with_suffix(".new").write_text(json.dumps(found))
+        path.with_suffix(".new").replace(path)
 
 
 def run(arguments: argparse.Namespace, begin: Callable[[Case, Path, float], Result] = start) -> list[Result]:
@@ -93,7 +94,8 @@ def run(arguments: argparse.Namespace, begin: Callable[[Case, Path, float], Resu
     folder: Path = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "results.jsonl"
-    results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines() if file.exists() else []
+    results = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
     known = {field.name for field in dataclasses.fields(Case)}
     done = {Case(**{name: value for name, value in each.items() if name in known}).key for each in results}
     todo = [case for case in cases(arguments) if case.key not in done]
@@ -104,12 +106,12 @@ def run(arguments: argparse.Namespace, begin: Callable[[Case, Path, float], Resu
             break
         result = begin(case, folder, arguments.timeout)
         results.append(result)
-        with file.open("a") as lines:
-            lines.write(json.dumps(result) + "\n")
+        with file.open("a") as log:
+            log.write(json.dumps(result) + "\n")
         (folder / "gpu_step.md").write_text(page(results))
-        seen = result.get("failed") or f"{result['seconds'] * 1e3:.0f} ms a step" if "seconds" in result else "done"
+        seen = f"{result['seconds'] * 1e3:.0f} ms a step" if "seconds" in result else result.get("failed", "done")
         print(f"[{position + 1}/{len(todo)}, {time.monotonic() - began:.0f} s] {case.variant}, {case.layers} layers, "
-              f"{case.processes} GPU(s): {result.get('failed', seen)}", file=sys.stderr, flush=True)  # fmt: skip
+              f"{case.processes} GPU(s): {seen}", file=sys.stderr, flush=True)  # fmt: skip
     return results
 
 
@@ -128,14 +130,15 @@ def _median(values: Iterable[float]) -> float:
 
 def _paired(mine: list[Result], other: list[Result]) -> str:
     """Return the median over rounds of two speeds' ratio, in one round each."""
-    seconds = {each["number"]: each["seconds"] for each in other if "seconds" in each}
-    ratios = [seconds[each["number"]] / each["seconds"] for each in mine if each["number"] in seconds]
+    speeds = {each["number"]: tokens_per_second(each) for each in other if "seconds" in each}
+    ratios = [tokens_per_second(each) / speeds[each["number"]] for each in mine if each["number"] in speeds]
     return f"{_median(ratios):.2f}" if ratios else "-"
 
 
 def _drift(mine: list[Result], other: list[Result]) -> str:
-    """Return the largest relative difference of the losses, step by step; with one data rank they see the same."""
-    wanted = next((each["losses"] for each in other if "losses" in each), None)
+    """Return the largest relative difference of the losses, step by step, where both train on the same samples."""
+    ranks = mine[0].get("data_ranks", 1)
+    wanted = next((e["losses"] for e in other if "losses" in e and e.get("data_ranks", 1) == ranks), None)
     if wanted is None:
         return "-"
     pairs = [pair for each in mine for pair in zip(each["losses"], wanted, strict=False)]
