@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -36,20 +37,19 @@ Result = dict[str, Any]
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """List all measurements in their order: rounds outside, so that variants take turns."""
-    counts = {"warmup": 3, "steps": 5, "watched": 2} if arguments.quick else {}
-    one: Callable[..., Case] = lambda *words, **more: Case(*words, tiny=arguments.tiny, **counts, **more)  # noqa: E731
-    found = []
-    for number, layers, variant in itertools.product(
-        range(arguments.rounds), arguments.layers, [*arguments.variants, *arguments.flags]
-    ):
-        found.append(one(variant, layers, arguments.sequence, number=number))
-    for section in arguments.sections:
-        found.append(one(section, 1, arguments.sequence))
+    base = Case("", 1, arguments.sequence, tiny=arguments.tiny)
+    if arguments.quick:
+        base = dataclasses.replace(base, warmup=3, steps=5, watched=2)
+    made = functools.partial(dataclasses.replace, base)
+    rounds = range(arguments.rounds)
+    rows = itertools.product(rounds, arguments.layers, [*arguments.variants, *arguments.flags])
+    found = [made(variant=variant, layers=layers, number=number) for number, layers, variant in rows]
+    found += [made(variant=section) for section in arguments.sections]
     if arguments.processes > 1:
         several = [name for name in arguments.variants if name in VARIANTS and VARIANTS[name].several]
-        layers = min(arguments.layers) if arguments.tiny else 32
-        for number, variant in itertools.product(range(arguments.rounds), [*several, *TENSOR_PARALLEL]):
-            found.append(one(variant, layers, arguments.sequence, number=number, processes=arguments.processes))
+        whole = made(layers=min(arguments.layers) if arguments.tiny else 32, processes=arguments.processes)
+        for number, variant in itertools.product(rounds, [*several, *TENSOR_PARALLEL]):
+            found.append(dataclasses.replace(whole, variant=variant, number=number))
     return found
 
 
@@ -245,7 +245,9 @@ def page(results: list[Result]) -> str:
     first = next(iter(results), {})
     run = f"{first.get('steps')} steps after {first.get('warmup')} to warm up, {first.get('sequence')} tokens a step"
     names = dict.fromkeys(name for _, name in (*steps, *several))
-    what = [f"- {name}: {VARIANTS[name].what if name in VARIANTS else 'the job with these flags'}." for name in names]
+    tp = {name: f"the job's step with `{flags}` and tensor parallelism" for name, flags in TENSOR_PARALLEL.items()}
+    known = tp | {name: variant.what for name, variant in VARIANTS.items()}
+    what = [f"- {name}: {known.get(name, 'the job with these flags')}." for name in names]
     lines = [
         "# One training step on GPUs", "", *origin(f"transformers {transformers.__version__}", devices, run),
         "benchmarks/README.md says how it is measured. Every row: the same values, tokens, AdamW settings, clipping at "
