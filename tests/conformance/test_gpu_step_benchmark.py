@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import re
+import warnings
 
 import pytest
 import torch
@@ -99,3 +100,23 @@ def test_processes_are_started_and_end_in_time(script, tmp_path):
     assert [each["data_ranks"] for each in several[:2]] == [2, 1]
     late = script.start(script.Case("smp, eager, full", 1, 64, tiny=True), tmp_path / "late", 0.1)
     assert late["failed"] == "not done within 0.1 s"
+
+
+def test_a_line_that_synchronises_is_named(script, monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    show, watch = warnings.showwarning, importlib.import_module("gpu_meter").Watch()
+
+    def synchronise():
+        warnings.warn(
+            "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:1.)", stacklevel=1
+        )
+        warnings.warn("something else", stacklevel=1)
+
+    watch.start()
+    for _ in range(3):
+        synchronise()
+    watch.stop()
+    assert modes == ["warn", "default"] and warnings.showwarning is show
+    [(line, count)] = watch.lines.items()
+    assert count == 3 and line.startswith("tests/conformance/test_gpu_step_benchmark.py:") and "`warnings.warn(" in line
