@@ -1,7 +1,7 @@
 """Speed, memory and synchronisations of a training step on GPUs, beside Hugging Face's Trainer and torch's own parts.
 
     python benchmarks/gpu_step.py --out gpu_step                                # one H100, half an hour
-    python benchmarks/gpu_step.py --out gpu_step --quick --time_limit 540       # and again, until nothing is left
+    python benchmarks/gpu_step.py --out gpu_step --quick --time_limit 420 --timeout 170   # again, until nothing is left
     python benchmarks/gpu_step.py --out /tmp/trial --tiny --layers 1 2          # a trial on a CPU
 
 What is compared, and how, is in benchmarks/README.md.
@@ -67,7 +67,7 @@ def start(case: Case, folder: Path, timeout: float) -> Result:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     command += [__file__, "--worker", json.dumps(dataclasses.asdict(case)), "--out", str(written)]
     with log.open("w") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        child = subprocess.Popen(command, stdout=output, stderr=output, env=environment, process_group=0)
         try:
             why = f"ended with status {child.wait(timeout)}, see {log.name}"
         except subprocess.TimeoutExpired:
