@@ -1,6 +1,6 @@
 """Speed, memory and synchronisations of a training step on GPUs, beside Hugging Face's Trainer and torch's own parts.
 
-    python benchmarks/gpu_step.py --out gpu_step                                # one H100, half an hour
+    python benchmarks/gpu_step.py --out gpu_step                                # one H100, under an hour
     python benchmarks/gpu_step.py --out gpu_step --quick --time_limit 420 --timeout 170   # again, until nothing is left
     python benchmarks/gpu_step.py --out /tmp/trial --tiny --layers 1 2          # a trial on a CPU
 
