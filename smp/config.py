@@ -305,9 +305,13 @@ class ActivationConfig(Section):
 class LossConfig(Section):
     """Cross entropy of the head."""
 
-    loss_chunk_tokens: int = setting(
-        1024, "Tokens whose logits exist at one time, forward and backward. 0: all of a micro-batch.", minimum=0
-    )
+    loss_chunk_tokens: int | Auto = setting(
+        AUTO,
+        "Tokens whose logits exist at one time, forward and backward. 0: all of a micro-batch. auto: on GPUs 4096 "
+        "where they fit.",
+        plain=1024,
+        minimum=0,
+    )  # fmt: skip
     z_loss: float = setting(
         0.0, "Factor of the squared log-partition that is added to each token's training loss.", minimum=0
     )

@@ -79,9 +79,9 @@ def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
 
 def loss_sum_(
     logits: torch.Tensor, labels: torch.Tensor, *, first: int = 0, group: Any = None, z_loss: float = 0.0,
-    gradient: bool = True,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sum the token losses, 0-d; the logits are overwritten, with ``gradient`` by their gradient.
+    """Sum the token losses, 0-d; the logits are overwritten.
 
     With a ``group``, two all-reduces of one or two numbers per token.
 
@@ -91,7 +91,7 @@ def loss_sum_(
         first: this rank's first column.
         group: the ranks that split the vocabulary; None: it is not split.
         z_loss: factor of the squared log-partition, added to each token's loss.
-        gradient: whether to make the gradient.
+        slopes: of the logits' shape and any dtype, for their gradient: the logits themselves, or another tensor.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -116,9 +116,10 @@ def loss_sum_(
         log_z = log_total + greatest
         losses = losses + z_loss * log_z.square()
         slope = slope * (1 + 2 * z_loss * log_z)
-    if gradient:
-        logits.mul_(slope.unsqueeze(-1))
-        logits.scatter_add_(-1, rows, -(valid & here).unsqueeze(-1).to(logits.dtype))
+    if slopes is not None:
+        at_label = logits.gather(-1, rows) * slope.unsqueeze(-1) - (valid & here).unsqueeze(-1).to(logits.dtype)
+        torch.mul(logits, slope.unsqueeze(-1), out=slopes)
+        slopes.scatter_(-1, rows, at_label.to(slopes.dtype))
     return (losses * valid).sum()
 
 
@@ -129,7 +130,7 @@ class _SplitCrossEntropy(Function):
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.dtype = logits.dtype
         slopes = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        loss = loss_sum_(slopes, labels, first=first, group=group)
+        loss = loss_sum_(slopes, labels, first=first, group=group, slopes=slopes)
         ctx.save_for_backward(slopes)
         return loss
 

@@ -88,7 +88,7 @@ def _settings_that_save(work: Workload) -> Iterator[dict[str, Any]]:
         yield {"activation_checkpointing_mode": "full"}
     if activation.activation_checkpointing and activation.activation_checkpointing_every > 1:
         yield {"activation_checkpointing_every": 1}
-    if not work.settings[LossConfig].loss_chunk_tokens:
+    if work.settings[LossConfig].loss_chunk_tokens not in range(1, 1025):
         yield {"loss_chunk_tokens": 1024}
     if not activation.offload_activations:
         yield {"offload_activations": True, "activation_loading_horizon": 1}

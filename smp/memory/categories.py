@@ -39,7 +39,7 @@ _SITES: dict[str, dict[str, str]] = {
     _HERE + "loss.py": {"": LOGITS},
     # Other functions of this file call the model.
     _HERE + "parallel/loss.py": {
-        "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_add_product": LOGITS,
+        "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_logits": LOGITS, "_add_product": LOGITS,
     },
     "torch/optim/adamw.py": {"": OPTIMIZER},
     "torch/optim/adam.py": {"": OPTIMIZER},

@@ -10,8 +10,8 @@ Source: the fused linear cross entropy of Liger Kernel, arXiv:2410.10989, withou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import has_product, local_tensor
 from smp.parallel.technique import Setup, no_problems
 
@@ -52,21 +53,55 @@ class SplitHead:
     reduce: Callable[[torch.Tensor], torch.Tensor]
 
 
+class Targets(NamedTuple):
+    """What the loss compares with, on the device.
+
+    Attributes:
+        labels: ``(batch, sequence)`` in Hugging Face's convention, of all tokens; or of the chosen ones, ``(tokens,)``.
+        chosen: row and column of each token that has a valid label after the shift, ``(2, tokens)``; None: all tokens.
+    """
+
+    labels: torch.Tensor
+    chosen: torch.Tensor | None = None
+
+
+def targets_of(labels: torch.Tensor, device: torch.device) -> Targets:
+    """Choose the tokens that need logits, where that is known without asking a GPU: where ``labels`` are on the host.
+
+    Where no label is ignored nothing is chosen: the last token of each sequence is not worth a copy of the others.
+
+    Args:
+        labels: ``(batch, sequence)`` in Hugging Face's convention.
+        device: where the loss is computed.
+    """
+    if labels.device.type != "cpu" or not (labels[:, 1:] == IGNORE_INDEX).any():
+        return Targets(labels.to(device, non_blocking=True))
+    shifted = shift_labels(labels)
+    chosen = (shifted != IGNORE_INDEX).nonzero().T.contiguous()
+    found = shifted[tuple(chosen)], chosen
+    if device.type == "cuda":
+        found = found[0].pin_memory(), found[1].pin_memory()  # else the copy would wait for the GPU
+    return Targets(*(tensor.to(device, non_blocking=True) for tensor in found))
+
+
 class _LinearLoss(Function):
     """Args of ``apply``: hidden states ``(batch, sequence, hidden)``, weight ``(vocabulary, hidden)``, bias or None,
-    labels ``(batch, sequence)`` in Hugging Face's convention, tokens of a chunk, the split head or None, and the factor
-    of the z-loss."""
+    labels and chosen tokens of :class:`Targets`, tokens of a chunk, the split head or None, and the factor of the
+    z-loss."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        chunk: int, split: SplitHead | None, z_loss: float,
+        chosen: torch.Tensor | None, chunk: int, split: SplitHead | None, z_loss: float,
     ) -> torch.Tensor:  # fmt: skip
         needs = ctx.needs_input_grad
         whole = split.gather(hidden) if split is not None else hidden
-        tokens = whole.reshape(-1, whole.shape[-1])
-        # Under tensor parallelism sequences may have been padded.
-        targets = F.pad(shift_labels(labels), (0, whole.shape[1] - labels.shape[1]), value=IGNORE_INDEX).reshape(-1)
+        if chosen is None:
+            tokens = whole.reshape(-1, whole.shape[-1])
+            # Under tensor parallelism sequences may have been padded.
+            labels = F.pad(shift_labels(labels), (0, whole.shape[1] - labels.shape[1]), value=IGNORE_INDEX).reshape(-1)
+        else:
+            tokens = whole[tuple(chosen)]
         exact = torch.promote_types(hidden.dtype, torch.float32)
         first, group = (0, None) if split is None else (split.first, split.group)
         loss = torch.zeros((), dtype=exact, device=hidden.device)
@@ -76,25 +111,30 @@ class _LinearLoss(Function):
         into_tokens = torch.empty_like(tokens) if needs[0] else None
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            logits = F.linear(part, weight, bias).to(exact)
+            logits = _logits(part, weight, bias, exact)
+            converts = _converts(logits, hidden.dtype)
+            slopes = torch.empty_like(logits, dtype=hidden.dtype) if converts else logits
             loss += loss_sum_(
                 logits,
-                targets[start : start + chunk],
+                labels[start : start + chunk],
                 first=first,
                 group=group,
                 z_loss=z_loss,
-                gradient=any(needs[:3]),
+                slopes=slopes if any(needs[:3]) else None,
             )
-            slopes = logits.to(hidden.dtype)
+            if into_bias is not None:
+                into_bias += slopes.sum(0, dtype=exact)
+            slopes = slopes.to(hidden.dtype)
             if into_tokens is not None:
                 torch.mm(slopes, weight, out=into_tokens[start : start + chunk])
             if into_weight is not None:
                 _add_product(into_weight, slopes, part)
-            if into_bias is not None:
-                into_bias += logits.sum(0)
             del logits, slopes  # before the next chunk's are made
         if into_tokens is not None:
-            into_tokens = into_tokens.view(whole.shape)
+            if chosen is None:
+                into_tokens = into_tokens.view(whole.shape)
+            else:
+                into_tokens = torch.zeros_like(whole).index_put_(tuple(chosen), into_tokens)
             into_tokens = split.reduce(into_tokens) if split is not None else into_tokens
         ctx.gradients, ctx.dtypes = (into_tokens, into_weight, into_bias), (hidden.dtype, weight.dtype)
         return loss
@@ -106,22 +146,42 @@ class _LinearLoss(Function):
         gradients, ctx.gradients = ctx.gradients, None
         dtypes = (ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[1])
         return (
-            *(g if g is None else g.mul_(gradient).to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)),
-            None, None, None, None,
+            *(g if g is None else _times(g, gradient, dtype) for g, dtype in zip(gradients, dtypes, strict=True)),
+            None, None, None, None, None,
         )  # fmt: skip
+
+
+def _converts(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether operations on a tensor write ``dtype`` without a copy: GPUs do, and sum products in fp32."""
+    return tensor.is_cuda and tensor.dtype != dtype
+
+
+def _logits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if not _converts(tokens, dtype):
+        return F.linear(tokens, weight, bias).to(dtype)
+    logits = torch.mm(tokens, weight.T, out_dtype=dtype)
+    return logits if bias is None else logits.add_(bias)
 
 
 def _add_product(into: torch.Tensor, slopes: torch.Tensor, tokens: torch.Tensor) -> None:
     if into.dtype == slopes.dtype:
         into.addmm_(slopes.T, tokens)
+    elif _converts(slopes, into.dtype):
+        torch.addmm(into, slopes.T, tokens, out_dtype=into.dtype, out=into)
     else:
         into += slopes.T @ tokens
+
+
+def _times(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if _converts(tensor, dtype):
+        return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
+    return tensor.mul_(factor).to(dtype)
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | Targets,
     *,
     bias: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -135,7 +195,7 @@ def linear_cross_entropy(
         hidden: ``(batch, sequence, hidden)``, after the final norm.
         weight: of the head, ``(vocabulary, hidden)``; under ``split`` this rank's rows.
         labels: ``(batch, sequence)`` int64 in Hugging Face's convention: equal to the inputs, -100 ignored. They are
-            shifted here.
+            shifted here. If they are on the host, ignored tokens cost nothing: the head is applied to the others.
         bias: of the head, ``(vocabulary,)``.
         chunk_tokens: tokens whose logits exist at one time.
         z_loss: factor of the squared log-partition, added to each valid token's loss (PaLM, arXiv:2204.02311).
@@ -150,8 +210,9 @@ def linear_cross_entropy(
         UserError: ``chunk_tokens`` below 1.
     """
     _check_chunk(chunk_tokens)
-    check_labels(labels, vocabulary or weight.shape[0])
-    return _LinearLoss.apply(hidden, weight, bias, labels, chunk_tokens, split, z_loss)
+    targets = labels if isinstance(labels, Targets) else targets_of(labels, hidden.device)
+    check_labels(targets.labels, vocabulary or weight.shape[0])
+    return _LinearLoss.apply(hidden, weight, bias, *targets, chunk_tokens, split, z_loss)
 
 
 def _check_chunk(tokens: int) -> None:
@@ -184,7 +245,7 @@ def chunk_loss(
     split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
     projection = model.get_submodule(head)
     forward, project = model.forward, projection.forward
-    asked: list[torch.Tensor] = []  # the labels, while a forward with labels runs
+    asked: list[torch.Tensor | Targets] = []  # the labels, while a forward with labels runs
 
     def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
         if not asked:
@@ -200,7 +261,7 @@ def chunk_loss(
             vocabulary=projection.weight.shape[0],  # type: ignore[index,arg-type]
         )  # fmt: skip
 
-    def forward_with_loss(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def forward_with_loss(*args: Any, labels: torch.Tensor | Targets | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return forward(*args, **kwargs)
         items = kwargs.pop("num_items_in_batch", None)
@@ -210,9 +271,10 @@ def chunk_loss(
             found = forward(*args, **kwargs)
         finally:
             asked.pop()
-        count = (shift_labels(labels) != IGNORE_INDEX).sum() if items is None else items
+        if items is None:
+            items = (shift_labels(cast(torch.Tensor, labels)) != IGNORE_INDEX).sum()
         # A new object: an attribute that is set later would come last in a tuple.
-        found = type(found)(**{**found, "loss": found.logits / count, "logits": None})
+        found = type(found)(**{**found, "loss": found.logits / items, "logits": None})
         return found.to_tuple() if as_tuple else found
 
     projection.forward = project_or_lose  # type: ignore[method-assign,assignment]
@@ -229,23 +291,39 @@ def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels:
         inputs: its inputs by name, without labels.
         labels: as for :func:`linear_cross_entropy`.
     """
+    device = inputs["input_ids"].device
     if hasattr(model, _MARK):
-        return model(**inputs, labels=labels, num_items_in_batch=1, use_cache=False).loss
-    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels)
+        # Made before the call: fully_shard copies all tensors that the model is given to the GPU, and waits for them.
+        return model(**inputs, labels=targets_of(labels, device), num_items_in_batch=1, use_cache=False).loss
+    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels.to(device, non_blocking=True))
+
+
+def choose(situation: Situation) -> Iterator[Choice]:
+    """Take larger chunks on a GPU where they fit: fewer passes over the gradient of the head."""
+    large = 4 * CHUNK_TOKENS
+    if situation.fits(loss_chunk_tokens=large):
+        yield Choice("loss_chunk_tokens", large, "fewer passes over the gradient of the head, and it fits")
+    else:
+        yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{large} do not fit")
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the model compute its loss in chunks."""
     config = setup.settings[Config]
-    if config.loss_chunk_tokens:
-        chunk_loss(model, head=setup.family.head, chunk_tokens=config.loss_chunk_tokens, z_loss=config.z_loss)
+    if chunk := cast(int, config.loss_chunk_tokens):
+        chunk_loss(model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss)
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count logits, their log-softmax and their gradient, in fp32; a chunk's gradient overwrites its logits."""
-    fp32, chunk = 4, work.settings[Config].loss_chunk_tokens
-    of_logit = 3 * fp32
-    if chunk:
-        of_logit = fp32 + (work.compute_bytes if work.compute_bytes < fp32 else 0)
+    """Count logits, their log-softmax and their gradient, in fp32; a chunk's gradient overwrites its logits.
+
+    The gradient of the head is in what sharding counts, but for what a CPU's product in bf16 takes inside beyond it.
+    """
+    fp32, chunk = 4, cast(int, work.settings[Config].loss_chunk_tokens)
+    low = work.compute_bytes if work.compute_bytes < fp32 else 0
+    of_logit = fp32 + low if chunk else 3 * fp32
     columns = -(-shape.vocabulary // mesh.tp.size)
-    return {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
+    needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
+    if chunk and work.device_type == "cpu":
+        needed["gradients before reduction"] = columns * shape.hidden * low
+    return needed

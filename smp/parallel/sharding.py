@@ -116,7 +116,8 @@ def shard_model(
     shard(model, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
-        module.set_gradient_divide_factor(1.0)
+        if mesh.data.size > 1:  # a group of one rank would divide by it, into a copy
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         group = mesh.device_mesh.get_group("dp_shard")
         install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
@@ -235,6 +236,9 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     Parameters, gradients and AdamW's two moments are fp32, and sharded over sharding and tensor-parallel ranks.
     Gathered parameters: two units (the current and the prefetched one) with resharding after forward, else all; also in
     a group of one, where gathering is a copy.
+
+    Gradients before reduction: two units in fp32, and in a group of one rank of several a copy, into which torch
+    divides. They hold the head's gradient, too, which the loss sums in fp32 and then converts.
     """
     fp32, tp = 4, mesh.tp.size
     held = shape.of_rank(shape.parameters, shape.layers, tp)
@@ -247,5 +251,5 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "gradients": shard,
         "optimizer state": 2 * shard,
         "gathered parameters": gathered * work.compute_bytes,
-        "gradients before reduction": 2 * unit * fp32,
+        "gradients before reduction": (3 if mesh.shard.size == 1 < mesh.data.size else 2) * unit * fp32,
     }

@@ -209,9 +209,10 @@ def train_step(
 
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of the token losses of one micro-batch, 0-d."""
-    tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key != "sample_ids"}
-    labels = tensors.pop("labels")
-    return model_loss_sum(model, tensors, labels)
+    # The labels stay on the host, which chooses by them the tokens that need logits.
+    others = ("sample_ids", "labels")
+    tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key not in others}
+    return model_loss_sum(model, tensors, microbatch["labels"])
 
 
 @torch.no_grad()

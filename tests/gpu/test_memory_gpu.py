@@ -99,6 +99,31 @@ def test_loss_in_chunks():
         assert torch.linalg.norm(one - other) <= 1e-4 * torch.linalg.norm(other)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_loss_in_chunks_in_bf16(on_host):
+    """Products that are summed in fp32, tokens that the host chooses, and no wait for the GPU."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(32_000, 256, device="cuda") * 0.02).bfloat16().requires_grad_()
+    labels = torch.randint(0, 32_000, (2, 512))
+    labels[:, :300] = -100
+    exact = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    logits = (exact[0] @ exact[1].T)[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().cuda(), reduction="sum")
+    wanted = torch.autograd.grad(expected, exact)
+    given = labels if on_host else labels.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = linear_cross_entropy(hidden, weight, given.pin_memory() if on_host else given, chunk_tokens=128)
+        found = torch.autograd.grad(loss, (hidden, weight))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.linalg.norm(one.float() - other) <= 1e-2 * torch.linalg.norm(other)
+
+
 def test_memory_may_be_written_to_once_its_tensor_has_left():
     """A change in place after that is ordered after the copy, however far behind the device is."""
     store, tensor = HostStore(), torch.ones(2**24, device="cuda")

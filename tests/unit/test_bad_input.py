@@ -85,6 +85,8 @@ SETTINGS = [
     (["--activation_checkpointing_mode", "some"], "--activation_checkpointing_mode takes .*selective.*got 'some'"),
     (["--z_loss", 1e-4, "--loss_chunk_tokens", 0], "--z_loss needs --loss_chunk_tokens above 0"),
     (["--z_loss", -1], "--z_loss must be at least 0, got -1"),
+    (["--loss_chunk_tokens", -1], "--loss_chunk_tokens must be at least 0, got -1"),
+    (["--loss_chunk_tokens", "all"], "--loss_chunk_tokens takes a whole number or auto, got 'all'"),
     (["--distributed_backend", "smdp"], "--distributed_backend takes .*smddp.*got 'smdp'"),
     (["--checkpoint_type", "async"], "--checkpoint_type takes sharded, local, .*, got 'async'; did you mean"),
     (["--checkpoint_type", "local", "--num_kept_checkpoints", 1], "--num_kept_checkpoints must be at least 2 with"),

@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import smp
+from smp.config import LossConfig, Settings
 from smp.errors import UserError
-from smp.parallel.loss import chunk_loss, linear_cross_entropy
+from smp.parallel import choices
+from smp.parallel.loss import Targets, chunk_loss, linear_cross_entropy, model_loss_sum
 from tests.distributed import run_distributed
 from tests.reference import VOCABULARY, build_reference, global_batch, tiny_config
 
@@ -60,6 +62,90 @@ def test_nothing_counts():
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def gradients(labels, *, chunk=5):
+    """Loss, and its gradients by hidden states and weight, in fp64."""
+    hidden, weight, _, _ = inputs(torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+def counted(monkeypatch):
+    """The tokens of each chunk from now on."""
+    rows, of_chunk = [], smp.parallel.loss.loss_sum_
+    monkeypatch.setattr(
+        smp.parallel.loss, "loss_sum_", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
+    )
+    return rows
+
+
+def test_ignored_tokens_get_no_logits(monkeypatch):
+    labels = inputs(torch.float64)[3]
+    labels[1] = -100
+    labels[2, 3:] = -100
+    valid = labels[:, 1:] != -100
+    rows = counted(monkeypatch)
+    found = gradients(labels)
+    assert rows == [5] and valid.sum() == 5
+    rows.clear()
+    expected = gradients(Targets(labels))  # all tokens, as where the labels are on a GPU
+    assert rows == [5, 5, 5, 5, 1]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert not found[1][:, :-1][~valid].any() and not found[1][:, -1].any() and found[1][:, :-1][valid].all()
+
+
+def test_without_ignored_tokens_nothing_is_chosen(monkeypatch):
+    labels = inputs(torch.float64)[3].clamp(min=0)
+    rows = counted(monkeypatch)
+    for one, other in zip(gradients(labels), gradients(Targets(labels)), strict=True):
+        assert torch.equal(one, other)
+    assert rows == 2 * [5, 5, 5, 5, 1]
+
+
+@pytest.mark.parametrize(("bias", "z_loss"), [(False, 0.0), (True, 1e-2)])
+def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss):
+    """In bf16 with sums in fp32, made here of products in fp32; only the gradients are rounded."""
+    mm, addmm = torch.mm, torch.addmm
+
+    def product(one, other, *, out_dtype=None, out=None):
+        return mm(one, other, out=out) if out_dtype is None else mm(one.to(out_dtype), other.to(out_dtype))
+
+    def added(into, one, other, *, out_dtype, out):
+        assert out is into
+        return out.copy_(addmm(into, one.to(out_dtype), other.to(out_dtype)))
+
+    mine = inputs(torch.bfloat16, bias=bias)
+    theirs = [None if each is None else each.detach().double().requires_grad_() for each in mine[:3]]
+    expected = linear_cross_entropy(*theirs[:2], mine[3], bias=theirs[2], chunk_tokens=4, z_loss=z_loss)
+    monkeypatch.setattr(smp.parallel.loss, "_converts", lambda tensor, dtype: tensor.dtype != dtype)
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", added)
+    found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], chunk_tokens=4, z_loss=z_loss)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    of_found, of_expected = (
+        torch.autograd.grad(x / 9, [each for each in given if each is not None])
+        for x, given in ((found, mine[:3]), (expected, theirs))
+    )
+    for one, other in zip(of_found, of_expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.linalg.norm(one - other) <= 4e-3 * torch.linalg.norm(other)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has none before 2.13")
+@pytest.mark.parametrize("chunked", [False, True])
+def test_agrees_with_torchs(chunked):
+    hidden, weight, bias, labels = inputs(torch.float64, bias=True)
+    found = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=4)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4) if chunked else None
+    expected = F.linear_cross_entropy(
+        hidden[:, :-1].flatten(0, 1), weight, labels[:, 1:].flatten(), linear_bias=bias, reduction="sum",
+        ignore_index=-100, options=options,
+    )  # fmt: skip
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(*(torch.autograd.grad(x, (hidden, weight, bias)) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_frozen_parts_get_no_gradient():
@@ -156,6 +242,18 @@ def test_chunks_of_nothing_are_refused():
             call()
 
 
+@pytest.mark.parametrize(("device", "room", "expected"), [
+    ("cuda", True, [4096]), ("cuda", False, [1024]), ("cpu", True, []),
+])  # fmt: skip
+def test_larger_chunks_where_they_fit(monkeypatch, device, room, expected):
+    monkeypatch.setattr(choices, "SHOWN_ON_GPU", True)
+    for given, chosen in ((LossConfig(), expected), (LossConfig(loss_chunk_tokens=512), [])):
+        settings = Settings((given,))
+        situation = choices.Situation(None, settings, device, 1, lambda **values: room)
+        found = choices.choose(settings, situation, [smp.parallel.loss.choose])
+        assert [choice.value for choice in found] == chosen
+
+
 def test_z_loss_is_for_training_only():
     model = chunk_loss(build_reference("llama_gqa", torch.float32), z_loss=0.1)
     ids, labels = global_batch(0)
@@ -172,6 +270,30 @@ def _split_chunks(expected):
     assert found.loss.item() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match=f"label {VOCABULARY} is outside the vocabulary of {VOCABULARY}"):
         model(input_ids=ids, labels=torch.full_like(labels, VOCABULARY))
+    with pytest.MonkeyPatch.context() as patch:
+        rows = counted(patch)
+        # A length that the ranks do not divide is padded, and no label of it may be valid.
+        for length, count in ((labels.shape[1], int((labels[:, 1:] != -100).sum())), (7, None), (6, 0)):
+            mine = labels[:, :length].clone()
+            if count == 0:
+                mine[:] = -100
+            rows.clear()
+            model.zero_grad()
+            loss = model_loss_sum(model, {"input_ids": ids[:, :length]}, mine)
+            loss.backward()
+            assert sum(rows) == (mine[:, 1:] != -100).sum()
+            reference = build_reference("llama_gqa", torch.float64)
+            logits = reference(input_ids=ids[:, :length]).logits
+            wanted = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+            )
+            wanted.backward()
+            assert loss.item() == pytest.approx(wanted.item(), rel=1e-9, abs=1e-12)
+            name = "model.layers.0.input_layernorm.weight"
+            one, other = (dict(m.named_parameters())[name].grad for m in (model, reference))
+            one = one.full_tensor() if hasattr(one, "full_tensor") else one
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+            assert all(p.grad is not None for p in model.parameters())
 
 
 def test_after_transform():

@@ -14,6 +14,7 @@ import torch
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
+from smp.memory.advice import changes_that_help
 from smp.memory.limits import available_memory
 from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
 from smp.memory.shape import Workload, model_shape
@@ -51,6 +52,30 @@ def test_more_work_needs_more():
     assert total(settings=WHOLE_LOGITS.changed(activation_checkpointing=False)) > base < total(attention_matrix=True)
     assert total(lay_out(2, 1)) > base > total(lay_out(1, 4))
     assert total(lay_out(1, 2, reshard_after_forward=False)) > base
+
+
+def test_gradients_before_reduction():
+    _, shape = shape_of("llama3_8b")
+    head = shape.vocabulary * shape.hidden
+    assert 1 <= shape.largest_unit / head < 1.001
+
+    def needed(mesh, **change):
+        return estimate_memory(shape, mesh, dataclasses.replace(WORK, **change))["gradients before reduction"]
+
+    two = 2 * 4 * shape.largest_unit
+    assert needed(lay_out(1, 8)) == needed(lay_out(1, 1)) == two
+    assert needed(lay_out(8, 1)) == two + 4 * shape.largest_unit  # torch's copy
+    chunks = dataclasses.replace(WORK, settings=Settings())
+    on_cpu = estimate_memory(shape, lay_out(1, 8), dataclasses.replace(chunks, device_type="cpu"))
+    assert on_cpu["gradients before reduction"] == two + 2 * head
+    assert estimate_memory(shape, lay_out(1, 8), chunks)["gradients before reduction"] == two
+
+
+@pytest.mark.parametrize(("tokens", "smaller"), [(0, True), (4096, True), (1024, False), (64, False)])
+def test_smaller_chunks_of_the_loss_are_advised(tokens, smaller):
+    work = WORK.changed(loss_chunk_tokens=tokens)
+    advice = changes_that_help(shape_of("llama3_8b")[1], lay_out(1, 8), work, most=9)
+    assert any(change.flags == "--loss_chunk_tokens 1024" for change in advice) == smaller
 
 
 def test_tensor_parallelism_divides_what_it_splits():

@@ -18,7 +18,7 @@ from smp.data.data_pipeline import StepBatch
 from smp.memory.advice import advice_text, changes_that_help
 from smp.memory.plan import estimate_memory
 from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
-from smp.memory.shape import Workload
+from smp.memory.shape import Workload, model_shape
 from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
 from smp.models.registry import family_of
@@ -45,11 +45,11 @@ SMALL = (
 ).split()
 
 
-def build(name):
+def build(name, vocabulary=VOCABULARY):
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(name)
-    config.hidden_size, config.intermediate_size, config.vocab_size = 128, 256, VOCABULARY
+    config.hidden_size, config.intermediate_size, config.vocab_size = 128, 256, vocabulary
     config.max_position_embeddings = LENGTH
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
@@ -64,9 +64,9 @@ def allocated(events) -> int:
     return highest
 
 
-def profiled_steps(layout: Layout, name: str):
+def profiled_steps(layout: Layout, name: str, *, vocabulary: int = VOCABULARY):
     """The profile of a second step, and what torch's profiler says was allocated at most."""
-    model, mesh = build(name), layout.mesh()
+    model, mesh = build(name, vocabulary), layout.mesh()
     parallelize(
         model,
         family_of(model.config),
@@ -79,7 +79,7 @@ def profiled_steps(layout: Layout, name: str):
     optimizer = build_optimizer(model, OptimConfig(), lr=1e-3)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     for _ in range(2):
-        batch = StepBatch([{"input_ids": ids, "labels": ids.clone()}], torch.arange(ROWS))
+        batch = StepBatch([{"input_ids": ids, "labels": ids.clone()}] * layout.accumulation, torch.arange(ROWS))
         with profile_memory(model, optimizer) as account:
             base = account.latest().total
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as torchs:
@@ -169,6 +169,45 @@ CASES = {
 @pytest.mark.parametrize("backend", CASES)
 def test_the_categories_sum_to_what_is_allocated(backend):
     run_distributed(compare, CASES[backend], world_size=2, backend=backend)
+
+
+def compare_with_plan(layouts) -> None:
+    for name, layout in layouts:
+        compare_one_with_plan(name, layout)
+
+
+def compare_one_with_plan(name, layout, vocabulary=16_384) -> None:
+    config = build(name, vocabulary).config
+    shape = model_shape(SimpleNamespace(family=family_of(config), hf_config=config, attn_implementation="sdpa"))
+    before = cpu_tensor_bytes()
+    _, account, measured = profiled_steps(layout, name, vocabulary=vocabulary)
+    measured -= before
+    work = Workload(
+        LENGTH, ROWS, (layout.dtype or torch.float32).itemsize, device_type="cpu",
+        settings=Settings((
+            layout.parallel(), ActivationConfig(activation_checkpointing=layout.checkpointing),
+            LossConfig(loss_chunk_tokens=layout.chunk),
+        )),
+    )  # fmt: skip
+    needed = estimate_memory(shape, layout.mesh(), work)
+    total = sum(needed.values()) - needed["process"]
+    text = f"{name} {layout}\n{account.table(predicted=needed)}\n{measured}"
+    assert measured <= total <= 1.45 * measured, text
+    if layout.mesh().world_size == 1:  # what is reduced, and the result: no copy of it to divide
+        assert highest(account, "communication buffers") < 2.1 * 4 * shape.largest_unit, text
+
+
+PLANNED = [
+    ("llama_tied", Layout("full_shard", chunk=64, checkpointing=True, dtype=torch.bfloat16, accumulation=2)),
+    ("llama_tied", Layout("no_shard", chunk=64, checkpointing=True, dtype=torch.bfloat16, accumulation=2)),
+    ("llama_gqa", Layout("full_shard", chunk=64, checkpointing=True, accumulation=2)),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world_size", "cases"), [(1, PLANNED[:1]), (2, PLANNED)])
+def test_the_gradient_of_a_large_head_is_in_the_prediction(world_size, cases):
+    run_distributed(compare_with_plan, cases, world_size=world_size)
 
 
 def copies() -> None:
