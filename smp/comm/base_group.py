@@ -73,6 +73,10 @@ class BaseGroup(ProcessGroup):
         if self.has_nccl:
             nccl_options = pg_options or dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = options.timeout
+            # As torch does: NCCL registers its communicator for symmetric memory under the name, and guesses a rank's
+            # GPU from its global rank.
+            nccl_options.group_name = self.label
+            nccl_options.global_ranks_in_group = list(options.global_ranks_in_group)
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), rank, size, nccl_options)
             for group in (self, self._plain):
                 group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)

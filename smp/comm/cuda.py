@@ -205,6 +205,8 @@ def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
             _symmetric_memory.set_backend("NCCL")
         except RuntimeError as error:  # torch was built without it, or another group of the process uses the other kind
             return f"{reason}, and {str(error).splitlines()[0]}"
+        # The memory is registered with NCCL's communicator, which the group's first collective makes.
+        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
         module.set_symm_mem_for_comm("NCCL")
         reason = None
     return reason

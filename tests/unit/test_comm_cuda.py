@@ -7,11 +7,13 @@ import itertools
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
 
 from smp.comm import cuda, symmetric
 from smp.comm.copy_engine import CopyEngine
@@ -313,6 +315,10 @@ def test_install(monkeypatch):
 @pytest.mark.parametrize("error", ["", "no allocation backend NCCL\nmore"])
 def test_install_across_hosts(error, monkeypatch):
     gpu = SimpleNamespace(share_buffers=lambda: "several hosts")
+    summed = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: summed.append(device) or zeros(*size))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: module.set.append((tensor.tolist(), group)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
@@ -322,4 +328,42 @@ def test_install_across_hosts(error, monkeypatch):
     if error:
         assert install(module, group) == "several hosts, and no allocation backend NCCL" and not module.set
     else:
-        assert install(module, group) is None and module.set == ["NCCL"]
+        # NCCL's communicator exists before its symmetric memory is set up.
+        assert install(module, group) is None and module.set == [([0.0], group), "NCCL"]
+        assert summed == [torch.device("cuda", 0)]
+
+
+class FakeNccl:
+    """``ProcessGroupNCCL``, played by gloo; keeps the options that it was made with."""
+
+    made: ClassVar[list] = []
+
+    class Options:
+        pass
+
+    def __new__(cls, store, rank, size, options):
+        cls.made.append(options)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+
+
+def _inner_nccl():
+    barriers = []
+    with (
+        mock.patch.multiple(torch.cuda, is_available=lambda: True, current_device=lambda: 3),
+        mock.patch.multiple(dist, is_nccl_available=lambda: True, ProcessGroupNCCL=FakeNccl, create=True),
+    ):
+        group = dist.new_group([0, 2], backend="smddp")
+        if dist.get_rank() == 1:
+            return
+        (options,) = FakeNccl.made
+        assert options.group_name == group.group_name and options.global_ranks_in_group == [0, 2]
+        group._plain = SimpleNamespace(barrier=lambda opts: barriers.append(opts.device))
+        dist.barrier(group=group)  # torch says cpu where a group serves CPUs too
+        given = BarrierOptions()
+        given.device = torch.device("cuda", 1)
+        group.barrier(given)
+    assert barriers == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
+def test_the_inner_nccl_knows_its_group_and_its_device():
+    run_distributed(_inner_nccl, world_size=3)
