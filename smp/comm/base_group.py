@@ -113,6 +113,11 @@ class BaseGroup(ProcessGroup):
             return []
         return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of this rank's GPU that the group keeps."""
+        return 0 if self._gpu is None else self._gpu.nbytes
+
     def connect(self) -> Connection:
         """Make the group's shared memory now, in the order of its collectives."""
         self._queue.run(lambda: self.connection)

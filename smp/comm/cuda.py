@@ -76,6 +76,12 @@ class GpuCollectives:
             if workspace is not None:
                 self._engine = CopyEngine(workspace, rank, self._size, seconds)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's GPU in the workspace and the buffers, which torch's statistics do not show."""
+        workspace = 0 if self.unavailable else self.settings.workspace
+        return workspace + (0 if self.buffers is None else self.buffers.nbytes)
+
     def why_not(self, tensor: torch.Tensor, *, coalescing: bool) -> str:
         """Return why NCCL gathers better, or an empty string: the same on all ranks.
 
@@ -126,7 +132,7 @@ class GpuCollectives:
         """Make buffers for ``fully_shard`` available; return why not, or an empty string."""
         if self.unavailable or self.buffers is not None:
             return self.unavailable
-        limit, peers = self.settings.shared, self._connection.peers
+        limit, peers = self.settings.gpu_shared, self._connection.peers
         if not limit:
             return "SMDDP_AG_SORT_BUFFER_SIZE_BYTES is 0"
         # Only its beginning is ever touched: it is where the ranks agree which buffer is next.

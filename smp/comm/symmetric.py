@@ -40,7 +40,7 @@ class RankInfo(NamedTuple):
 
 def rank_info(device: torch.device, settings: Settings) -> RankInfo:
     """Return this rank's info."""
-    own = [settings.workspace, settings.gpu_minimum, settings.shared]
+    own = [settings.workspace, settings.gpu_minimum, settings.gpu_shared]
     backend = _torch.get_backend(device) if hasattr(_torch, "get_backend") else None
     if not settings.workspace:
         problem = "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
@@ -240,6 +240,11 @@ class SymmetricBuffers:
         self._pool, self._memory, self._seconds, self._poison = pool, memory, seconds, poison
         self._blocks: dict[int, Block | None] = {}  # by the pool's offset
         self._by_address: dict[int, Block] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's GPU that the buffers take."""
+        return sum(block.nbytes for block in self._by_address.values())
 
     def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a 1-D buffer for the current stream; None if the limit or the GPU's memory is reached.

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
-from smp.config import ActivationConfig, ParallelConfig
+from smp.comm.settings import read_settings
+from smp.config import ActivationConfig, CommConfig, ParallelConfig
 from smp.errors import UserError
 from smp.memory.shape import ModelShape, Workload
 from smp.memory.warnings import warn_of_cache_flushes
@@ -248,4 +249,15 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "optimizer state": 2 * shard,
         "gathered parameters": gathered * work.compute_bytes,
         "gradients before reduction": 2 * unit * fp32,
+        "communication buffers": _buffer_bytes(shape, mesh, work),
     }
+
+
+def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count what backend smddp keeps on a GPU to gather in: its workspace, and two buffers of each kind of unit."""
+    backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
+    if backend != "smddp" or work.device_type != "cuda" or not parallel.shared_buffers or mesh.shard.size == 1:
+        return 0
+    settings = read_settings()
+    kinds = shape.of_rank(shape.parameters - (shape.layers - 1) * shape.block, 1, mesh.tp.size)
+    return settings.workspace + min(2 * kinds * work.compute_bytes, settings.gpu_shared)

@@ -91,7 +91,7 @@ def test_a_place_says_what_stands_in_the_way(monkeypatch):
     assert symmetric.rank_info(device, Settings()).problem == "torch has no symmetric memory"
     monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    assert symmetric.rank_info(device, Settings()) == RankInfo("GPU-7", [32 * 2**20, 2**20, 64 * 2**30], "")
+    assert symmetric.rank_info(device, Settings()) == RankInfo("GPU-7", [32 * 2**20, 2**20, 8 * 2**30], "")
 
 
 def test_knobs(monkeypatch):
@@ -99,6 +99,9 @@ def test_knobs(monkeypatch):
         monkeypatch.setenv(f"SMP_SYMMETRIC_{name}", str(value))
     settings = read_settings()
     assert (settings.workspace, settings.gpu_minimum) == (2**20, 5)
+    assert (settings.shared, settings.gpu_shared) == (64 * 2**30, 8 * 2**30)
+    monkeypatch.setenv("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", str(2**33))
+    assert read_settings().shared == read_settings().gpu_shared == 2**33
     monkeypatch.setenv("SMP_SYMMETRIC_REDUCE_SCATTER", "1")
     with pytest.raises(UserError, match="no longer supported: NCCL does every reduce_scatter on GPUs"):
         read_settings()

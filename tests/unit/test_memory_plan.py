@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, Settings
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
 from smp.memory.limits import available_memory
@@ -37,6 +37,22 @@ def test_states_follow_from_the_parameter_count():
     assert needed["parameters"] == needed["gradients"] == share and needed["optimizer state"] == 2 * share
     assert needed["gathered parameters"] == 2 * shape.largest_unit * 2
     assert needed["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
+
+
+def test_buffers_of_smddp_on_gpus():
+    _, shape = shape_of("llama70b")
+    smddp = Settings((*WORK.settings.sections, CommConfig(distributed_backend="smddp")))
+
+    def buffers(settings=smddp, degrees=lay_out(1, 64), name="llama70b", **change):
+        work = dataclasses.replace(WORK, settings=settings, **change)
+        return estimate_memory(shape_of(name)[1], degrees, work)["communication buffers"]
+
+    kinds = shape.parameters - 79 * shape.block  # embedding, a block, and norm with head
+    assert buffers() == 32 * 2**20 + 2 * kinds * 2
+    assert buffers(compute_bytes=4, degrees=lay_out(1, 8, 2)) == 32 * 2**20 + kinds * 4
+    assert buffers(compute_bytes=8) == 32 * 2**20 + 8 * GIB
+    assert buffers(WORK.settings) == buffers(smddp.changed(shared_buffers=False)) == 0
+    assert buffers(device_type="cpu") == buffers(degrees=lay_out(64)) == 0
 
 
 def test_more_work_needs_more():
