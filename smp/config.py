@@ -200,6 +200,11 @@ class ParallelConfig(Section):
         False,
         "With accumulation, reduce gradients once per step instead of once per micro-batch. Keeps whole gradients.",
     )
+    reshard_between_microbatches: bool | Auto = setting(
+        AUTO,
+        "0: gather each unit once a step and free it after its last backward. auto: on GPUs, 0 where that fits.",
+        plain=True,
+    )
     shared_buffers: bool = setting(
         True,
         "With backend smddp, gather parameters (on CPUs also reduce gradients) in memory that a host's ranks share.",

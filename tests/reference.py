@@ -124,6 +124,7 @@ class Layout:
     accumulation: int = 1
     checkpointing: bool = False
     defer: bool = False
+    keep: bool = False  # parameters gathered over the micro-batches of a step
     wrap: str = "transformer_auto_wrap_policy"
     min_unit: int = sharding.MIN_UNIT_PARAMETERS
     shared: bool = True
@@ -139,6 +140,7 @@ class Layout:
             sharding_strategy=self.strategy,  # type: ignore[arg-type]
             hybrid_shard_degree=self.degree,
             defer_gradient_sync=self.defer,
+            reshard_between_microbatches=not self.keep,
             shared_buffers=self.shared,
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
             tensor_parallel_degree=self.tp,
@@ -186,6 +188,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
             grad_clip=CLIP,
             loss_group=mesh.loss.group,
             defer_sync=layout.defer,
+            keep_gathered=layout.keep,
         )
         yield result.loss(), float(result.grad_norm), gradients
         hook.remove()

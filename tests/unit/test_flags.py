@@ -165,17 +165,26 @@ def test_profile_nsys(tmp_path):
         plan_of(["--profile_nsys", 1], tmp_path)
 
 
-@check("grad_clip", "defer_gradient_sync", "clean_cache")
+@check("grad_clip", "defer_gradient_sync", "reshard_between_microbatches", "clean_cache")
 def test_handed_to_the_step(monkeypatch, tmp_path):
-    seen: dict[str, list] = {"clip": [], "defer": [], "clean": []}
+    seen: dict[str, list] = {"clip": [], "defer": [], "keep": [], "clean": []}
     clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
     monkeypatch.setattr(trainer, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
-    monkeypatch.setattr(trainer, "set_gradient_sync", lambda m, **k: seen["defer"].append(k["defer"]) or sync(m, **k))
+
+    def noted(model, **values):
+        seen["defer"].append(values["defer"])
+        seen["keep"].append(values["keep"])
+        sync(model, **values)
+
+    monkeypatch.setattr(trainer, "set_gradient_sync", noted)
     monkeypatch.setattr(trainer, "release_cache", lambda device: seen["clean"].append(1))
     train([], tmp_path / "a")
-    assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "clean": []}
-    train(["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--clean_cache", 1], tmp_path / "b")
-    assert seen == {"clip": [1.0, 1.0, 0.5, 0.5], "defer": [False, False, True, True], "clean": [1, 1]}
+    assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "keep": [False, False], "clean": []}
+    for calls in seen.values():
+        calls.clear()
+    words = ["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--reshard_between_microbatches", 0, "--clean_cache", 1]
+    train(words, tmp_path / "b")
+    assert seen == {"clip": [0.5, 0.5], "defer": [True, True], "keep": [True, True], "clean": [1, 1]}
 
 
 @check("training_dir", "use_synthetic_data", "zipped_data", "dataset_type", "tokenizer_name_or_dir",

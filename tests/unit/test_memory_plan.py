@@ -43,16 +43,16 @@ def test_buffers_of_smddp_on_gpus():
     _, shape = shape_of("llama70b")
     smddp = Settings((*WORK.settings.sections, CommConfig(distributed_backend="smddp")))
 
-    def buffers(settings=smddp, degrees=lay_out(1, 64), name="llama70b", **change):
+    def buffers(settings=smddp, degrees=(1, 64, 1), **change):
         work = dataclasses.replace(WORK, settings=settings, **change)
-        return estimate_memory(shape_of(name)[1], degrees, work)["communication buffers"]
+        return estimate_memory(shape, lay_out(*degrees), work)["communication buffers"]
 
     kinds = shape.parameters - 79 * shape.block  # embedding, a block, and norm with head
     assert buffers() == 32 * 2**20 + 2 * kinds * 2
-    assert buffers(compute_bytes=4, degrees=lay_out(1, 8, 2)) == 32 * 2**20 + kinds * 4
+    assert buffers(compute_bytes=4, degrees=(1, 8, 2)) == 32 * 2**20 + kinds * 4
     assert buffers(compute_bytes=8) == 32 * 2**20 + 8 * GIB
     assert buffers(WORK.settings) == buffers(smddp.changed(shared_buffers=False)) == 0
-    assert buffers(device_type="cpu") == buffers(degrees=lay_out(64)) == 0
+    assert buffers(device_type="cpu") == buffers(degrees=(64, 1, 1)) == 0
 
 
 def test_more_work_needs_more():
@@ -67,6 +67,8 @@ def test_more_work_needs_more():
     assert total(settings=WHOLE_LOGITS.changed(activation_checkpointing=False)) > base < total(attention_matrix=True)
     assert total(lay_out(2, 1)) > base > total(lay_out(1, 4))
     assert total(lay_out(1, 2, reshard_after_forward=False)) > base
+    kept = WORK.changed(reshard_between_microbatches=False)
+    assert estimate_memory(shape, two, kept)["gathered parameters"] == 2 * shape.parameters
 
 
 def test_tensor_parallelism_divides_what_it_splits():
