@@ -131,6 +131,7 @@ class Layout:
     tp: int = 1
     sequence: bool = True
     save_gathered: bool = False
+    overlap: bool = False
     dtype: torch.dtype | None = None  # to compute in
     compile: bool = False
     chunk: int = 7  # tokens of the loss at a time; 0: the whole logits
@@ -146,6 +147,7 @@ class Layout:
             tensor_parallel_degree=self.tp,
             sequence_parallel=self.sequence,
             tp_save_gathered=self.save_gathered,
+            tp_overlap=self.overlap,
         )
 
     def mesh(self) -> Mesh:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import _symmetric_memory
 from torch.distributed.tensor import DTensor
 
 from smp.config import ActivationConfig
@@ -20,6 +22,7 @@ from smp.parallel.tensor.technique import build_tp_group
 from tests.reference import Layout, relative, tiny_config
 
 ROWS = 4
+_LIBRARIES: list[torch.library.Library] = []  # an operator's implementation lives as long as its library
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -115,3 +118,12 @@ def assert_same_steps(cases: list[Case], tolerance: float = 1e-9) -> None:
     """:func:`assert_same_step` of each."""
     for case in cases:
         assert_same_step(case, tolerance)
+
+
+@functools.cache
+def overlap_on_cpu() -> None:
+    """Let torch's fused exchanges of symmetric memory run on CPU tensors, by torch's own plain definition of them."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
+    _LIBRARIES.append(library)

@@ -23,6 +23,7 @@ def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0
         mesh.tp_mesh,
         sequence_parallel=parallel.sequence_parallel,
         save_gathered=parallel.tp_save_gathered,
+        overlap=parallel.tp_overlap is True,
         random_seed=random_seed,
     )
 
