@@ -83,6 +83,25 @@ def obstacle(
     return ""
 
 
+def _visible() -> dict[str, int]:
+    return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+
+
+def neighbours_obstacle(size: int) -> str:
+    """Return why the GPUs of each ``size`` neighbouring ranks cannot read each other's memory, or an empty string.
+
+    Collective over all ranks, which get the same answer.
+    """
+    rank, everyone = dist.get_rank(), [None] * dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.all_gather_object(everyone, rank_info(device, Settings()))
+    first = rank - rank % size
+    infos: Any = everyone[first : first + size]
+    own = obstacle(infos, rank - first, range(first, first + size), _visible(), torch.cuda.can_device_access_peer)
+    dist.all_gather_object(everyone, own)
+    return next(filter(None, everyone), "")
+
+
 class _CountingAnew(dist.Store):
     """A store for torch's rendezvous: the numbers in its keys are counted from 0 since :meth:`begin`."""
 
@@ -175,9 +194,8 @@ class Memory:
         """Return why the group cannot have any, or an empty string."""
         values = self._gather(json.dumps(rank_info(self._device, settings)))
         infos = [RankInfo(*json.loads(value)) for value in values]
-        visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         access = torch.cuda.can_device_access_peer
-        return self._agree(obstacle(infos, self._rank, self._ranks, visible, access))
+        return self._agree(obstacle(infos, self._rank, self._ranks, _visible(), access))
 
     def allocate(self, nbytes: int) -> tuple[Block | None, str]:
         """Make a block, or return None and the reason.

@@ -78,6 +78,31 @@ def test_obstacles_that_all_ranks_see():
     }
 
 
+def _neighbours():
+    rank, denied = dist.get_rank(), set()
+    uuids = {0: SimpleNamespace(uuid="GPU-0"), 1: SimpleNamespace(uuid="GPU-1")}
+    uuids[torch.device("cuda", rank % 2)] = uuids[rank % 2]
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: rank % 2,
+            device_count=lambda: 2,
+            get_device_properties=uuids.__getitem__,
+            can_device_access_peer=lambda one, other: (rank, one, other) not in denied,
+        ),
+        mock.patch.object(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA")),
+    ):
+        assert symmetric.neighbours_obstacle(2) == ""  # two hosts of two
+        denied.add((3, 1, 0))
+        assert symmetric.neighbours_obstacle(2) == "no peer access between the GPUs of ranks 3 and 2"
+        uuids[torch.device("cuda", rank % 2)] = SimpleNamespace(uuid=f"{rank}")
+        assert symmetric.neighbours_obstacle(4) == "the GPU of rank 1 is hidden from rank 0"
+
+
+def test_all_ranks_hear_of_a_neighbour_that_cannot_be_read():
+    run_distributed(_neighbours, world_size=4)
+
+
 def test_a_place_says_what_stands_in_the_way(monkeypatch):
     device = torch.device("cuda", 0)
     assert symmetric.rank_info(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"

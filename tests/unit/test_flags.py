@@ -353,6 +353,16 @@ def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
     assert int(peak_kib) < 1.5 * 2**20
 
 
+@check("tp_overlap")
+def test_tp_overlap(tmp_path):
+    # Its effect: tests/parity/test_tensor_parallel_overlap.py.
+    with pytest.raises(UserError, match=r"--tp_overlap 1 needs tensor-parallel ranks of one host, .*: there is no GPU"):
+        plan_of(["--tp_overlap", 1], tmp_path)
+    with pytest.raises(UserError, match="--tp_overlap 1 needs --sequence_parallel 1: set it, or leave"):
+        plan_of(["--tp_overlap", 1, "--sequence_parallel", 0], tmp_path)
+    plan_of(["--sequence_parallel", 0], tmp_path)
+
+
 @check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
 def test_tensor_parallelism(tmp_path):
     def calls(*words):

@@ -110,6 +110,8 @@ def test_sequence_parallelism_and_kept_inputs_show():
     assert activations(tp_save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
     kept = activations(tp_save_gathered=True, activation_checkpointing=False)
     assert kept == activations(activation_checkpointing=False) + 81 * 2 * hidden_state
+    overlapped = estimate_memory(shape, lay_out(1, 4, 8), WORK.changed(tp_overlap=True))
+    assert overlapped["communication buffers"] == 2 * hidden_state // 8
     matrix = activations(attention_matrix=True) - activations()
     assert matrix == 3 * 2 * 64 * 4096**2 * 2 // 8
 

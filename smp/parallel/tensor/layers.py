@@ -211,7 +211,7 @@ def split_part(
             out = reduced_linear(tp, x, weight)
         else:
             out = ReducePartial.apply(linear(row, x, weight, None), tp)
-        return out if bias is None else out + replicated.tensor(bias)  # type: ignore[return-value]
+        return out if bias is None else out + replicated.tensor(bias)  # type: ignore[operator]
 
     module.forward = computed  # type: ignore[method-assign]
     row.forward = reduced  # type: ignore[method-assign,assignment]
