@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 import transformers  # noqa: F401  imported before the ranks are forked
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp.loss import causal_lm_loss_sum
@@ -123,3 +124,15 @@ def _frozen():
 
 def test_frozen_weights():
     run_distributed(_frozen, world_size=2, backend="gloo")
+
+
+def _compiled(reference, expected):
+    overlap_on_cpu()
+    assert_parity(reference, expected, Layout("no_shard", tp=2, overlap=True, compile=True), 1e-9)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_one_graph():
+    reference = build_reference("gpt_neox", torch.float64)
+    run_distributed(_compiled, reference, reference_trajectory(reference, 2), world_size=2, backend="gloo")
