@@ -136,3 +136,10 @@ def _compiled(reference, expected):
 def test_compiled_blocks_are_one_graph():
     reference = build_reference("gpt_neox", torch.float64)
     run_distributed(_compiled, reference, reference_trajectory(reference, 2), world_size=2, backend="gloo")
+
+
+@pytest.mark.full
+def test_sharded_over_other_ranks():
+    layout = Layout("full_shard", tp=2, overlap=True, keep=True, accumulation=2, checkpointing=True, defer=True)
+    reference = build_reference("llama_tied", torch.float64)
+    run_distributed(_equal, [(reference, reference_trajectory(reference, 2))], [layout], world_size=4, backend="gloo")
