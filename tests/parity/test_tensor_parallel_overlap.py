@@ -25,7 +25,7 @@ from tests.reference import (
     tiny_config,
     train_parallel,
 )
-from tests.tensor_parallel import ROWS, build, overlap_on_cpu, split_only
+from tests.tensor_parallel import ROWS, HostWorkspace, build, overlap_on_cpu, split_only
 
 LENGTH = 12
 GATHERED, REDUCED = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"
@@ -36,8 +36,8 @@ LAYOUTS = [
 ]
 
 
-def _equal(references, layouts):
-    overlap_on_cpu()
+def _equal(references, layouts, pipelined=False):
+    overlap_on_cpu(pipelined=pipelined)
     for reference, expected in references:
         for layout in layouts:
             assert_parity(reference, expected, layout, 1e-9)
@@ -45,12 +45,23 @@ def _equal(references, layouts):
             for one, other in zip(*(train_parallel(reference, each, 2) for each in (layout, separate)), strict=True):
                 assert one[:2] == pytest.approx(other[:2], rel=1e-12)
                 assert all(relative(one[2][name] - other[2][name], other[2][name]) <= 1e-12 for name in other[2])
+    assert bool(HostWorkspace.barriers) == pipelined
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox"])
 def test_equals_separate_exchanges_and_hugging_face(name):
     reference = build_reference(name, torch.float64)
     run_distributed(_equal, [(reference, reference_trajectory(reference, 2))], LAYOUTS, world_size=2, backend="gloo")
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_equals_them_in_what_runs_on_gpus(world_size):
+    """With torch's code for GPUs: one rank's tokens after the other, copied between the ranks' memories."""
+    reference = build_reference("gpt_neox", torch.float64)
+    layouts = [dataclasses.replace(layout, tp=world_size) for layout in LAYOUTS[1:]]
+    pairs = [(reference, reference_trajectory(reference, 2))]
+    run_distributed(_equal, pairs, layouts, True, world_size=world_size, backend="gloo")
 
 
 class Exchanges(TorchDispatchMode):
@@ -122,6 +133,7 @@ def _frozen():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.full
 def test_frozen_weights():
     run_distributed(_frozen, world_size=2, backend="gloo")
 
