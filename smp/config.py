@@ -171,6 +171,11 @@ class ParallelConfig(Section):
         False,
         "Under sequence parallelism, keep gathered inputs for backward instead of gathering them anew: faster, larger.",
     )
+    tp_overlap: bool | Auto = setting(
+        AUTO,
+        "Exchange hidden states while they are multiplied. auto: on GPUs of one host that read each other's memory.",
+        plain=False,
+    )
     context_parallel_degree: int = setting(
         1, "Ranks that split one sequence.", only=(1,),
         otherwise="context parallelism is out of scope for now; leave it at 1 and shorten --max_context_width",
@@ -199,6 +204,11 @@ class ParallelConfig(Section):
     defer_gradient_sync: bool = setting(
         False,
         "With accumulation, reduce gradients once per step instead of once per micro-batch. Keeps whole gradients.",
+    )
+    reshard_between_microbatches: bool | Auto = setting(
+        AUTO,
+        "0: gather each unit once a step and free it after its last backward. auto: on GPUs, 0 where that fits.",
+        plain=True,
     )
     shared_buffers: bool = setting(
         True,
@@ -233,6 +243,8 @@ class ParallelConfig(Section):
                 f"--sharding_strategy shard_grad_op contradicts --hybrid_shard_degree {degree}: "
                 f"choose _hybrid_shard_zero2, which keeps gathered parameters until backward within {degree} ranks"
             )
+        if self.tp_overlap is True and not self.sequence_parallel:
+            found.append("--tp_overlap 1 needs --sequence_parallel 1: set it, or leave --tp_overlap out")
         return found
 
 

@@ -124,12 +124,14 @@ class Layout:
     accumulation: int = 1
     checkpointing: bool = False
     defer: bool = False
+    keep: bool = False  # parameters gathered over the micro-batches of a step
     wrap: str = "transformer_auto_wrap_policy"
     min_unit: int = sharding.MIN_UNIT_PARAMETERS
     shared: bool = True
     tp: int = 1
     sequence: bool = True
     save_gathered: bool = False
+    overlap: bool = False
     dtype: torch.dtype | None = None  # to compute in
     compile: bool = False
     chunk: int = 7  # tokens of the loss at a time; 0: the whole logits
@@ -139,11 +141,13 @@ class Layout:
             sharding_strategy=self.strategy,  # type: ignore[arg-type]
             hybrid_shard_degree=self.degree,
             defer_gradient_sync=self.defer,
+            reshard_between_microbatches=not self.keep,
             shared_buffers=self.shared,
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
             tensor_parallel_degree=self.tp,
             sequence_parallel=self.sequence,
             tp_save_gathered=self.save_gathered,
+            tp_overlap=self.overlap,
         )
 
     def mesh(self) -> Mesh:
@@ -186,6 +190,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
             grad_clip=CLIP,
             loss_group=mesh.loss.group,
             defer_sync=layout.defer,
+            keep_gathered=layout.keep,
         )
         yield result.loss(), float(result.grad_norm), gradients
         hook.remove()

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import _symmetric_memory
 from torch.distributed.tensor import DTensor
 
 from smp.config import ActivationConfig
 from smp.loss import causal_lm_loss_sum
 from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
+from smp.parallel.tensor import technique
 from smp.parallel.tensor.split import split_model
 from smp.parallel.tensor.technique import build_tp_group
+from tests.fake_gpu import map_memory
 from tests.reference import Layout, relative, tiny_config
 
 ROWS = 4
+_LIBRARIES: list[torch.library.Library] = []  # an operator's implementation lives as long as its library
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -115,3 +124,58 @@ def assert_same_steps(cases: list[Case], tolerance: float = 1e-9) -> None:
     """:func:`assert_same_step` of each."""
     for case in cases:
         assert_same_step(case, tolerance)
+
+
+class HostWorkspace:
+    """The workspace of a group in torch's symmetric memory, played by memory that processes share."""
+
+    barriers = 0
+
+    def __init__(self, group_name: str, nbytes: int):
+        self.group = _resolve_process_group(group_name)
+        self.rank, self.world_size = self.group.rank(), self.group.size()
+        descriptor = os.memfd_create("workspace")
+        os.ftruncate(descriptor, nbytes)
+        places: list = [None] * self.world_size
+        dist.all_gather_object(places, (os.getpid(), descriptor), group=self.group)
+        opened = [os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR) for pid, number in places]
+        self._memories = [map_memory(number, nbytes) for number in opened]
+        self.barrier()
+
+    def barrier(self, channel: int = 0) -> None:
+        HostWorkspace.barriers += 1
+        dist.barrier(self.group)
+
+    def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        return self._memories[rank].view(dtype)[storage_offset:][: math.prod(shape)].view(shape)
+
+
+class HostStream:
+    def wait_stream(self, other: HostStream) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def overlap_on_cpu(*, pipelined: bool = False) -> None:
+    """Let torch's fused exchanges of symmetric memory run on CPU tensors, in this process, which is a rank's.
+
+    Args:
+        pipelined: run what runs on GPUs, rank by rank through shared memory, instead of torch's plain definition.
+    """
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        kernel = getattr(_symmetric_memory, f"_{name}" if pipelined else f"_{name}_fallback")
+        library.impl(name, kernel, "CPU")
+    _LIBRARIES.append(library)
+    technique.overlap_obstacle = lambda degree, device_type: ""
+    if pipelined:
+        workspaces = functools.cache(lambda name: HostWorkspace(name, 2**20))
+        _symmetric_memory.get_symm_mem_workspace = lambda name, min_size: workspaces(name)
+        _symmetric_memory._get_backend_stream = lambda priority=0: HostStream()
+        torch.cuda.current_stream = lambda device=None: HostStream()
+        torch.cuda._sleep = lambda cycles: None

@@ -73,6 +73,10 @@ class BaseGroup(ProcessGroup):
         if self.has_nccl:
             nccl_options = pg_options or dist.ProcessGroupNCCL.Options()
             nccl_options._timeout = options.timeout
+            # As torch does: NCCL registers its communicator for symmetric memory under the name, and guesses a rank's
+            # GPU from its global rank.
+            nccl_options.group_name = self.label
+            nccl_options.global_ranks_in_group = list(options.global_ranks_in_group)
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), rank, size, nccl_options)
             for group in (self, self._plain):
                 group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
@@ -108,6 +112,11 @@ class BaseGroup(ProcessGroup):
         if connection is None or connection.arena is None:
             return []
         return [connection.arena.last_operation(r) for r in range(connection.arena.size)]
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of this rank's GPU that the group keeps."""
+        return 0 if self._gpu is None else self._gpu.nbytes
 
     def connect(self) -> Connection:
         """Make the group's shared memory now, in the order of its collectives."""

@@ -76,6 +76,12 @@ class GpuCollectives:
             if workspace is not None:
                 self._engine = CopyEngine(workspace, rank, self._size, seconds)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's GPU in the workspace and the buffers, which torch's statistics do not show."""
+        workspace = 0 if self.unavailable else self.settings.workspace
+        return workspace + (0 if self.buffers is None else self.buffers.nbytes)
+
     def why_not(self, tensor: torch.Tensor, *, coalescing: bool) -> str:
         """Return why NCCL gathers better, or an empty string: the same on all ranks.
 
@@ -126,7 +132,7 @@ class GpuCollectives:
         """Make buffers for ``fully_shard`` available; return why not, or an empty string."""
         if self.unavailable or self.buffers is not None:
             return self.unavailable
-        limit, peers = self.settings.shared, self._connection.peers
+        limit, peers = self.settings.gpu_shared, self._connection.peers
         if not limit:
             return "SMDDP_AG_SORT_BUFFER_SIZE_BYTES is 0"
         # Only its beginning is ever touched: it is where the ranks agree which buffer is next.
@@ -205,6 +211,8 @@ def install(module: FSDPModule, group: dist.ProcessGroup) -> str | None:
             _symmetric_memory.set_backend("NCCL")
         except RuntimeError as error:  # torch was built without it, or another group of the process uses the other kind
             return f"{reason}, and {str(error).splitlines()[0]}"
+        # The memory is registered with NCCL's communicator, which the group's first collective makes.
+        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
         module.set_symm_mem_for_comm("NCCL")
         reason = None
     return reason

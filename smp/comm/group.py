@@ -247,7 +247,9 @@ class SmddpGroup(BaseGroup):
         base = self._plain.barrier
         opts = opts if hasattr(opts, "device_ids") else BarrierOptions()
         if self.has_nccl:
-            # NCCL's also waits for this GPU's stream.
+            # NCCL's also waits for this GPU's stream. By the options' device the inner group chooses its backend.
+            if opts.device is None or opts.device.type == "cpu":
+                opts.device = torch.device("cuda", torch.cuda.current_device())
             return self._inner("barrier", (), "of GPUs", lambda: base(opts))
         return self.launch("barrier", 0, ("barrier",), lambda c, s: c.agree(s), lambda: base(opts), opts=opts)
 

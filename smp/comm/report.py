@@ -33,7 +33,13 @@ class Count:
 
 
 class Report(dict[Key, Count]):
-    """The counts so far. Printed, it is a table."""
+    """The counts so far. Printed, it is a table.
+
+    Attributes:
+        gpu_bytes: memory of this rank's GPU in communication buffers now, which torch's statistics do not show.
+    """
+
+    gpu_bytes: int = 0
 
     def calls(self, operation: str | None = None, path: str | None = None) -> int:
         """Return the number of calls, of one operation or on one path if given."""
@@ -46,7 +52,10 @@ class Report(dict[Key, Count]):
                 (key.operation, readable(key.size), str(count.calls), readable(count.nbytes), key.path, key.why)
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.gpu_bytes:
+            lines.append(f"communication buffers on the GPU, outside torch's statistics: {readable(self.gpu_bytes)}")
+        return "\n".join(lines)
 
 
 def readable(nbytes: int) -> str:
@@ -71,13 +80,18 @@ def count(operation: str, nbytes: int, path: str, why: str = "") -> None:
 
 
 def watch(group: Any) -> None:
-    """Include a group in :func:`last_operations`. It has ``last_operations()``, and is held weakly."""
+    """Include a group in the report and in :func:`last_operations`. It is held weakly.
+
+    Args:
+        group: has ``last_operations()`` and ``gpu_bytes``.
+    """
     _groups.add(group)
 
 
 def report() -> Report:
     """Return the counts of this process's ``smddp`` groups since the start, or since :func:`reset_report`."""
     table = Report()
+    table.gpu_bytes = sum(group.gpu_bytes for group in list(_groups))
     for (operation, power, path, why), (calls, nbytes) in list(_counts.items()):
         table[Key(operation, 0 if power < 0 else 1 << power, path, why)] = Count(calls, nbytes)
     return table

@@ -19,6 +19,8 @@ class Settings:
             quarter each. A message of any size passes; it goes in chunks of one slot.
         shared: ``SMDDP_AG_SORT_BUFFER_SIZE_BYTES``: most memory that one group on a host keeps for the shared buffers
             of ``fully_shard``; what does not fit goes through the scratch memory. 0: no shared buffers.
+        gpu_shared: the same variable: most memory that one group keeps on each GPU for them; torch's statistics do not
+            show it.
         poison: ``SMP_POISON_SHARED_BUFFERS``: 1 fills a shared buffer with NaN bytes before it is used again, to find
             what reads it too late. Slow.
         kernel: ``SMP_COMM_KERNEL``: 0 runs the rounds in Python even where the C kernel could be compiled.
@@ -31,6 +33,7 @@ class Settings:
 
     scratch: int = 4 * 2**20
     shared: int = 64 * 2**30
+    gpu_shared: int = 8 * 2**30
     poison: bool = False
     kernel: bool = True
     workspace: int = 32 * 2**20
@@ -51,6 +54,7 @@ def read_settings() -> Settings:
     return Settings(
         environment_bytes("SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES", default.scratch, multiple=4 * _PAGE, minimum=4 * _PAGE),
         environment_bytes("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", default.shared, multiple=1, minimum=0),
+        environment_bytes("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", default.gpu_shared, multiple=1, minimum=0),
         bool(environment_bytes("SMP_POISON_SHARED_BUFFERS", 0, multiple=1, minimum=0)),
         bool(environment_bytes("SMP_COMM_KERNEL", 1, multiple=1, minimum=0)),
         environment_bytes("SMP_SYMMETRIC_WORKSPACE_BYTES", default.workspace, multiple=2 * 64 * 2**10, minimum=0),

@@ -40,7 +40,7 @@ class RankInfo(NamedTuple):
 
 def rank_info(device: torch.device, settings: Settings) -> RankInfo:
     """Return this rank's info."""
-    own = [settings.workspace, settings.gpu_minimum, settings.shared]
+    own = [settings.workspace, settings.gpu_minimum, settings.gpu_shared]
     backend = _torch.get_backend(device) if hasattr(_torch, "get_backend") else None
     if not settings.workspace:
         problem = "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
@@ -81,6 +81,25 @@ def obstacle(
         if not access(visible[own], visible[their.gpu]):
             return f"no peer access between the GPUs of ranks {ranks[rank]} and {other}"
     return ""
+
+
+def _visible() -> dict[str, int]:
+    return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+
+
+def neighbours_obstacle(size: int) -> str:
+    """Return why the GPUs of each ``size`` neighbouring ranks cannot read each other's memory, or an empty string.
+
+    Collective over all ranks, which get the same answer.
+    """
+    rank, everyone = dist.get_rank(), [None] * dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.all_gather_object(everyone, rank_info(device, Settings()))
+    first = rank - rank % size
+    infos: Any = everyone[first : first + size]
+    own = obstacle(infos, rank - first, range(first, first + size), _visible(), torch.cuda.can_device_access_peer)
+    dist.all_gather_object(everyone, own)
+    return next(filter(None, everyone), "")
 
 
 class _CountingAnew(dist.Store):
@@ -175,9 +194,8 @@ class Memory:
         """Return why the group cannot have any, or an empty string."""
         values = self._gather(json.dumps(rank_info(self._device, settings)))
         infos = [RankInfo(*json.loads(value)) for value in values]
-        visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         access = torch.cuda.can_device_access_peer
-        return self._agree(obstacle(infos, self._rank, self._ranks, visible, access))
+        return self._agree(obstacle(infos, self._rank, self._ranks, _visible(), access))
 
     def allocate(self, nbytes: int) -> tuple[Block | None, str]:
         """Make a block, or return None and the reason.
@@ -240,6 +258,11 @@ class SymmetricBuffers:
         self._pool, self._memory, self._seconds, self._poison = pool, memory, seconds, poison
         self._blocks: dict[int, Block | None] = {}  # by the pool's offset
         self._by_address: dict[int, Block] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's GPU that the buffers take."""
+        return sum(block.nbytes for block in self._by_address.values())
 
     def lease(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a 1-D buffer for the current stream; None if the limit or the GPU's memory is reached.

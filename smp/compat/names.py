@@ -202,7 +202,7 @@ VARIABLES = (
     Variable(
         "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
         "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
-        "most memory of a host for the shared buffers of one group, 64 GiB; beyond, the staging memory is used",
+        "most memory of a host for the shared buffers of one group, 64 GiB, 8 on a GPU; beyond, staging memory is used",
     ),
     Variable(
         "SMDATAPARALLEL_OPTIMIZE_SDP", "", "no switch: all-gather and all-reduce are both served, by any launcher"

@@ -19,7 +19,7 @@ BASE_HOST_BYTES = int(0.45 * GIB)
 # In the order of the table; other categories of techniques come after them.
 CATEGORIES = (
     "parameters", "gradients", "optimizer state", "checkpoint copy", "gathered parameters",
-    "gradients before reduction", "activations", "logits and loss",
+    "gradients before reduction", "communication buffers", "activations", "logits and loss",
 )  # fmt: skip
 
 

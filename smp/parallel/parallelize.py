@@ -33,7 +33,7 @@ TECHNIQUES: list[Technique] = [
     sharding,
 ]
 # Of settings that are auto, in the order in which they are chosen.
-CHOOSERS: list[Chooser] = [compile_blocks.choose, loss.choose]
+CHOOSERS: list[Chooser] = [compile_blocks.choose, loss.choose, sharding.choose, tensor.choose]
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:

@@ -14,12 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
-from smp.config import ActivationConfig, ParallelConfig
+from smp.comm.settings import read_settings
+from smp.config import ActivationConfig, CommConfig, ParallelConfig
 from smp.errors import UserError
 from smp.memory.shape import ModelShape, Workload
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
+from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks, no_problems
 
 Config = ParallelConfig
@@ -187,11 +189,12 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
-    """Choose the reductions of the next micro-batch's backward.
+def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool = False) -> None:
+    """Choose the reductions of the next micro-batch's backward, and whether it frees the gathered parameters.
 
     Before the last micro-batch of a step gradients are reduced over the sharding group alone, not over replicas. With
-    ``defer`` nothing is reduced before the last one, and unsharded gradients are kept.
+    ``defer`` nothing is reduced before the last one, and unsharded gradients are kept. With ``keep``, for a model that
+    is sharded with ``reshard_between_microbatches`` off, parameters stay gathered until the last one.
 
     ``set_is_last_backward(False)`` is not used: it keeps the forward order of the previous micro-batch, and the first
     unit's backward then prefetches a unit that is not needed (one all-gather per micro-batch).
@@ -201,6 +204,8 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool) -> None:
         root.set_requires_gradient_sync(last)
     else:
         root.set_requires_all_reduce(last)
+    if keep:
+        root.set_reshard_after_backward(last)
 
 
 def _units(model: nn.Module, family: Family, parallel: ParallelConfig, *, reshard: bool) -> list[Unit]:
@@ -213,6 +218,17 @@ def _units(model: nn.Module, family: Family, parallel: ParallelConfig, *, reshar
     return transformer_units(embedding=embedding, blocks=blocks, final=[norm, head], tied=tied, reshard=reshard)
 
 
+def choose(situation: Situation) -> Iterator[Choice]:
+    """Keep parameters gathered over the micro-batches of a step where all of them fit."""
+    name, count = "reshard_between_microbatches", situation.accumulation
+    if count == 1:
+        yield Choice(name, True, "a step has one micro-batch")
+    elif situation.fits(**{name: False}):
+        yield Choice(name, False, f"all gathered parameters fit, for the {count} micro-batches of a step")
+    else:
+        yield Choice(name, True, "all gathered parameters at once do not fit")
+
+
 def apply(model: nn.Module, setup: Setup) -> None:
     """Shard the model; last, so that parameters are gathered outside of the other techniques' wrappers.
 
@@ -222,6 +238,8 @@ def apply(model: nn.Module, setup: Setup) -> None:
     mesh, parallel = setup.mesh, setup.settings[Config]
     before = sum(1 for _ in model.parameters())
     units = _units(model, setup.family, parallel, reshard=mesh.reshard_after_forward)
+    if not parallel.reshard_between_microbatches:
+        units = [unit._replace(reshard=False) for unit in units]
     cpu_offload = setup.settings[ActivationConfig].cpu_offload
     shard_model(model, units, mesh=mesh, parallel=parallel, param_dtype=setup.dtype, cpu_offload=cpu_offload)
     if sum(1 for _ in model.parameters()) != before:
@@ -234,8 +252,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the sharded states and the gathered units.
 
     Parameters, gradients and AdamW's two moments are fp32, and sharded over sharding and tensor-parallel ranks.
-    Gathered parameters: two units (the current and the prefetched one) with resharding after forward, else all; also in
-    a group of one, where gathering is a copy.
+    Gathered parameters: two units (the current and the prefetched one) with resharding after forward and between
+    micro-batches, else all; also in a group of one, where gathering is a copy.
 
     Gradients before reduction: two units in fp32, and in a group of one rank of several a copy, into which torch
     divides. They hold the head's gradient, too, which the loss sums in fp32 and then converts.
@@ -243,7 +261,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     fp32, tp = 4, mesh.tp.size
     held = shape.of_rank(shape.parameters, shape.layers, tp)
     unit = shape.of_rank(shape.largest_unit, int(shape.largest_unit == shape.block), tp)
-    gathered = min(2 * unit, held) if mesh.reshard_after_forward else held
+    reshard = mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches
+    gathered = min(2 * unit, held) if reshard else held
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     shard = 0 if in_host_memory else -(-held // mesh.shard.size) * fp32
     return {
@@ -252,4 +271,15 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         "optimizer state": 2 * shard,
         "gathered parameters": gathered * work.compute_bytes,
         "gradients before reduction": (3 if mesh.shard.size == 1 < mesh.data.size else 2) * unit * fp32,
+        "communication buffers": _buffer_bytes(shape, mesh, work),
     }
+
+
+def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count what backend smddp keeps on a GPU to gather in: its workspace, and two buffers of each kind of unit."""
+    backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
+    if backend != "smddp" or work.device_type != "cuda" or not parallel.shared_buffers or mesh.shard.size == 1:
+        return 0
+    settings = read_settings()
+    kinds = shape.of_rank(shape.parameters - (shape.layers - 1) * shape.block, 1, mesh.tp.size)
+    return settings.workspace + min(2 * kinds * work.compute_bytes, settings.gpu_shared)

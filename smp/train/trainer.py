@@ -14,6 +14,7 @@ from torch import nn
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
+from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
@@ -85,6 +86,7 @@ def train(trainer: Trainer) -> int:
                 grad_clip=config.optim.grad_clip,
                 loss_group=trainer.mesh.loss.group,
                 defer_sync=config.parallel.defer_gradient_sync,
+                keep_gathered=not plan.settings[ParallelConfig].reshard_between_microbatches,
                 record=mark,
                 enter=guard.enter,
             )
@@ -166,6 +168,7 @@ def train_step(
     grad_clip: float,
     loss_group: dist.ProcessGroup | None = None,
     defer_sync: bool = False,
+    keep_gathered: bool = False,
     record: Callable[[str], None] = _nothing,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
@@ -177,6 +180,7 @@ def train_step(
         grad_clip: bound of the global gradient norm; 0 only measures.
         loss_group: the ranks over which losses and token counts are summed; None: all.
         defer_sync: reduce gradients once, after the last micro-batch.
+        keep_gathered: free gathered parameters once, after the last micro-batch.
         record: called with the name of each phase, for the memory tracker.
         enter: called with the name of each phase, for the watchdog.
     """
@@ -185,7 +189,8 @@ def train_step(
     record("Before train step")
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(batch.microbatches):
-        set_gradient_sync(model, last=index == len(batch.microbatches) - 1, defer=defer_sync)
+        last = index == len(batch.microbatches) - 1
+        set_gradient_sync(model, last=last, defer=defer_sync, keep=keep_gathered)
         enter("forward")
         loss = forward(model, microbatch, device)
         record("After forward")

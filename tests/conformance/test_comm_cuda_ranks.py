@@ -126,6 +126,8 @@ def test_leases_are_the_same_on_all_ranks():
 class FakeGpu:
     """A group's collectives on GPUs, of which only the calls are seen."""
 
+    nbytes = 0
+
     def __init__(self):
         self.why, self.calls = "", []
 
@@ -283,6 +285,8 @@ def _fully_shard(unshard_async):
     report = smp.comm.report()
     assert report.calls("all_gather", PATH) == 4 * 2 * 3
     assert len(own.buffers._blocks) <= 6  # each is used again
+    held = 2**17 + sum(block.nbytes for block in own.buffers._blocks.values())
+    assert report.gpu_bytes == held and f"statistics: {held / 1024:.1f} KiB" in str(report)
 
 
 @pytest.mark.parametrize("unshard_async", [False, True])

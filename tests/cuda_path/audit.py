@@ -118,7 +118,7 @@ class Audit(TorchDispatchMode):
             self._copy(args[1], args[0].device, bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
         elif name in _SIZED_BY_VALUES and args[0].device.type == "cuda":
             self.syncs[f"{name.split('.')[1]} @ {where()}"] += 1
-        elif name.startswith("c10d."):
+        elif name.startswith(("c10d.", "symm_mem.")):
             self.collectives[f"{name.split('.')[1].strip('_')} @ {where()}"] += 1
         found = func(*args, **kwargs)
         if isinstance(found, torch.Tensor) and found.device.type == "cuda":

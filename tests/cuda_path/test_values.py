@@ -33,6 +33,7 @@ def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[f
     "flags",
     [
         "--activation_checkpointing_mode selective --gradient_accumulation_steps 2",
+        "--gradient_accumulation_steps 2 --reshard_between_microbatches 0",
         "--tensor_parallel_degree 2",
         "--offload_activations 1 --activation_loading_horizon 1",
         "--cpu_offload 1",

@@ -19,11 +19,11 @@ pytestmark = [
 ]
 
 
-def _rank(rank: int, world: int, folder: str, sequence: bool) -> None:
+def _rank(rank: int, world: int, folder: str, settings: dict) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    smp.init({"tensor_parallel_degree": world, "sequence_parallel": sequence})
+    smp.init({"tensor_parallel_degree": world, **settings})
     for name in ("llama_gqa", "gpt_neox"):
         reference = build_reference(name, torch.float64).cuda().train()
         model = smp.transform(copy.deepcopy(reference))
@@ -39,6 +39,6 @@ def _rank(rank: int, world: int, folder: str, sequence: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-def test_parity(sequence, tmp_path):
-    mp.start_processes(_rank, args=(2, str(tmp_path), sequence), nprocs=2, start_method="spawn")
+@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": False}, {"tp_overlap": True}], ids=str)
+def test_parity(settings, tmp_path):
+    mp.start_processes(_rank, args=(2, str(tmp_path), settings), nprocs=2, start_method="spawn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers  # noqa: F401  imported before the ranks are forked
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp.comm
@@ -21,7 +23,7 @@ from smp.parallel.parallelize import parallelize
 from smp.parallel.sharding import fsdp_modules, set_gradient_sync, size_based_units
 from smp.train.trainer import forward
 from tests.distributed import run_distributed
-from tests.reference import Layout, build_reference, rank_batch
+from tests.reference import Layout, build_reference, rank_batch, train_parallel
 
 BLOCKS = 3
 UNITS = BLOCKS + 2  # embedding and (norm, head) besides
@@ -56,7 +58,8 @@ class CountCollectives(TorchDispatchMode):
 
 def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
     model = copy.deepcopy(build_reference(name, torch.float32)).train()
-    config = ParallelConfig(sharding_strategy=layout.strategy, hybrid_shard_degree=layout.degree, **parallel)
+    parallel = {"sharding_strategy": layout.strategy, "hybrid_shard_degree": layout.degree, **parallel}
+    config = ParallelConfig(reshard_between_microbatches=not layout.keep, **parallel)
     activation = ActivationConfig(activation_checkpointing=layout.checkpointing)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
         return parallelize(
@@ -69,15 +72,20 @@ def sharded(layout: Layout, name: str = "llama_gqa", **parallel) -> nn.Module:
         )
 
 
-def collectives(model: nn.Module, *, microbatches: int, defer: bool) -> dict[str, int]:
+def collectives(model: nn.Module, *, microbatches: int, defer: bool, keep: bool = False) -> dict[str, int]:
     """Collectives of forward and backward over some micro-batches, by name."""
     batch = rank_batch(0, dist.get_rank(), dist.get_world_size(), microbatches)
     forward(model, batch.microbatches[0], torch.device("cpu")).backward()  # sets up what is set up once
     smp.comm.reset_report()
     with CountCollectives() as counter:
         for index, microbatch in enumerate(batch.microbatches):
-            set_gradient_sync(model, last=index == microbatches - 1, defer=defer)
+            last = index == microbatches - 1
+            set_gradient_sync(model, last=last, defer=defer, keep=keep)
             forward(model, microbatch, torch.device("cpu")).backward()
+            groups = [g for m in fsdp_modules(model) for g in m._get_fsdp_state()._fsdp_param_groups]
+            assert all(group.is_unsharded for group in groups) if keep and not last else True
+    assert all(group.is_sharded for group in groups)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     if dist.get_backend() == "smddp":
         report = smp.comm.report()
         calls = names(*(report.calls(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")))
@@ -90,7 +98,7 @@ def collectives(model: nn.Module, *, microbatches: int, defer: bool) -> dict[str
 
 def _check_counts(cases):
     for layout, defer, microbatches, expected in cases:
-        found = collectives(sharded(layout), microbatches=microbatches, defer=defer)
+        found = collectives(sharded(layout), microbatches=microbatches, defer=defer, keep=layout.keep)
         assert found == expected, (layout, defer, microbatches, found)
 
 
@@ -113,6 +121,9 @@ def test_full_shard_gathers_blocks_twice(backend):
         (full, True, 2, names(2 * gathers, UNITS)),
         (zero2, False, 1, names(UNITS, UNITS)),
         (Layout("no_shard"), False, 2, names(0, 0, UNITS)),
+        # With parameters kept over the step, each unit is gathered once.
+        (Layout("full_shard", keep=True), False, 3, names(UNITS, 3 * UNITS)),
+        (Layout("full_shard", keep=True, checkpointing=True), True, 2, names(UNITS, UNITS)),
     ]
     run_distributed(_check_counts, cases, world_size=2, backend=backend)
 
@@ -126,6 +137,7 @@ def test_replicas_reduce_once_per_step(backend):
         # The sharding group reduces every micro-batch, the replicas only the last.
         (hybrid, False, 2, names(2 * gathers, 2 * UNITS, UNITS)),
         (hybrid, True, 2, names(2 * gathers, UNITS, UNITS)),
+        (Layout("hybrid_shard", 2, keep=True), False, 2, names(UNITS, 2 * UNITS, UNITS)),
     ]
     run_distributed(_check_counts, cases, world_size=4, backend=backend)
 
@@ -139,6 +151,17 @@ def _check_tied():
 
 def test_tied_weights_make_one_unit():
     run_distributed(_check_tied, world_size=2)
+
+
+def _check_bits(reference, layout):
+    resharded, kept = (list(train_parallel(reference, dataclasses.replace(layout, keep=k), 2)) for k in (False, True))
+    assert [step[:2] for step in resharded] == [step[:2] for step in kept]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kept_parameters_change_no_bit(dtype):
+    layout = Layout("full_shard", accumulation=4, defer=dtype == torch.float64)
+    run_distributed(_check_bits, build_reference("llama_tied", dtype), layout, world_size=2)
 
 
 def _check_local_share():

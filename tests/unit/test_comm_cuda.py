@@ -7,11 +7,13 @@ import itertools
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
 
 from smp.comm import cuda, symmetric
 from smp.comm.copy_engine import CopyEngine
@@ -76,6 +78,31 @@ def test_obstacles_that_all_ranks_see():
     }
 
 
+def _neighbours():
+    rank, denied = dist.get_rank(), set()
+    uuids = {0: SimpleNamespace(uuid="GPU-0"), 1: SimpleNamespace(uuid="GPU-1")}
+    uuids[torch.device("cuda", rank % 2)] = uuids[rank % 2]
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            current_device=lambda: rank % 2,
+            device_count=lambda: 2,
+            get_device_properties=uuids.__getitem__,
+            can_device_access_peer=lambda one, other: (rank, one, other) not in denied,
+        ),
+        mock.patch.object(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA")),
+    ):
+        assert symmetric.neighbours_obstacle(2) == ""  # two hosts of two
+        denied.add((3, 1, 0))
+        assert symmetric.neighbours_obstacle(2) == "no peer access between the GPUs of ranks 3 and 2"
+        uuids[torch.device("cuda", rank % 2)] = SimpleNamespace(uuid=f"{rank}")
+        assert symmetric.neighbours_obstacle(4) == "the GPU of rank 1 is hidden from rank 0"
+
+
+def test_all_ranks_hear_of_a_neighbour_that_cannot_be_read():
+    run_distributed(_neighbours, world_size=4)
+
+
 def test_a_place_says_what_stands_in_the_way(monkeypatch):
     device = torch.device("cuda", 0)
     assert symmetric.rank_info(device, Settings(workspace=0)).problem == "SMP_SYMMETRIC_WORKSPACE_BYTES is 0"
@@ -89,7 +116,7 @@ def test_a_place_says_what_stands_in_the_way(monkeypatch):
     assert symmetric.rank_info(device, Settings()).problem == "torch has no symmetric memory"
     monkeypatch.setattr(symmetric, "_torch", SimpleNamespace(get_backend=lambda device: "CUDA"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    assert symmetric.rank_info(device, Settings()) == RankInfo("GPU-7", [32 * 2**20, 2**20, 64 * 2**30], "")
+    assert symmetric.rank_info(device, Settings()) == RankInfo("GPU-7", [32 * 2**20, 2**20, 8 * 2**30], "")
 
 
 def test_knobs(monkeypatch):
@@ -97,6 +124,9 @@ def test_knobs(monkeypatch):
         monkeypatch.setenv(f"SMP_SYMMETRIC_{name}", str(value))
     settings = read_settings()
     assert (settings.workspace, settings.gpu_minimum) == (2**20, 5)
+    assert (settings.shared, settings.gpu_shared) == (64 * 2**30, 8 * 2**30)
+    monkeypatch.setenv("SMDDP_AG_SORT_BUFFER_SIZE_BYTES", str(2**33))
+    assert read_settings().shared == read_settings().gpu_shared == 2**33
     monkeypatch.setenv("SMP_SYMMETRIC_REDUCE_SCATTER", "1")
     with pytest.raises(UserError, match="no longer supported: NCCL does every reduce_scatter on GPUs"):
         read_settings()
@@ -313,6 +343,10 @@ def test_install(monkeypatch):
 @pytest.mark.parametrize("error", ["", "no allocation backend NCCL\nmore"])
 def test_install_across_hosts(error, monkeypatch):
     gpu = SimpleNamespace(share_buffers=lambda: "several hosts")
+    summed = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: summed.append(device) or zeros(*size))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: module.set.append((tensor.tolist(), group)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
@@ -322,4 +356,42 @@ def test_install_across_hosts(error, monkeypatch):
     if error:
         assert install(module, group) == "several hosts, and no allocation backend NCCL" and not module.set
     else:
-        assert install(module, group) is None and module.set == ["NCCL"]
+        # NCCL's communicator exists before its symmetric memory is set up.
+        assert install(module, group) is None and module.set == [([0.0], group), "NCCL"]
+        assert summed == [torch.device("cuda", 0)]
+
+
+class FakeNccl:
+    """``ProcessGroupNCCL``, played by gloo; keeps the options that it was made with."""
+
+    made: ClassVar[list] = []
+
+    class Options:
+        pass
+
+    def __new__(cls, store, rank, size, options):
+        cls.made.append(options)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+
+
+def _inner_nccl():
+    barriers = []
+    with (
+        mock.patch.multiple(torch.cuda, is_available=lambda: True, current_device=lambda: 3),
+        mock.patch.multiple(dist, is_nccl_available=lambda: True, ProcessGroupNCCL=FakeNccl, create=True),
+    ):
+        group = dist.new_group([0, 2], backend="smddp")
+        if dist.get_rank() == 1:
+            return
+        (options,) = FakeNccl.made
+        assert options.group_name == group.group_name and options.global_ranks_in_group == [0, 2]
+        group._plain = SimpleNamespace(barrier=lambda opts: barriers.append(opts.device))
+        dist.barrier(group=group)  # torch says cpu where a group serves CPUs too
+        given = BarrierOptions()
+        given.device = torch.device("cuda", 1)
+        group.barrier(given)
+    assert barriers == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
+def test_the_inner_nccl_knows_its_group_and_its_device():
+    run_distributed(_inner_nccl, world_size=3)

@@ -165,17 +165,26 @@ def test_profile_nsys(tmp_path):
         plan_of(["--profile_nsys", 1], tmp_path)
 
 
-@check("grad_clip", "defer_gradient_sync", "clean_cache")
+@check("grad_clip", "defer_gradient_sync", "reshard_between_microbatches", "clean_cache")
 def test_handed_to_the_step(monkeypatch, tmp_path):
-    seen: dict[str, list] = {"clip": [], "defer": [], "clean": []}
+    seen: dict[str, list] = {"clip": [], "defer": [], "keep": [], "clean": []}
     clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
     monkeypatch.setattr(trainer, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
-    monkeypatch.setattr(trainer, "set_gradient_sync", lambda m, **k: seen["defer"].append(k["defer"]) or sync(m, **k))
+
+    def noted(model, **values):
+        seen["defer"].append(values["defer"])
+        seen["keep"].append(values["keep"])
+        sync(model, **values)
+
+    monkeypatch.setattr(trainer, "set_gradient_sync", noted)
     monkeypatch.setattr(trainer, "release_cache", lambda device: seen["clean"].append(1))
     train([], tmp_path / "a")
-    assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "clean": []}
-    train(["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--clean_cache", 1], tmp_path / "b")
-    assert seen == {"clip": [1.0, 1.0, 0.5, 0.5], "defer": [False, False, True, True], "clean": [1, 1]}
+    assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "keep": [False, False], "clean": []}
+    for calls in seen.values():
+        calls.clear()
+    words = ["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--reshard_between_microbatches", 0, "--clean_cache", 1]
+    train(words, tmp_path / "b")
+    assert seen == {"clip": [0.5, 0.5], "defer": [True, True], "keep": [True, True], "clean": [1, 1]}
 
 
 @check("training_dir", "use_synthetic_data", "zipped_data", "dataset_type", "tokenizer_name_or_dir",
@@ -342,6 +351,16 @@ def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
         table = report.partition("legal sharding degrees:\n")[2].splitlines()[1:]
         assert [int(line.split()[0]) for line in table] == [2**k for k in range(world.bit_length())]
     assert int(peak_kib) < 1.5 * 2**20
+
+
+@check("tp_overlap")
+def test_tp_overlap(tmp_path):
+    # Its effect: tests/parity/test_tensor_parallel_overlap.py.
+    with pytest.raises(UserError, match=r"--tp_overlap 1 needs tensor-parallel ranks of one host, .*: there is no GPU"):
+        plan_of(["--tp_overlap", 1], tmp_path)
+    with pytest.raises(UserError, match="--tp_overlap 1 needs --sequence_parallel 1: set it, or leave"):
+        plan_of(["--tp_overlap", 1, "--sequence_parallel", 0], tmp_path)
+    plan_of(["--sequence_parallel", 0], tmp_path)
 
 
 @check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, Settings
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
 from smp.memory.advice import changes_that_help
@@ -40,6 +40,22 @@ def test_states_follow_from_the_parameter_count():
     assert needed["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
 
 
+def test_buffers_of_smddp_on_gpus():
+    _, shape = shape_of("llama70b")
+    smddp = Settings((*WORK.settings.sections, CommConfig(distributed_backend="smddp")))
+
+    def buffers(settings=smddp, degrees=(1, 64, 1), **change):
+        work = dataclasses.replace(WORK, settings=settings, **change)
+        return estimate_memory(shape, lay_out(*degrees), work)["communication buffers"]
+
+    kinds = shape.parameters - 79 * shape.block  # embedding, a block, and norm with head
+    assert buffers() == 32 * 2**20 + 2 * kinds * 2
+    assert buffers(compute_bytes=4, degrees=(1, 8, 2)) == 32 * 2**20 + kinds * 4
+    assert buffers(compute_bytes=8) == 32 * 2**20 + 8 * GIB
+    assert buffers(WORK.settings) == buffers(smddp.changed(shared_buffers=False)) == 0
+    assert buffers(device_type="cpu") == buffers(degrees=(64, 1, 1)) == 0
+
+
 def test_more_work_needs_more():
     _, shape = shape_of("llama_tiny")
     two = lay_out(1, 2)
@@ -52,6 +68,8 @@ def test_more_work_needs_more():
     assert total(settings=WHOLE_LOGITS.changed(activation_checkpointing=False)) > base < total(attention_matrix=True)
     assert total(lay_out(2, 1)) > base > total(lay_out(1, 4))
     assert total(lay_out(1, 2, reshard_after_forward=False)) > base
+    kept = WORK.changed(reshard_between_microbatches=False)
+    assert estimate_memory(shape, two, kept)["gathered parameters"] == 2 * shape.parameters
 
 
 def test_gradients_before_reduction():
@@ -117,6 +135,8 @@ def test_sequence_parallelism_and_kept_inputs_show():
     assert activations(tp_save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
     kept = activations(tp_save_gathered=True, activation_checkpointing=False)
     assert kept == activations(activation_checkpointing=False) + 81 * 2 * hidden_state
+    overlapped = estimate_memory(shape, lay_out(1, 4, 8), WORK.changed(tp_overlap=True))
+    assert overlapped["communication buffers"] == 2 * hidden_state // 8
     matrix = activations(attention_matrix=True) - activations()
     assert matrix == 3 * 2 * 64 * 4096**2 * 2 // 8
 

@@ -52,13 +52,15 @@ class TPGroup:
         mesh: its 1-D device mesh.
         sequence_parallel: shard hidden states between the split layers by tokens.
         save_gathered: save gathered inputs for backward instead of gathering them again.
+        overlap: exchange hidden states while they are multiplied, in memory that the ranks' GPUs share.
         random_seed: added to the seeds of :meth:`fork_random`.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, *, sequence_parallel: bool = True, save_gathered: bool = False, random_seed: int = 0
-    ):
-        self.random_seed = random_seed
+        self, mesh: DeviceMesh, *, sequence_parallel: bool = True, save_gathered: bool = False, overlap: bool = False,
+        random_seed: int = 0,
+    ):  # fmt: skip
+        self.random_seed, self.overlap = random_seed, overlap
         self.mesh, self.sequence_parallel, self.save_gathered = mesh, sequence_parallel, save_gathered
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
@@ -99,6 +101,37 @@ class TPGroup:
         batch, length, hidden = partial.shape
         part = partial.new_empty(batch, length // self.size, hidden)
         return part, reduce_scatter_single(part.view(-1), partial.view(-1), group=self.group, async_op=async_op)
+
+    def gather_products(
+        self, part: torch.Tensor, weights: list[torch.Tensor], *, keep: bool = True
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Gather every rank's tokens, and multiply each rank's as they arrive; collective.
+
+        Copy engines move the tokens while the products before them run: the "async TP" of torch's symmetric memory.
+
+        Args:
+            part: ``(tokens / size, inputs)``.
+            weights: each ``(inputs, outputs)``.
+            keep: return the gathered tokens.
+
+        Returns:
+            ``(tokens, inputs)`` or None, and the products ``(tokens, outputs)``.
+        """
+        name = self.group.group_name
+        return torch.ops.symm_mem.fused_all_gather_matmul(part.contiguous(), weights, 0, name, return_A=keep)
+
+    def reduce_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply the tokens of one rank after the other, and sum the ranks' products meanwhile; collective.
+
+        Args:
+            x: ``(tokens, inputs)``.
+            weight: ``(inputs, outputs)``.
+
+        Returns:
+            ``(tokens / size, outputs)``.
+        """
+        name = self.group.group_name
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), weight, "sum", 0, name)
 
     @contextlib.contextmanager
     def fork_random(self, device: torch.device) -> Iterator[None]:

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp.parallel.linear import has_product, linear, local_tensor
-from smp.parallel.tensor.functions import ColumnLinears, GatherTokens, ReducePartial, SumGradients
+from smp.parallel.tensor.functions import (
+    ColumnLinears,
+    GatherTokens,
+    ReducePartial,
+    SumGradients,
+    gathered_linears,
+    reduced_linear,
+)
 from smp.parallel.tensor.group import TPGroup
 
 
@@ -135,7 +142,11 @@ class ColumnParallel:
         """Gather the input of all tokens, for the layers and other readers."""
         tp = self.tp
         self._part = part
-        self._whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
+        if tp.overlap and not any(has_product(layer) for layer in self.linears):
+            self._whole, outputs = gathered_linears(tp, part, self._parameters())
+            self._outputs = dict(enumerate(outputs))
+        else:
+            self._whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
         try:
             yield self._whole  # type: ignore[misc]
         finally:
@@ -148,13 +159,15 @@ class ColumnParallel:
             return local_tensor(getattr(self.linears[index], name))
         return self.replicated.tensor(replica)[self.slices[index]]  # type: ignore[index]
 
+    def _parameters(self) -> list[Any]:
+        return [(self._parameter(i, "weight"), self._parameter(i, "bias")) for i in range(len(self.linears))]
+
     def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._whole:
             name = type(self.linears[index]).__name__
             raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
         if index not in self._outputs:
-            parameters = [(self._parameter(i, "weight"), self._parameter(i, "bias")) for i in range(len(self.linears))]
-            outputs = _columns(self.tp, self.linears, parameters, whole=x, part=self._part)  # type: ignore[arg-type]
+            outputs = _columns(self.tp, self.linears, self._parameters(), whole=x, part=self._part)  # type: ignore[arg-type]
             self._outputs = dict(enumerate(outputs))
         return self._outputs.pop(index)
 
@@ -193,8 +206,12 @@ def split_part(
             return forward(whole, *args[1:], **kwargs)
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
-        out = ReducePartial.apply(linear(row, x, local_tensor(row.weight), None), tp)  # type: ignore[arg-type]
-        return out if bias is None else out + replicated.tensor(bias)  # type: ignore[return-value]
+        weight = local_tensor(row.weight)
+        if tp.overlap and not has_product(row):
+            out = reduced_linear(tp, x, weight)
+        else:
+            out = ReducePartial.apply(linear(row, x, weight, None), tp)
+        return out if bias is None else out + replicated.tensor(bias)  # type: ignore[operator]
 
     module.forward = computed  # type: ignore[method-assign]
     row.forward = reduced  # type: ignore[method-assign,assignment]

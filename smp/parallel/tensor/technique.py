@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from smp.config import ParallelConfig
+from smp.comm.symmetric import neighbours_obstacle
+from smp.config import CommConfig, ParallelConfig
+from smp.errors import UserError
 from smp.memory.shape import ModelShape, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.tensor_plan import tensor_parallel_problems
+from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model
@@ -17,12 +22,27 @@ from smp.parallel.tensor.split import is_split, split_model
 Config = ParallelConfig
 
 
+def overlap_obstacle(degree: int, device_type: str) -> str:
+    """Return why exchanges cannot overlap their products, or an empty string; collective on GPUs."""
+    if device_type == "cpu":
+        return "there is no GPU"
+    # torch's operators ask the group for its store, which a group that is made in Python does not give.
+    return "the backend is smddp" if "smddp" in dist.get_backend_config() else neighbours_obstacle(degree)
+
+
 def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0) -> TPGroup:
-    """Build this rank's tensor-parallel group."""
+    """Build this rank's tensor-parallel group; collective.
+
+    Raises:
+        UserError: exchanges are to overlap their products, and cannot.
+    """
+    if parallel.tp_overlap is True and (why := overlap_obstacle(mesh.tp.size, mesh.device_type)):
+        raise UserError(_refusal(why))
     return TPGroup(
         mesh.tp_mesh,
         sequence_parallel=parallel.sequence_parallel,
         save_gathered=parallel.tp_save_gathered,
+        overlap=parallel.tp_overlap is True,
         random_seed=random_seed,
     )
 
@@ -30,7 +50,32 @@ def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return the reasons why the model cannot be split over so many tensor-parallel and sharding ranks."""
     mesh = setup.mesh
-    return tensor_parallel_problems(setup.family.tensor_plan, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
+    found = tensor_parallel_problems(setup.family.tensor_plan, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
+    if setup.settings[Config].tp_overlap:
+        if setup.device_type == "cpu":
+            found.append(_refusal("there is no GPU"))
+        elif setup.settings[CommConfig].distributed_backend == "smddp":
+            found.append(_refusal("the backend is smddp"))
+    return found
+
+
+def _refusal(why: str) -> str:
+    return (
+        f"--tp_overlap 1 needs tensor-parallel ranks of one host, on GPUs that read each other's memory, and backend "
+        f"nccl: {why}; leave it out"
+    )
+
+
+def choose(situation: Situation) -> Iterator[Choice]:
+    """Overlap exchanges with their products where the tensor-parallel ranks' GPUs read each other's memory."""
+    parallel = situation.settings[Config]
+    degree = parallel.tensor_parallel_degree
+    if degree == 1:
+        return
+    why = overlap_obstacle(degree, situation.device_type) if parallel.sequence_parallel else "no sequence parallelism"
+    if not why and not situation.fits(tp_overlap=True):
+        why = "the buffers do not fit"
+    yield Choice("tp_overlap", not why, why or "the GPUs of tensor-parallel ranks read each other's memory")
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
@@ -42,6 +87,11 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the gathered input of the running layer under sequence parallelism.
 
-    Savings are in the other techniques' costs, which are those of a tensor-parallel rank.
+    With overlap, also the memory that the GPUs share: two chunks of a hidden state. Savings are in the other
+    techniques' costs, which are those of a tensor-parallel rank.
     """
-    return {"activations": work.tokens * shape.hidden * work.compute_bytes if splits_tokens(mesh, work) else 0}
+    if not splits_tokens(mesh, work):
+        return {}
+    state = work.tokens * shape.hidden * work.compute_bytes
+    buffers = 2 * state // mesh.tp.size if work.settings[Config].tp_overlap else 0
+    return {"activations": state, "communication buffers": buffers}
