@@ -26,7 +26,7 @@ def share_cores() -> None:
     process cores of its own, or the same to all of a host: ranks with the same cores share them.
     """
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    everyone = [None] * dist.get_world_size()
+    everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine := (socket.gethostname(), affinity))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, available_cores() // everyone.count(mine)))

@@ -129,10 +129,9 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
     size = attempt(check_global_batch, config.run.global_batch_size or batch_of_flags(config, mesh), mesh)
+    # A GPU's memory is asked for when the group runs: that takes some of it.
     if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":
-        attempt(
-            refuse_too_large, job, available_memory(device, launch.local_world_size)
-        )  # a GPU's: when the group runs
+        attempt(refuse_too_large, job, available_memory(device, launch.local_world_size))
     data = None
     if size is not None and not config.data.missing():
         data = attempt(_open_data, job, _batch_shape(job, size))
@@ -201,7 +200,7 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
     problems = []
     if config.run.profile_nsys and device.type != "cuda":
         problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
-    if config.run.expandable_segments is True:
+    if config.allocator.expandable_segments is True:
         if device.type != "cuda":
             problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
         elif variable := allocator_variable():
