@@ -343,8 +343,13 @@ def dry_run(plan: RunPlan) -> None:
         batch = plan.config.run.global_batch_size or batch_of_flags(plan.config, plan.mesh)
         plan.choices.extend(choose_settings(plan, available, batch=batch))
         shape, work = sizes(plan)
-        planned_here = plan.config.run.dry_run_world_size is None
-        print(report(plan.model, plan.mesh, shape=shape, work=work, available=available if planned_here else None))
-        plain = plan.settings.undecided()
-        print("", "settings that are auto:", *plan.choices, sep="\n")
-        print(*(Choice(name, value, "nothing to choose here") for name, value in plain.items()), sep="\n")
+        others = (Choice(name, value, "nothing to choose here") for name, value in plan.settings.undecided().items())
+        text = report(
+            plan.model,
+            plan.mesh,
+            shape=shape,
+            work=work,
+            available=available if plan.config.run.dry_run_world_size is None else None,
+            choices=[*plan.choices, *others],
+        )
+        print(text)
