@@ -9,12 +9,13 @@ TP8 = ("--tensor_parallel_degree", "8")
 
 @pytest.mark.full
 def test_tensor_parallelism_over_whole_hosts_shards_over_the_hosts():
-    found = report(*FOUR_BLOCKS, *TP8, world=16, steps=2)
+    found = report(*FOUR_BLOCKS, *TP8, "--expandable_segments", "1", world=16, steps=2)
     assert found["mesh"] == "dp_replicate 1 x dp_shard 2 x tp 8"
     assert "Chosen: --sharding_strategy full_shard (tensor parallelism takes all of a host)" in found["log"]
-    # Each setting that is auto has a line.
-    for name in ("compile", "expandable_segments"):
-        assert found["log"].count(f"Chosen: --{name} 0 (") == 1
+    assert found["log"].count("Chosen: --compile 0 (") == 1
+    # What is given is not chosen, and reaches torch.
+    assert "Chosen: --expandable_segments" not in found["log"]
+    assert found["allocator"] == "expandable_segments:True"
 
 
 @pytest.mark.full
