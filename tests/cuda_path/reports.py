@@ -38,7 +38,8 @@ def report(*flags: str, world: int = 8, steps: int = 3) -> dict[str, Any]:
 
     Returns:
         ``mesh``; ``state``: devices of the optimizer's state; ``allocator``: its settings; ``log``: what the job
-        printed; ``steps``: of each step counts by description and line of ``syncs``, ``copies`` and ``collectives``, and of all ``operations``.
+        printed; ``steps``: of each step counts by description and line of ``syncs``, ``copies`` and ``collectives``,
+        and of all ``operations``.
     """
     if compiler() is None:
         pytest.skip("no C++ compiler (g++ or c++): fake CUDA tensors need a small shim")
