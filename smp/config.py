@@ -144,7 +144,7 @@ def flag_text(value: Any) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-ShardingStrategy = Literal["no_shard", "shard_grad_op", "hybrid_shard", "_hybrid_shard_zero2", "full_shard"]
+ShardingStrategy = Literal["auto", "no_shard", "shard_grad_op", "hybrid_shard", "_hybrid_shard_zero2", "full_shard"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,10 @@ class ParallelConfig(Section):
     """Degrees of parallelism and sharding of parameters, with SMP v2's names."""
 
     sharding_strategy: ShardingStrategy = setting(
-        "hybrid_shard",
-        "Which states are sharded, over which ranks: FSDP's names. hybrid_shard shards inside a host.",
+        AUTO,
+        "Which states are sharded, over which ranks: FSDP's names. hybrid_shard shards inside a host. auto: "
+        "hybrid_shard; full_shard where tensor parallelism takes all of a host.",
+        plain="hybrid_shard",
     )
     hybrid_shard_degree: int = setting(
         0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from smp.mesh import Mesh, tensor_parallel_choices
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.models.tensor_plan import tensor_parallel_problems
+from smp.parallel.choices import Choice
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
 
@@ -75,8 +76,9 @@ def report(
     shape: ModelShape,
     work: Workload,
     available: int | None,
+    choices: Sequence[Choice] = (),
 ) -> str:
-    """Format the result of a dry run: the mesh, the memory table of one rank and the legal degrees."""
+    """Format the result of a dry run: the mesh, the memory table of one rank, what is chosen, and the legal degrees."""
     shapes = sharded_parameters(resolved, mesh, work.settings)
     held = sum(local.numel() for _, local in shapes.values())
     return "\n".join(
@@ -87,6 +89,7 @@ def report(
             "predicted peak of each rank:",
             memory_table(estimate_memory(shape, mesh, work), available),
             "",
+            *(["settings that are auto:", *map(str, choices), ""] if choices else []),
             f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, mesh)}",
             "",
             "legal sharding degrees:",

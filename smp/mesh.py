@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smp.config import ParallelConfig
+from smp.config import AUTO, ParallelConfig, ShardingStrategy
 from smp.errors import UserError
 
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -201,6 +201,19 @@ def sharding_choices(*, world_size: int, local_world_size: int, tp: int, keep_ga
     return [lay_out(data // d, d, tp, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
 
 
+def choose_strategy(parallel: ParallelConfig, *, world_size: int, local_world_size: int) -> ShardingStrategy:
+    """Return the sharding strategy, with a choice for ``auto``: hybrid_shard, as SMP v2.
+
+    Where tensor parallelism takes all of a host, that shards over one rank: every replica would hold the optimizer
+    state of its whole part of the model, and no number of hosts would make a larger model fit. Full_shard there.
+    """
+    tp = parallel.tensor_parallel_degree
+    if parallel.sharding_strategy != AUTO:
+        return parallel.sharding_strategy
+    takes_hosts = 1 < tp < world_size and local_world_size // tp <= 1
+    return "full_shard" if takes_hosts and not parallel.hybrid_shard_degree else "hybrid_shard"
+
+
 def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size: int, rank: int = 0) -> Mesh:
     """Apply SMP v2's rules for ``hybrid_shard_degree`` 0, 1 and k to the sharding strategy.
 
@@ -208,7 +221,7 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
     value meaning
     ===== ===================================================================================================
     0     the strategy decides: full_shard and shard_grad_op shard over the world, hybrid_shard and
-          _hybrid_shard_zero2 over the ranks of one host, no_shard not at all
+          _hybrid_shard_zero2 over the ranks of one host, no_shard not at all; auto: see :func:`choose_strategy`
     1     no sharding
     k     hybrid sharding over k neighbouring ranks; the strategy becomes hybrid_shard unless it is
           _hybrid_shard_zero2
@@ -217,7 +230,8 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
     Raises:
         UserError: the degree does not divide the world.
     """
-    strategy, degree, tp = parallel.sharding_strategy, parallel.hybrid_shard_degree, parallel.tensor_parallel_degree
+    degree, tp = parallel.hybrid_shard_degree, parallel.tensor_parallel_degree
+    strategy = choose_strategy(parallel, world_size=world_size, local_world_size=local_world_size)
     if world_size % tp:
         raise UserError(
             f"--tensor_parallel_degree {tp} does not divide the {world_size} processes: choose one of "

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from smp.config import CommConfig
 from smp.environment import Launch, read_launch, rendezvous
 from smp.environment.launch_info import NAMES
+from smp.environment.threads import share_cores
 from smp.errors import RankError, UserError
 from smp.log import get_logger, say
 
@@ -110,6 +111,11 @@ def set_onednn_ceiling(ceiling: str | None) -> None:
         os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
     else:
         os.environ["ONEDNN_MAX_CPU_ISA"] = ceiling
+
+
+def allocator_variable() -> str | None:
+    """Return the variable that sets CUDA's allocator, or None."""
+    return next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if os.environ.get(name)), None)
 
 
 def environment_bytes(name: str, default: int, *, multiple: int, minimum: int) -> int:
@@ -245,6 +251,9 @@ def process_group(
 ) -> Iterator[None]:
     """Start torch.distributed for the job and stop it at the end, also for a job of one process.
 
+    Args:
+        cpu_offload: whether a GPU's process updates parameters on the CPU, which takes more than torchrun's one thread.
+
     Raises:
         RankError: the processes do not find each other.
     """
@@ -252,6 +261,8 @@ def process_group(
     if cpu_offload and backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"  # gradients in host memory have a norm, too
     added = _start_group(launch, device, backend, comm.distributed_timeout)
+    if cpu_offload and device.type == "cuda":
+        share_cores()
     try:
         yield
     finally:
@@ -372,16 +383,6 @@ def _refuse_backend(backend: str, device: torch.device) -> None:
 def seed_everything(seed: int, data_rank: int) -> None:
     """Seed torch's generators so that ranks which hold different data draw different dropout masks."""
     torch.manual_seed(seed + data_rank)
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity; macOS has none."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def set_default_threads(processes: int) -> None:
-    """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
 
 
 def release_cache(device: torch.device) -> None:

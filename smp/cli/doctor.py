@@ -15,8 +15,9 @@ import argparse
 
 from smp.doctor.check import Request
 from smp.doctor.supervisor import examine_here, examine_rank
+from smp.environment import read_launch
+from smp.environment.threads import set_default_threads
 from smp.errors import UserError
-from smp.runtime import read_launch, set_default_threads
 
 _OF_THE_JOB = ("model", "training_dir", "test_dir", "dataset_type", "tokenizer_name_or_dir", "vocab_size", "output_dir",
                "distributed_backend")  # fmt: skip

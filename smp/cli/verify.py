@@ -16,8 +16,8 @@ from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
 from smp.cli.find import checkpoints_at, existing_directory, interrupted_at
 from smp.cli.output import Progress, shown
 from smp.comm.report import readable
+from smp.environment.threads import available_cores
 from smp.errors import DamagedCheckpointError, UserError
-from smp.runtime import available_cores
 
 _MOST_THREADS = 16
 

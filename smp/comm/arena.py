@@ -33,7 +33,7 @@ from smp.comm import futex
 from smp.comm.kernel import ArenaView, Gather, Kernel
 from smp.comm.peers import Peers
 from smp.comm.segment import NONCE_BYTES, Segment
-from smp.runtime import available_cores
+from smp.environment.threads import available_cores
 
 SLOTS = 4
 SIGNATURE_BYTES = 256  # at the start of each slot: what its rank is doing in this round

@@ -13,10 +13,11 @@ from smp.comm.report import readable
 from smp.cpu_bf16 import ensure_bf16_works
 from smp.doctor.check import CheckContext
 from smp.doctor.system import variable
+from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.memory.limits import control_group, memory_limit
 from smp.parallel.parallelize import compute_dtype
-from smp.runtime import available_cores, choose_device
+from smp.runtime import choose_device
 
 _GIB = 1 << 30
 _BUSY_SHARE = 0.1  # of a GPU's memory that others may hold without a warning

@@ -40,7 +40,7 @@ def check_plan(ctx: CheckContext) -> None:
         if pipeline is not None
     }
     ctx.measure("data", samples)
-    refuse_too_large(plan)
+    refuse_too_large(plan, available)
     ctx.ok(
         f"{plan.model.name}: {shape.parameters:,} parameters; each process needs about {needed / GIB:.1f} GiB, and "
         f"there are {available / GIB:.1f} GiB for each",

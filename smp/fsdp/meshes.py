@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from smp.config import ParallelConfig
+from smp.config import AUTO, ParallelConfig
 from smp.errors import UserError
 from smp.fsdp.options import HYBRID, Options
 from smp.mesh import Mesh, keep_timeout, resolve_mesh, served_device_type
@@ -200,6 +200,8 @@ def _from_job(mesh: Mesh, parallel: ParallelConfig, strategy: ShardingStrategy) 
         zero2 = strategy == ShardingStrategy._HYBRID_SHARD_ZERO2
         return mesh.fsdp_mesh, strategy if zero2 else ShardingStrategy.HYBRID_SHARD
     wanted = _lay_out(strategy, mesh.tp.size)
+    if parallel.sharding_strategy == AUTO and strategy in HYBRID:
+        return mesh.fsdp_mesh, strategy  # inside a host, or over hosts that tensor parallelism takes
     if (wanted.replicas.size, wanted.shard.size) == (mesh.replicas.size, mesh.shard.size):
         return mesh.fsdp_mesh, strategy
     if mesh.tp.size == 1:

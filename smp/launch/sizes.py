@@ -7,18 +7,16 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smp.config import ParallelConfig
+from smp.config import AUTO, ParallelConfig
 from smp.dry_run import degree_table
 from smp.errors import UserError
-from smp.memory.plan import GIB, peak_bytes, processes_that_fit
+from smp.memory.plan import GIB, USABLE, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.tensor_plan import tensor_parallel_problems
 from smp.parallel.parallelize import settings_of
 
-# What CUDA, NCCL and fragmentation take of a GPU.
-_USABLE = 0.92
 # Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.
 _MOST_TOKENS = 4 * 2**20
 _BATCHES = (4, 2, 1)
@@ -67,7 +65,9 @@ def choose_sizes(
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     resolved = resolve_model(ModelConfig(**{name: value for name, value in settings.items() if name in fields}))
     shape = model_shape(resolved)
-    budget, smallest = int(gpu_memory_gib * _USABLE * GIB), None
+    budget, smallest = int(gpu_memory_gib * USABLE * GIB), None
+    if settings["sharding_strategy"] not in (AUTO, "hybrid_shard", "_hybrid_shard_zero2"):
+        given |= {"hybrid_shard_degree"}  # which may stand against it; the strategy decides
     for layout in _layouts(resolved, settings, given, nodes=nodes, gpus=gpus):
         needed = layout.bytes(shape)
         if needed <= budget:
@@ -125,7 +125,7 @@ def _meshes(
     """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given."""
     strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
     keeps = strategy == "_hybrid_shard_zero2"
-    if "hybrid_shard_degree" in given or strategy not in ("hybrid_shard", "_hybrid_shard_zero2"):
+    if "hybrid_shard_degree" in given:
         parallel = ParallelConfig(
             sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp
         )  # fmt: skip
@@ -153,8 +153,6 @@ def _choice(
         "tensor_parallel_degree": mesh.tp.size,
         "train_batch_size": work.micro_batch_size,
     }
-    if "sharding_strategy" in given:
-        del chosen["hybrid_shard_degree"]  # which may stand against it; the strategy decides
     arguments = [
         argument for name, value in chosen.items() if name not in given for argument in (f"--{name}", str(value))
     ]

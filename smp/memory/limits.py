@@ -9,6 +9,7 @@ import sys
 from pathlib import Path, PurePosixPath
 
 import torch
+import torch.distributed as dist
 
 # The folder, the name of its line in /proc/self/cgroup, and its files: version 2 and version 1.
 _GROUPS = (
@@ -66,15 +67,22 @@ def _host_free() -> int | None:
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Return the bytes that one process may use: its GPU's free memory, or its share of what the host has left.
+    """Return the bytes that one process may use: its own GPU's free memory, or its share of what the host has left.
 
     Without any known limit, ``sys.maxsize``.
     """
     if device.type == "cuda":
-        # The least of the host's GPUs: the same for all its ranks.
-        return min(torch.cuda.mem_get_info(index)[0] for index in range(local_world_size))
+        torch.cuda.set_device(device)  # first: the next line makes a context, which takes memory, on the current device
+        return torch.cuda.mem_get_info(device)[0]
     group = memory_limit()
     limits = [_host_free(), None if group is None else group[1]]
     share = min((limit for limit in limits if limit is not None), default=sys.maxsize) // local_world_size
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return share if soft == resource.RLIM_INFINITY else min(share, soft)
+
+
+def agree_on_memory(device: torch.device, local_world_size: int) -> int:
+    """Return the least that :func:`available_memory` finds on any rank; collective."""
+    everyone = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, available_memory(device, local_world_size))
+    return min(everyone)

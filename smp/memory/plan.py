@@ -13,6 +13,9 @@ from smp.parallel import parallelize
 
 GIB = 1024**3
 
+# The rest of a GPU is taken by CUDA, NCCL and fragmentation.
+USABLE = 0.92
+
 # A process without a model: interpreter, torch and transformers. Measured on Linux, CPU build.
 BASE_HOST_BYTES = int(0.45 * GIB)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from smp.config import Settings, flag_text
 
@@ -19,6 +22,9 @@ class Choice(NamedTuple):
     value: Any
     reason: str
 
+    def __str__(self) -> str:
+        return f"--{self.name} {flag_text(self.value)} ({self.reason})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
@@ -29,7 +35,8 @@ class Situation:
         settings: as chosen so far.
         device_type: ``cpu`` or ``cuda``.
         accumulation: micro-batches of a step.
-        fits: tells whether the job's predicted peak fits into every rank's memory with other settings, by name.
+        fits: tells whether the job's predicted peak fits into every rank's memory with these settings, and with
+            others that are given by name.
     """
 
     hf_config: Any
@@ -53,10 +60,28 @@ def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) ->
     plain = settings.undecided()
     for chooser in choosers:
         values = {choice.name: choice.value for choice in found}
-        for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values))):
+        fits = functools.partial(situation.fits, **values)
+        for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values), fits=fits)):
             if choice.name in plain:
                 found.append(choice if SHOWN_ON_GPU else _unshown(choice, plain[choice.name]))
     return found
+
+
+def agree_on_choices(settings: Settings, mine: list[Choice]) -> list[Choice]:
+    """Return the choices that all ranks have made, and the plain value where they differ; collective.
+
+    Hosts may differ in what is installed.
+    """
+    everyone: list[list[Choice]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    agreed, plain = [], settings.undecided()
+    for name in dict.fromkeys(choice.name for theirs in everyone for choice in theirs):
+        missing = Choice(name, plain[name], "not chosen")
+        found = [next((choice for choice in theirs if choice.name == name), missing) for theirs in everyone]
+        other = next((rank for rank, choice in enumerate(found) if choice.value != found[0].value), None)
+        reasons = "" if other is None else f"rank 0: {found[0].reason}; rank {other}: {found[other].reason}"
+        agreed.append(Choice(name, plain[name], reasons) if reasons else found[dist.get_rank()])
+    return agreed
 
 
 def _unshown(choice: Choice, plain: Any) -> Choice:

@@ -18,7 +18,7 @@ from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, init_rule
-from smp.parallel import activation_checkpoint, compile_blocks, loss, offload, sharding, tensor
+from smp.parallel import activation_checkpoint, allocator, compile_blocks, loss, offload, sharding, tensor
 from smp.parallel.choices import Chooser
 from smp.parallel.technique import Setup, Technique
 from smp.pretrained import load_pretrained_
@@ -33,7 +33,7 @@ TECHNIQUES: list[Technique] = [
     sharding,
 ]
 # Of settings that are auto, in the order in which they are chosen.
-CHOOSERS: list[Chooser] = [compile_blocks.choose, loss.choose, sharding.choose, tensor.choose]
+CHOOSERS: list[Chooser] = [compile_blocks.choose, loss.choose, sharding.choose, tensor.choose, allocator.choose]
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:

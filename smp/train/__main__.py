@@ -21,15 +21,17 @@ from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
 from smp.log import configure_logging, get_logger
-from smp.memory.limits import available_memory
+from smp.memory.limits import agree_on_memory
 from smp.memory.tracker import MemoryTracker
+from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
+from smp.parallel.choices import agree_on_choices
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.optimizer import build_optimizer
 from smp.train.report import announce, arguments_table, begin_files
-from smp.train.run_plan import RunPlan, choose_settings, dry_run, make_plan, planned_launch
+from smp.train.run_plan import RunPlan, choose_settings, dry_run, make_plan, planned_launch, refuse_too_large
 from smp.train.start import agree_on_start
 from smp.train.trainer import Trainer, finish, train
 
@@ -47,12 +49,17 @@ def run(plan: RunPlan, guard: Guard) -> int:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         start = agree_on_start(plan)
         guard.refuse_crash_loop(start.progress.step)
-        micro_batches = -(-start.global_batch_size // (plan.mesh.data.size * config.run.train_batch_size))
-        plan = choose_settings(plan, available_memory(plan.device, launch.local_world_size), accumulation=micro_batches)
         if plan.device.type == "cpu":
             malloc.keep_freed_memory()
             if plan.dtype == torch.bfloat16:
                 ensure_bf16_works()
+        else:
+            available = agree_on_memory(plan.device, launch.local_world_size)
+            refuse_too_large(plan, available)
+            choices = choose_settings(plan, available, batch=start.global_batch_size)
+            plan.choices.extend(agree_on_choices(plan.settings, choices))
+            if plan.settings[AllocatorConfig].expandable_segments:
+                use_expandable_segments()
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         memory = MemoryTracker(plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
         mesh = plan.mesh.join(plan.device.type)

@@ -36,6 +36,7 @@ from smp.data.data_pipeline import DataConfig
 from smp.errors import ConfigError, UserError
 from smp.faults.config import FaultConfig
 from smp.models.model_config import ModelConfig
+from smp.parallel.allocator import AllocatorConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.lr_schedule import LRConfig
 from smp.train.metrics import LoggingConfig
@@ -108,6 +109,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     faults: FaultConfig
     logging: LoggingConfig
+    allocator: AllocatorConfig
     given: frozenset[str] = frozenset()  # settings named by a flag or the file
 
     def flat(self) -> dict[str, Any]:

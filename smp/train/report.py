@@ -20,7 +20,6 @@ from smp import __version__ as smp_version
 from smp import comm
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
-from smp.config import flag_text
 from smp.errors import UserError
 from smp.log import configure_logging, get_logger
 from smp.memory.advice import advice_text, changes_that_help
@@ -64,10 +63,15 @@ def announce(plan: RunPlan, start: Start) -> None:
         "Global batch: %d samples, %d tokens; %d samples per epoch; training to step %d",
         start.global_batch_size, tokens, plan.train_data.samples_per_epoch, start.max_steps,
     )  # fmt: skip
+    if plan.config.activation.cpu_offload and plan.device.type == "cuda":
+        logger.info(
+            "--cpu_offload 1: the update runs on %d thread(s) of each process (OMP_NUM_THREADS above 1 sets another "
+            "number)", torch.get_num_threads(),
+        )  # fmt: skip
     for sentence in plan.config.without_effect():
         logger.info(sentence)
     for choice in plan.choices:
-        logger.info("Chosen: --%s %s (%s)", choice.name, flag_text(choice.value), choice.reason)
+        logger.info("Chosen: %s", choice)
     if start.checkpoint is not None:
         logger.info(
             "Resumed from %s at step %d, sample %d", start.checkpoint, start.progress.step, start.progress.samples
@@ -137,7 +141,9 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
         return NullMetricsLogger()
     flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
     text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
-    (plan.run_dir / "config.yaml").write_text(f"# model FLOPs: {flops.formula}\n{text}", encoding="utf-8")
+    notes = [f"model FLOPs: {flops.formula}", *(f"chosen: {choice}" for choice in plan.choices)]
+    head = "".join(f"# {note}\n" for note in notes)
+    (plan.run_dir / "config.yaml").write_text(head + text, encoding="utf-8")
     device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
     continues = plan.config.checkpoint.resume_from_checkpoint is not None
     return MetricsLogger(

@@ -14,21 +14,21 @@ import torch
 from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
-from smp.config import Settings, flag_text
+from smp.config import ParallelConfig, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
 from smp.errors import ConfigError, UserError
 from smp.memory.limits import available_memory
-from smp.memory.plan import check_fits, estimate_memory, peak_bytes, processes_that_fit
+from smp.memory.plan import USABLE, check_fits, estimate_memory, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
-from smp.mesh import Mesh, resolve_mesh
+from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.preset import list_presets
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.parallelize import compute_dtype, find_problems
 from smp.parallel.technique import Setup
-from smp.runtime import Launch, choose_backend, choose_device
+from smp.runtime import Launch, allocator_variable, choose_backend, choose_device
 from smp.train.arguments import SECTIONS, TrainConfig
 
 # Each rank lists a step's samples.
@@ -40,15 +40,20 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Model, configuration, devices and layout: all that decides the memory of a rank."""
+    """Model, configuration, devices and layout: all that decides the memory of a rank.
+
+    Attributes:
+        mesh: laid out.
+        choices: for settings that are ``auto``; added to when the group runs.
+    """
 
     config: TrainConfig
     launch: Launch
     device: torch.device
     dtype: torch.dtype
-    mesh: Mesh  # laid out
+    mesh: Mesh
     model: ResolvedModel
-    choices: tuple[Choice, ...] = dataclasses.field(default=(), kw_only=True)  # for settings that are auto
+    choices: list[Choice] = dataclasses.field(default_factory=list, kw_only=True)
 
     @property
     def given(self) -> Settings:
@@ -109,13 +114,8 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
-    mesh = attempt(
-        resolve_mesh,
-        config.parallel,
-        world_size=launch.world_size,
-        local_world_size=launch.local_world_size,
-        rank=launch.rank,
-    )
+    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
+    mesh = attempt(resolve_mesh, config.parallel, **world, rank=launch.rank)
     model = attempt(resolve_model, config.model)
     if model is None:
         raise ConfigError(problems)
@@ -124,11 +124,14 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
+    if (strategy := choose_strategy(config.parallel, **world)) != job.settings[ParallelConfig].sharding_strategy:
+        job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
     misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
     size = attempt(check_global_batch, config.run.global_batch_size or batch_of_flags(config, mesh), mesh)
-    if size is not None and not misfits and not config.run.dry_run:
-        attempt(refuse_too_large, job)
+    # A GPU's memory is asked for when the group runs: that takes some of it.
+    if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":
+        attempt(refuse_too_large, job, available_memory(device, launch.local_world_size))
     data = None
     if size is not None and not config.data.missing():
         data = attempt(_open_data, job, _batch_shape(job, size))
@@ -197,6 +200,11 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
     problems = []
     if config.run.profile_nsys and device.type != "cuda":
         problems.append("--profile_nsys 1 needs a GPU and none is visible: leave it out")
+    if config.allocator.expandable_segments is True:
+        if device.type != "cuda":
+            problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
+        elif variable := allocator_variable():
+            problems.append(f"--expandable_segments 1 and {variable} both set the allocator: leave one out")
     if config.logging.memory_snapshot and device.type != "cuda":
         problems.append("--memory_snapshot 1 needs a GPU and none is visible: leave it out")
     if config.checkpoint.keep_best and config.data.validation_freq is None:
@@ -267,31 +275,33 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
     return model_shape(job.model), work
 
 
-def choose_settings(plan: RunPlan, available: int, *, accumulation: int) -> RunPlan:
-    """Return the plan with a value for every setting that is ``auto``.
+def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
+    """Choose values for the settings that are ``auto``, as far as planning has not.
+
+    Args:
+        available: bytes that each rank may use; on a GPU, part of them is left for what is not predicted.
+        batch: samples of a step over all ranks.
+    """
+    shape, work = sizes(job)
+    accumulation = -(-batch // (job.mesh.data.size * job.config.run.train_batch_size))
+
+    def fits(**values: Any) -> bool:
+        return peak_bytes(shape, job.mesh, work.changed(**values)) <= USABLE * available
+
+    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits)
+    return choose(job.settings, situation, parallelize.CHOOSERS)
+
+
+def refuse_too_large(job: Job, available: int) -> None:
+    """Refuse a job whose predicted peak exceeds the available memory, before allocating.
 
     Args:
         available: bytes that each rank may use.
-        accumulation: micro-batches of a step.
-    """
-
-    def fits(**values: Any) -> bool:
-        shape, work = sizes(plan)
-        return peak_bytes(shape, plan.mesh, work.changed(**values)) <= available
-
-    situation = Situation(plan.model.hf_config, plan.settings, plan.device.type, accumulation, fits)
-    choices = choose(plan.given, situation, parallelize.CHOOSERS)
-    return dataclasses.replace(plan, choices=tuple(choices))
-
-
-def refuse_too_large(job: Job) -> None:
-    """Refuse a job whose predicted peak exceeds the available memory, before allocating.
 
     Raises:
         UserError: with the memory that each process needs and has, and the number of processes that would fit.
     """
     shape, work = sizes(job)
-    available = available_memory(job.device, job.launch.local_world_size)
     needed = estimate_memory(shape, job.mesh, work)
     advice = "" if sum(needed.values()) <= available else _advice(job, shape, work, available)
     check_fits(needed, available, model=job.model.name, processes=job.launch.world_size, advice=advice)
@@ -329,13 +339,17 @@ def _preset_that_fits(job: Job, available: int) -> str:
 def dry_run(plan: RunPlan) -> None:
     """Print the report of a dry run."""
     if plan.launch.rank == 0:
+        available = available_memory(plan.device, plan.launch.local_world_size)
+        batch = plan.config.run.global_batch_size or batch_of_flags(plan.config, plan.mesh)
+        plan.choices.extend(choose_settings(plan, available, batch=batch))
         shape, work = sizes(plan)
-        planned_here = plan.config.run.dry_run_world_size is None
+        others = (Choice(name, value, "nothing to choose here") for name, value in plan.settings.undecided().items())
         text = report(
             plan.model,
             plan.mesh,
             shape=shape,
             work=work,
-            available=available_memory(plan.device, plan.launch.local_world_size) if planned_here else None,
+            available=available if plan.config.run.dry_run_world_size is None else None,
+            choices=[*plan.choices, *others],
         )
         print(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
@@ -311,6 +312,31 @@ def test_smp_init_says_over_which_ranks():
         ({"hybrid_shard_degree": 4}, "FULL_SHARD", ("HYBRID_SHARD", flat)),
     ]
     run_distributed(_after_init, cases, world_size=4)
+
+
+def _hosts_of_two(rank):
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+
+
+def test_hybrid_strategies_where_tensor_parallelism_takes_all_of_a_host():
+    """smp.init shards over the hosts unless it is told a strategy, whose rules then hold for the script, too."""
+    tp = {"tensor_parallel_degree": 2}
+    cases = [
+        (tp, "HYBRID_SHARD", ("HYBRID_SHARD", [0, 2])),
+        (tp, "_HYBRID_SHARD_ZERO2", ("_HYBRID_SHARD_ZERO2", [0, 2])),
+        (tp, "FULL_SHARD", ("FULL_SHARD", [0, 2])),
+        ({**tp, "sharding_strategy": "hybrid_shard"}, "HYBRID_SHARD", ("HYBRID_SHARD", [[0], [2]])),
+    ]
+    run_distributed(_after_init_under_tp, cases, world_size=4, prepare=_hosts_of_two)
+
+
+def _after_init_under_tp(cases):
+    for config, strategy, (name, ranks) in cases:
+        smp.init(config)
+        model = FSDP(nn.Linear(4, 4), sharding_strategy=strategy)
+        here = dist.get_rank() % 2
+        shifted = [rank + here if isinstance(rank, int) else [rank[0] + here] for rank in ranks]
+        assert placed(model) == (name, shifted), (config, strategy)
 
 
 def _tensor_parallel(strategy):

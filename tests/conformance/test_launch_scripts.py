@@ -269,6 +269,9 @@ def test_sizes_follow_from_memory_and_what_was_given():
         choose("--model llama7b --sharding_strategy full_shard")[0] == "--tensor_parallel_degree 1 --train_batch_size 4"
     )
     assert choose("--model llama7b --hybrid_shard_degree 8")[0] == "--tensor_parallel_degree 1 --train_batch_size 4"
+    # A strategy that is written out as auto, as in a run's config.yaml, leaves the choice; a hybrid one takes a degree.
+    for strategy in ("auto", "hybrid_shard"):
+        assert choose(f"{given} --sharding_strategy {strategy}", nodes=8)[0] == "--hybrid_shard_degree 2"
     # Global batches stay below 4 Mi tokens.
     assert choose("--model llama7b", nodes=64)[0].endswith("--train_batch_size 2")
     assert choose("--model llama7b --max_context_width 8192", nodes=128)[0].endswith("degree 2 --train_batch_size 1")

@@ -146,7 +146,8 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     with contextlib.suppress(EnoughError), contextlib.ExitStack() as modes:
         job.run(plan, guard)
     devices = {str(value.device) for state in optimizers[0].state.values() for value in state.values()}
-    return {"mesh": str(plan.mesh), "steps": steps, "state": sorted(devices)}
+    allocator = torch._C._accelerator_getAllocatorSettings()
+    return {"mesh": str(plan.mesh), "steps": steps, "state": sorted(devices), "allocator": allocator}
 
 
 def main(argv: list[str]) -> None:

@@ -40,8 +40,9 @@ def report(*flags: str, world: int = 8, steps: int = 3) -> dict[str, Any]:
     """Run the job as ``world`` ranks on fake CUDA tensors.
 
     Returns:
-        ``mesh``; ``state``: devices of the optimizer's state; ``log``: what the job printed; ``steps``: of each step
-        counts by description and line of ``syncs``, ``copies`` and ``collectives``, and of all ``operations``.
+        ``mesh``; ``state``: devices of the optimizer's state; ``allocator``: its settings; ``log``: what the job
+        printed; ``steps``: of each step counts by description and line of ``syncs``, ``copies`` and ``collectives``,
+        and of all ``operations``.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = [sys.executable, "-m", "tests.cuda_path.job", str(shim()), f"world={world}", f"steps={steps}"]

@@ -117,7 +117,8 @@ def test_no_import_cycle():
 def test_only_runtime_reads_the_environment():
     readers = {module_name(p) for p in sources() if re.search(r"\bos\.(environ|getenv)\b", p.read_text())}
     # The doctor compares variables of others (NCCL, gloo, Slurm) with the machine; it decides nothing by them.
-    assert readers == {"smp.environment", "smp.environment.malloc", "smp.runtime", "smp.doctor.system"}
+    environment = {"smp.environment", "smp.environment.malloc", "smp.environment.threads"}
+    assert readers == {*environment, "smp.runtime", "smp.doctor.system"}
 
 
 def test_only_known_places_parse_a_command_line():

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import smp.memory.tracker
+import tests.unit.test_choices
 import tests.unit.test_flags_faults
 import tests.unit.test_flags_model  # noqa: F401
 import train_lib

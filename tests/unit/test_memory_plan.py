@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import resource
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from smp import runtime
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, Settings
 from smp.dry_run import report, sharded_parameters
 from smp.errors import UserError
+from smp.faults.guard import Guard
+from smp.memory import limits
 from smp.memory.advice import changes_that_help
-from smp.memory.limits import available_memory
+from smp.memory.limits import agree_on_memory, available_memory
 from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
 from smp.memory.shape import Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
+from smp.train import run_plan
+from tests.distributed import run_distributed
+from tests.job import run_job
 
 WHOLE_LOGITS = Settings((ParallelConfig(), ActivationConfig(), LossConfig(loss_chunk_tokens=0)))
 WORK = Workload(sequence_length=4096, micro_batch_size=2, compute_bytes=2, settings=WHOLE_LOGITS)
@@ -162,6 +170,45 @@ def test_refusal_says_what_is_needed_and_what_there_is():
 def test_available_memory_is_shared_by_the_host():
     one, four = (available_memory(torch.device("cpu"), n) for n in (1, 4))
     assert 0 < four < one
+
+
+def test_a_gpus_process_asks_for_the_memory_of_its_own_device_alone(monkeypatch):
+    """Also where srun shows each of eight processes one GPU; each question to another GPU takes some of its memory."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append(("ask", device)) or (5 * GIB, 80 * GIB))
+    device = torch.device("cuda", 0)
+    assert available_memory(device, 8) == 5 * GIB
+    assert calls == [("set", device), ("ask", device)]  # in this order: asking makes a context on the current device
+
+
+def _check_agreed_memory():
+    limits.available_memory = lambda device, processes: (dist.get_rank() + 1) * GIB
+    assert agree_on_memory(torch.device("cpu"), 2) == GIB
+
+
+def test_ranks_agree_on_the_least_memory():
+    run_distributed(_check_agreed_memory, world_size=2)
+
+
+def a_gpu_each(rank):
+    """A rank's fake GPU, of which rank 1's is nearly full."""
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.mem_get_info = lambda device: ((80 - 79 * rank) * GIB, 80 * GIB)
+    run_plan.choose_device = lambda launch: torch.device("cuda", launch.local_rank)
+    run_plan.list_presets = list  # which takes seconds
+    Guard.refuse_crash_loop = lambda guard, step: None  # counts on the GPU
+    runtime.choose_backend = run_plan.choose_backend = lambda comm, device: "gloo"
+
+
+def test_a_job_that_does_not_fit_one_gpu_is_refused_by_all_ranks_alike(tmp_path):
+    words = ["--model", "llama7b", "--use_synthetic_data", 1, "--output_dir", tmp_path / "run"]
+    outcome = run_job(*words, world_size=2, prepare=a_gpu_each)
+    assert outcome.statuses == [2, 2] and "Traceback" not in outcome.output, outcome.output
+    (line,) = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: llama7b on 2 process\(es\) needs about .* and there are 1\.0 GiB for each: use ", line)
+    assert not (tmp_path / "run").exists()
 
 
 def test_available_memory_without_linux(monkeypatch):

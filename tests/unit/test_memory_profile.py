@@ -378,7 +378,7 @@ def test_advice_is_what_the_prediction_says():
 def little_memory(monkeypatch):
     """Jobs forked from here get little more memory than they have after planning."""
 
-    def limit(plan) -> None:
+    def limit(plan, available) -> None:
         held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
         room = int(held.split()[1]) * 1024 + 200 * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (room, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -127,6 +127,26 @@ def test_degree_rules_under_tensor_parallelism(strategy, degree, tp, expected):
 
 
 @pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"tp": 8}, (1, 2, True)),  # hybrid_shard would shard over one rank
+        ({"tp": 8, "world": 64}, (1, 8, True)),
+        ({"tp": 8, "world": 1024}, (1, 128, True)),
+        ({"tp": 16}, (1, 1, False)),
+        ({"tp": 16, "world": 32}, (1, 2, True)),  # a tensor-parallel group of two hosts
+        ({"tp": 8, "degree": 1}, (2, 1, False)),
+        ({"tp": 8, "degree": 4, "world": 64}, (2, 4, True)),
+        ({"tp": 4}, (2, 2, True)),
+        ({"tp": 2}, (2, 4, True)),
+        ({}, (2, 8, True)),
+        ({"local": 1}, (16, 1, False)),
+    ],
+)
+def test_strategy_that_is_not_given(change, expected):
+    assert degrees("auto", **change) == expected
+
+
+@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"tp": 3}, r"--tensor_parallel_degree 3 does not divide the 16 processes: choose one of 1, 2, 4, 8, 16$"),

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import smp
+from smp import runtime
 from smp.config import CommConfig
+from smp.environment.threads import set_default_threads, share_cores
 from smp.errors import UserError
 from smp.runtime import (
     Launch,
@@ -21,10 +23,9 @@ from smp.runtime import (
     process_group,
     read_launch,
     release_cache,
-    set_default_threads,
 )
 from tests.clock import HANG_SECONDS
-from tests.distributed import GROUP_SECONDS
+from tests.distributed import GROUP_SECONDS, run_distributed
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -86,6 +87,40 @@ def test_channels_and_threads(monkeypatch):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         set_default_threads(2)
         assert os.environ.pop("OMP_NUM_THREADS") == expected
+
+
+def _check_shares(rank_0, rank_1, variable, expected):
+    cores = (rank_0, rank_1)[dist.get_rank()]
+    os.sched_getaffinity = lambda pid: cores
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.update({"OMP_NUM_THREADS": variable} if variable else {})
+    torch.set_num_threads(2)
+    share_cores()
+    assert torch.get_num_threads() == expected
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "variable", "expected"),
+    [
+        (range(8), range(8), "1", 4),  # torchrun's
+        (range(8), range(8), None, 4),
+        (range(8), range(8), "3", 2),  # the user's: stays as it is
+        (range(6), range(6, 12), "1", 6),  # srun's: cores of its own
+        (range(1), range(1), "1", 1),
+    ],
+)
+def test_processes_that_update_on_the_cpu_share_its_cores(rank_0, rank_1, variable, expected):
+    run_distributed(_check_shares, rank_0, rank_1, variable, expected, world_size=2)
+
+
+@pytest.mark.parametrize(("offload", "device", "expected"), [(True, "cuda", 1), (False, "cuda", 0), (True, "cpu", 0)])
+def test_a_gpus_process_that_offloads_takes_its_share_of_the_cores(offload, device, expected, monkeypatch):
+    calls = []
+    monkeypatch.setattr(runtime, "_start_group", lambda *args: [])
+    monkeypatch.setattr(runtime, "share_cores", lambda: calls.append(1))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with process_group(CommConfig(), Launch(), torch.device(device), cpu_offload=offload):
+        assert len(calls) == expected
 
 
 def test_release_cache_gives_memory_back():

@@ -1,0 +1,32 @@
+"""Threads that a process computes with: its share of the host's cores."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity; macOS has none."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_default_threads(processes: int) -> None:
+    """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+
+
+def share_cores() -> None:
+    """Compute with this process's share of the cores that it may use, unless OMP_NUM_THREADS is above 1; collective.
+
+    torchrun sets OMP_NUM_THREADS to 1 where the user has not, so that 1 does not tell a wish. Launchers give each
+    process cores of its own, or the same to all of a host: ranks with the same cores share them.
+    """
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    everyone: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine := (socket.gethostname(), affinity))
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, available_cores() // everyone.count(mine)))
