@@ -29,6 +29,7 @@ from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.parallelize import compute_dtype, find_problems
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, choose_backend, choose_device
+from smp.train import garbage
 from smp.train.arguments import SECTIONS, TrainConfig
 
 # Each rank lists a step's samples.
@@ -280,7 +281,7 @@ def choose_settings(plan: RunPlan, available: int, *, accumulation: int) -> RunP
         return peak_bytes(shape, plan.mesh, work.changed(**values)) <= available
 
     situation = Situation(plan.model.hf_config, plan.settings, plan.device.type, accumulation, fits)
-    choices = choose(plan.given, situation, parallelize.CHOOSERS)
+    choices = choose(plan.given, situation, [*parallelize.CHOOSERS, garbage.choose])
     return dataclasses.replace(plan, choices=tuple(choices))
 
 

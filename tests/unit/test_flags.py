@@ -7,6 +7,7 @@ shown by its refusal, since what it starts exists on GPUs only.
 from __future__ import annotations
 
 import collections
+import gc
 import gzip
 import itertools
 import json
@@ -33,7 +34,7 @@ from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
-from smp.train import trainer
+from smp.train import garbage, trainer
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import planned_launch
 from smp.train.start import resolve
@@ -169,13 +170,25 @@ def test_profile_nsys(tmp_path):
 def test_handed_to_the_step(monkeypatch, tmp_path):
     seen: dict[str, list] = {"clip": [], "defer": [], "clean": []}
     clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
-    monkeypatch.setattr(trainer, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
+    monkeypatch.setattr(
+        trainer, "clip_grad_norm_", lambda m, bound, **k: seen["clip"].append(bound) or clip(m, bound, **k)
+    )
     monkeypatch.setattr(trainer, "set_gradient_sync", lambda m, **k: seen["defer"].append(k["defer"]) or sync(m, **k))
     monkeypatch.setattr(trainer, "release_cache", lambda device: seen["clean"].append(1))
     train([], tmp_path / "a")
     assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "clean": []}
     train(["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--clean_cache", 1], tmp_path / "b")
     assert seen == {"clip": [1.0, 1.0, 0.5, 0.5], "defer": [False, False, True, True], "clean": [1, 1]}
+
+
+@check("gc_freq")
+def test_gc_freq(monkeypatch, tmp_path):
+    collected = []
+    monkeypatch.setattr(garbage.gc, "collect", lambda generation=2: collected.append((generation, gc.isenabled())))
+    train([], tmp_path / "a")
+    assert collected == []
+    train(["--gc_freq", 1], tmp_path / "b")
+    assert collected == [(2, True), (1, False), (1, False)] and gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @check("training_dir", "use_synthetic_data", "zipped_data", "dataset_type", "tokenizer_name_or_dir",
