@@ -100,11 +100,19 @@ class Saver:
             "save_failed": write is not None and write.failure is not None,
         }
 
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint follows ``step``, the number of updates done."""
+        return bool(self._due(step, stop=False))
+
+    def _due(self, step: int, *, stop: bool) -> list[_Target]:
+        last = stop or step == self._max_steps
+        return [t for t in self._targets if last or (step >= t.due if t.every is None else step % t.every == 0)]
+
     def after_step(self, counts: dict[str, int], manifest: Callable[[], Manifest], *, step: int, stop: bool) -> None:
         """Finish what has been written, and save what is due.
 
         Args:
-            counts: over all ranks, of :meth:`flags`.
+            counts: over all ranks, of :meth:`flags`; those of an earlier step if nothing is due.
             manifest: gives all but kind, files and tensors.
             step: updates done.
             stop: the run is about to end, whatever ``step`` is.
@@ -112,8 +120,7 @@ class Saver:
         Raises:
             RunError: a checkpoint could not be written and the run is not to go on without.
         """
-        last = stop or step == self._max_steps
-        due = [t for t in self._targets if last or (step >= t.due if t.every is None else step % t.every == 0)]
+        last, due = stop or step == self._max_steps, self._due(step, stop=stop)
         started, failure = time.perf_counter(), None
         trained = started - self._started - self._paused
         try:

@@ -13,17 +13,48 @@ from smp.errors import UserError
 T = TypeVar("T")
 
 
-def count(device: torch.device, **flags: bool) -> dict[str, int]:
-    """Count the ranks that raised each flag; collective, with the same flags in the same order.
+class Readback:
+    """Numbers of a device on their way to the host, which need not wait for them until it reads.
+
+    Args:
+        values: 1-D; may change as soon as this returns.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self._values, self._arrived = values, None
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(values.device).record_event()
+
+    def read(self) -> list[Any]:
+        """Return the numbers; waits for the device to have come to where this was made."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
+def count_later(device: torch.device, **flags: bool) -> Callable[[], dict[str, int]]:
+    """Begin to count the ranks that raised each flag; collective, with the same flags in the same order.
 
     Args:
         device: of the reduced tensor; the one that the process group's backend needs.
         flags: this rank's.
+
+    Returns:
+        Function that waits for the counts and returns them.
     """
-    raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int64, device=device)
+    mine = torch.tensor([int(value) for value in flags.values()], pin_memory=device.type == "cuda")
+    raised = mine.to(device, non_blocking=True)
     if dist.get_world_size() > 1:
         dist.all_reduce(raised)
-    return dict(zip(flags, raised.tolist(), strict=True))
+    counts = Readback(raised)
+    return lambda: dict(zip(flags, counts.read(), strict=True))
+
+
+def count(device: torch.device, **flags: bool) -> dict[str, int]:
+    """Count the ranks that raised each flag, as :func:`count_later`, and wait for the counts."""
+    return count_later(device, **flags)()
 
 
 def together(action: Callable[[], T]) -> T:

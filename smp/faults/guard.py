@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from smp import comm
 from smp.errors import RunError
-from smp.faults.agreement import count
+from smp.faults.agreement import count, count_later
 from smp.faults.config import FaultConfig
 from smp.faults.nonfinite import NonFinite
 from smp.faults.peers import Members
@@ -44,7 +43,7 @@ class Guard:
         self.watchdog = Watchdog(launch.rank, timeout=config.watchdog_timeout, operations=comm.last_operations)
         self.enter = self.watchdog.enter
         self.nonfinite = NonFinite(config, run_dir)
-        self._count = functools.partial(count, device)
+        self._device = device
 
     def __enter__(self) -> Guard:
         self.stop.__enter__()
@@ -78,34 +77,41 @@ class Guard:
         """
         # Asked of all: on several hosts, each launcher counts restarts of its own.
         loop = self._launch.is_main and is_crash_loop(self._run_dir, self._launch.restart, step)
-        if self._count(loop=loop)["loop"]:
+        if count(self._device, loop=loop)["loop"]:
             raise RunError(
                 f"this restart begins at step {step}, as the {SAME_STARTS - 1} before it did: the job "
                 f"fails before its next checkpoint each time. See the first error above; start it again when that is "
                 f"mended, or with a smaller --checkpoint_freq"
             )
 
-    def agree(self, step: int, **flags: bool) -> tuple[dict[str, int], int]:
-        """Count the ranks that raise each flag at a step boundary, and decide whether to stop; collective.
+    def ask(self, **flags: bool) -> Callable[[], dict[str, int]]:
+        """Begin to count the ranks that raise each flag at a step boundary, and those asked to stop; collective.
 
         Args:
-            step: the last one done.
             flags: further ones, counted in the same collective.
 
         Returns:
-            The counts, and 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
+            Function that returns the counts, for :meth:`verdict`.
         """
         self.enter("agreement")
-        counts = self._count(stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
+        return count_later(self._device, stop=self.stop.raised, interrupt=self.stop.interrupted, **flags)
+
+    def verdict(self, counts: Mapping[str, int], step: int) -> int:
+        """Return 0 to go on, 75 after a request to stop, 130 after Ctrl-C.
+
+        Args:
+            counts: the same on every rank.
+            step: the last one done.
+        """
         if not counts["stop"]:
-            return counts, 0
+            return 0
         logger.warning(
             "%d of %d ranks were asked to stop: ending at step %d.", counts["stop"], dist.get_world_size(), step
         )
-        return counts, INTERRUPTED if counts["interrupt"] else STOPPED
+        return INTERRUPTED if counts["interrupt"] else STOPPED
 
     def part(self, status: int) -> None:
         """Leave the job after the last collective: from here on each rank ends by itself; collective."""
         self.enter("end")
-        self._count(done=True)
+        count(self._device, done=True)
         self.watchdog.leave(status, self._timeout)

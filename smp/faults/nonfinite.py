@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from smp.errors import RunError
 from smp.faults.config import FaultConfig
@@ -34,17 +33,13 @@ def spread_nonfinite(loss: torch.Tensor) -> torch.Tensor:
     return loss * (1 + 0 * loss.detach())
 
 
-@torch.no_grad()
-def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Return the names of the parameters whose gradient, in this rank's shard, is not finite."""
-    found = []
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if not bool(local.isfinite().all()):
-                found.append(name)
-    return found
+def nonfinite_gradients(model: nn.Module, norms: dict[nn.Parameter, torch.Tensor]) -> list[str]:
+    """Return the names of the parameters whose gradient, in this rank's shard, is not finite.
+
+    Args:
+        norms: of the gradients of this rank, from :func:`smp.parallel.grad_norm.clip_grad_norm_`.
+    """
+    return [name for name, p in model.named_parameters() if p in norms and not math.isfinite(float(norms[p]))]
 
 
 class NonFinite:

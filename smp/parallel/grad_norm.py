@@ -41,27 +41,32 @@ def _computing_device(gradient: torch.Tensor) -> torch.device:
     return gradient.device
 
 
-def _norm_power(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the ``norm_type``-th power of the norm of local gradients (for infinity: the norm), 0-d, fp32 or finer."""
+def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Return the norm of each local gradient, 0-d, fp32 or finer."""
     if math.isinf(norm_type):  # undefined for an empty shard
         gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        by_dtype[gradient.dtype].append(gradient)
-    found: list[torch.Tensor] = []
-    for dtype, own in by_dtype.items():
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, gradient in enumerate(gradients):
+        by_dtype[gradient.dtype].append(index)
+    found: dict[int, torch.Tensor] = {}
+    for dtype, indices in by_dtype.items():
         wide = torch.promote_types(dtype, torch.float32)  # a norm above 65504 would be infinite in fp16
+        own = [gradients[index] for index in indices]
         if norm_type in (1.0, 2.0, math.inf):
-            found += torch._foreach_norm(own, norm_type, dtype=wide)
+            norms = list(torch._foreach_norm(own, norm_type, dtype=wide))
         else:
-            found += [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in own]
-    norms = torch.stack(found)
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+            norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in own]
+        found.update(zip(indices, norms, strict=True))
+    return [found[index] for index in range(len(gradients))]
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter] | nn.Module, max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[nn.Parameter] | nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    norms: dict[nn.Parameter, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; collective.
 
@@ -72,6 +77,7 @@ def clip_grad_norm_(
         parameters: a module or its parameters; those without a gradient are skipped.
         max_norm: the bound; 0 or infinity only measures.
         norm_type: of the p-norm, above 0; may be infinity.
+        norms: receives the norm of each parameter's gradient on this rank, 0-d.
 
     Returns:
         The norm before clipping, a 0-d tensor, the same on every rank. If it is not finite, nothing is scaled.
@@ -85,19 +91,23 @@ def clip_grad_norm_(
         raise UserError(f"clip_grad_norm_: norm_type is {norm_type}: give a number above 0, or infinity")
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    by_groups: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    by_groups: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = defaultdict(list)
     device = None
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             found = _computing_device(gradient)
             device = found if device is None or found.type == "cuda" else device
-            by_groups[_sharded_groups(gradient)].append(local_tensor(gradient))
+            by_groups[_sharded_groups(gradient)].append((parameter, local_tensor(gradient)))
     if not by_groups:
         return torch.tensor(0.0)
     largest = math.isinf(norm_type)
     powers = []
     for groups in sorted(by_groups, key=_order):  # the order of parameters may differ between ranks
-        power = _norm_power(by_groups[groups], norm_type).to(device)
+        own = _norms([gradient for _, gradient in by_groups[groups]], norm_type)
+        if norms is not None:
+            norms.update((parameter, norm) for (parameter, _), norm in zip(by_groups[groups], own, strict=True))
+        stacked = torch.stack(own)
+        power = (stacked.max() if largest else stacked.pow(norm_type).sum()).to(device)
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         powers.append(power)
@@ -108,6 +118,7 @@ def clip_grad_norm_(
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         # Unscaled gradients still show which parameter is not finite.
         scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))
-        for gradients in by_groups.values():
+        for pairs in by_groups.values():
+            gradients = [gradient for _, gradient in pairs]
             torch._foreach_mul_(gradients, scale.to(gradients[0]))
     return norm

@@ -23,7 +23,9 @@ import yaml
 from smp.checkpoint.config import CheckpointConfig
 from smp.compat.retired import RETIRED
 from smp.config import (
+    AUTO,
     ActivationConfig,
+    Auto,
     CommConfig,
     LossConfig,
     ParallelConfig,
@@ -76,6 +78,13 @@ class RunConfig(Section):
     )
     dry_run_world_size: int | None = setting(
         None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1, maximum=65536
+    )
+    gc_freq: int | Auto = setting(
+        AUTO,
+        "Steps between Python's garbage collections, by all ranks together. 0: whenever Python decides. auto: 50 on "
+        "GPUs.",
+        minimum=0,
+        plain=0,
     )
     profile_nsys: bool = setting(False, "Start the CUDA profiler (nsys) at the third step; needs a GPU.")
 

@@ -29,6 +29,7 @@ from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.parallelize import compute_dtype, find_problems
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend, choose_device
+from smp.train import garbage
 from smp.train.arguments import SECTIONS, TrainConfig
 
 # Each rank lists a step's samples.
@@ -289,7 +290,7 @@ def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
         return peak_bytes(shape, job.mesh, work.changed(**values)) <= USABLE * available
 
     situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits)
-    return choose(job.settings, situation, parallelize.CHOOSERS)
+    return choose(job.settings, situation, [*parallelize.CHOOSERS, garbage.choose])
 
 
 def refuse_too_large(job: Job, available: int) -> None:

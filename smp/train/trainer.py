@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.saver import Saver
 from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
+from smp.faults.agreement import Readback
 from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
 from smp.log import get_logger
@@ -26,8 +31,11 @@ from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import reshard, set_gradient_sync
 from smp.runtime import release_cache
+from smp.train.arguments import RunConfig
+from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
+from smp.train.optimizer import step_unless
 from smp.train.report import (
     describe,
     draw_curves,
@@ -60,82 +68,145 @@ class Trainer:
     val_loss: float | None = None  # of the current step, if it was validated
 
 
+# Steps whose results the host leaves on their way while it goes on: on a GPU it runs ahead of the device.
+LAG = {"cpu": 0, "cuda": 1}
+
+
 def train(trainer: Trainer) -> int:
-    """Run the training loop; returns the exit status: 0, or that of a request to stop."""
-    plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
+    """Run the training loop; returns the exit status: 0, or that of a request to stop.
+
+    Results of a step and the ranks' flags are read :data:`LAG` steps late, but at once where a validation, a checkpoint
+    or the end follows: these never see a step that has not been looked at.
+    """
+    plan, start, state = trainer.plan, trainer.start, trainer.state
     if state.step >= start.max_steps:
         logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, start.max_steps)
         return 0
-    batches = iter(plan.train_data)
+    collect_every = cast(int, plan.settings[RunConfig].gc_freq)
+    with collected_together() if collect_every else contextlib.nullcontext():
+        return _steps(trainer, collect_every)
+
+
+def _steps(trainer: Trainer, collect_every: int) -> int:
+    """Run the steps; returns the exit status."""
+    plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
+    batches, lag = iter(plan.train_data), LAG[plan.device.type]
     watch, guard = Stopwatch(state.step), trainer.guard
+    pending: collections.deque[_Done] = collections.deque()
+    asked: collections.deque[Callable[[], dict[str, int]]] = collections.deque()
     while state.step < start.max_steps:
         if config.run.profile_nsys and state.step == start.progress.step + 2:
             torch.cuda.profiler.start()
-        # As in SMP v2: later steps would repeat the first ones.
-        early = state.step < start.progress.step + 5
-        lr = set_lr(trainer.optimizer, config.lr, state.step, max_steps=start.max_steps)
-        record = functools.partial(trainer.memory.record, step=state.step) if early else _nothing
-        guard.enter("data", state.step + 1)
-        batch = next(batches)
-        with profile_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
-            result = train_step(
-                trainer.model,
-                trainer.optimizer,
-                batch,
-                device=plan.device,
-                grad_clip=config.optim.grad_clip,
-                loss_group=trainer.mesh.loss.group,
-                defer_sync=config.parallel.defer_gradient_sync,
-                keep_gathered=not plan.settings[ParallelConfig].reshard_between_microbatches,
-                record=mark,
-                enter=guard.enter,
-            )
-        if config.activation.clean_cache:
-            release_cache(plan.device)
-        state.step += 1
-        state.samples += start.global_batch_size
-        state.tokens += result.tokens
-        if not result.tokens:
-            logger.warning("Step %d had no valid token in any sample: its update was skipped.", state.step)
-        if result.nonfinite is not None:
-            state.skipped += 1
-            guard.nonfinite.handle(
-                step=state.step,
-                skipped=state.skipped,
-                loss=float(result.loss_sum),
-                grad_norm=float(result.grad_norm),
-                lr=lr,
-                sample_ids=batch.sample_ids.tolist(),
-                parameters=result.nonfinite,
-            )
-        if config.logging.due(state.step, max_steps=start.max_steps):
-            trainer.metrics.train_step(
-                state.step,
-                loss=result.loss(),
-                lr=lr,
-                grad_norm=float(result.grad_norm),
-                tokens=state.tokens,
-                samples=state.samples,
-                step_time_s=watch.mean_seconds(state.step),
-                memory=memory_stats(plan.device),
-            )
-        if config.data.validation_freq and state.step % config.data.validation_freq == 0:
+        pending.append(_run_step(trainer, batches))
+        step = state.step
+        every = config.data.validation_freq
+        validates = every is not None and step % every == 0
+        keep = 0 if validates or step == start.max_steps or trainer.saver.due(step) else lag
+        while len(pending) > keep:
+            _settle(trainer, pending.popleft(), watch)
+        if validates:
             guard.enter("validation")
             with watch.paused():
                 trainer.val_loss = validate(trainer)
-                trainer.metrics.validation(state.step, loss=trainer.val_loss)
+                trainer.metrics.validation(step, loss=trainer.val_loss)
         with watch.paused():
-            counts, status = guard.agree(state.step, **trainer.saver.flags())
+            asked.append(guard.ask(**trainer.saver.flags()))
+            counts = dict.fromkeys(("stop", "save_ended", "save_failed"), 0)
+            while len(asked) > keep:  # the latest that is read has all that earlier ones had
+                counts = asked.popleft()()
+            status = guard.verdict(counts, step)
+            while status and pending:
+                _settle(trainer, pending.popleft(), watch)
             guard.enter("checkpoint")
             _save_if_due(trainer, counts=counts, stop=status != 0)
-        if status and state.step < start.max_steps:
+        if status and step < start.max_steps:
             logger.warning(
                 "Stopped on request at step %d, with a checkpoint: run again with --resume_from_checkpoint latest.",
-                state.step,
+                step,
             )
             return status
         trainer.val_loss = None
+        collect_if_due(step, collect_every)
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A step whose numbers are on their way to the host."""
+
+    step: int
+    samples: int  # since the start of training, all ranks
+    lr: float
+    sample_ids: torch.Tensor
+    result: StepResult
+    logged: bool
+    numbers: Readback  # loss over all ranks, if it is logged; this rank's loss; gradient norm; valid tokens
+
+
+def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
+    """Enqueue one step; the host does not wait for it."""
+    plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
+    # As in SMP v2: later steps would repeat the first ones.
+    early = state.step < start.progress.step + 5
+    lr = set_lr(trainer.optimizer, config.lr, state.step, max_steps=start.max_steps)
+    record = functools.partial(trainer.memory.record, step=state.step) if early else _nothing
+    trainer.guard.enter("data", state.step + 1)
+    batch = next(batches)
+    with profile_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
+        result = train_step(
+            trainer.model,
+            trainer.optimizer,
+            batch,
+            device=plan.device,
+            grad_clip=config.optim.grad_clip,
+            loss_group=trainer.mesh.loss.group,
+            defer_sync=config.parallel.defer_gradient_sync,
+            keep_gathered=not plan.settings[ParallelConfig].reshard_between_microbatches,
+            record=mark,
+            enter=trainer.guard.enter,
+        )
+    if config.activation.clean_cache:
+        release_cache(plan.device)
+    state.step += 1
+    state.samples += start.global_batch_size
+    logged = config.logging.due(state.step, max_steps=start.max_steps)
+    numbers = Readback(result.numbers(over_all_ranks=logged))
+    return _Done(state.step, state.samples, lr, batch.sample_ids, result, logged, numbers)
+
+
+def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
+    """Read the numbers of a step, and do what follows from them.
+
+    Raises:
+        RunError: on every rank, if its update was left out and the run is to stop.
+    """
+    loss, own_loss, grad_norm, tokens = done.numbers.read()
+    state = trainer.state
+    state.tokens += int(tokens)
+    if not tokens:
+        logger.warning("Step %d had no valid token in any sample: its update was skipped.", done.step)
+    if not math.isfinite(grad_norm):
+        state.skipped += 1
+        trainer.guard.nonfinite.handle(
+            step=done.step,
+            skipped=state.skipped,
+            loss=own_loss,
+            grad_norm=grad_norm,
+            lr=done.lr,
+            sample_ids=done.sample_ids.tolist(),
+            parameters=nonfinite_gradients(trainer.model, done.result.norms),
+        )
+    if done.logged:
+        trainer.metrics.train_step(
+            done.step,
+            loss=loss / max(tokens, 1),
+            lr=done.lr,
+            grad_norm=grad_norm,
+            tokens=state.tokens,
+            samples=done.samples,
+            step_time_s=watch.mean_seconds(done.step),
+            memory=memory_stats(trainer.plan.device),
+        )
 
 
 def _nothing(tag: str) -> None:
@@ -144,19 +215,31 @@ def _nothing(tag: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Results of one step for the log: device tensors, read only when logged."""
+    """Results of one step: device tensors, which the host need not wait for."""
 
-    loss_sum: torch.Tensor  # 0-d, this rank's sum of token losses
-    tokens: int  # valid tokens of the whole global batch
+    loss_sum: torch.Tensor  # 0-d fp64, this rank's sum of token losses
+    valid: torch.Tensor  # 0-d, valid tokens of the whole global batch
     grad_norm: torch.Tensor  # 0-d
+    norms: dict[nn.Parameter, torch.Tensor]  # of each gradient on this rank, 0-d
     loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
-    nonfinite: list[str] | None = None  # parameters of this rank with such a gradient; None: none on any rank
+
+    def numbers(self, *, over_all_ranks: bool) -> torch.Tensor:
+        """Return the sum of losses, over all ranks or this rank's; this rank's; the norm; the tokens; ``(4,)`` fp64."""
+        total = self.loss_sum
+        if over_all_ranks:
+            total = total.clone()
+            dist.all_reduce(total, group=self.loss_group)
+        return torch.stack([total, self.loss_sum, self.grad_norm.to(total), self.valid.to(total)])
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of the whole global batch; waits for the device."""
+        return int(self.valid)
 
     def loss(self) -> float:
-        """Return the mean loss over the global batch's valid tokens; collective."""
-        total = self.loss_sum.clone()
-        dist.all_reduce(total, group=self.loss_group)
-        return float(total) / max(self.tokens, 1)
+        """Return the mean loss over the global batch's valid tokens; collective, and waits for the device."""
+        total, _, _, tokens = self.numbers(over_all_ranks=True).tolist()
+        return total / max(tokens, 1)
 
 
 def train_step(
@@ -174,8 +257,11 @@ def train_step(
 ) -> StepResult:
     """Run one optimizer step: count tokens, accumulate gradients, clip, update; collective.
 
+    The device leaves the update out where the gradients are not finite, or no token of the batch is valid.
+
     Args:
         model: the prepared model.
+        optimizer: a fused AdamW.
         batch: this rank's micro-batches.
         grad_clip: bound of the global gradient norm; 0 only measures.
         loss_group: the ranks over which losses and token counts are summed; None: all.
@@ -184,7 +270,8 @@ def train_step(
         record: called with the name of each phase, for the memory tracker.
         enter: called with the name of each phase, for the watchdog.
     """
-    valid = torch.tensor(sum(count_valid_tokens(m["labels"]) for m in batch.microbatches), device=device)
+    count = sum(count_valid_tokens(m["labels"]) for m in batch.microbatches)
+    valid = torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
     counted = dist.all_reduce(valid, group=loss_group, async_op=True)
     record("Before train step")
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
@@ -201,15 +288,13 @@ def train_step(
         loss_sum += loss.detach()
     record("After train step")
     enter("optimizer")
-    grad_norm = clip_grad_norm_(model, grad_clip)
-    tokens = int(valid)
-    nonfinite = None if bool(grad_norm.isfinite()) else nonfinite_gradients(model)
-    if tokens and nonfinite is None:
-        optimizer.step()
+    norms: dict[nn.Parameter, torch.Tensor] = {}
+    grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
+    step_unless(optimizer, ~grad_norm.isfinite() | (valid == 0))
     # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
-    return StepResult(loss_sum, tokens, grad_norm, loss_group, nonfinite)
+    return StepResult(loss_sum, valid, grad_norm, norms, loss_group)
 
 
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -51,7 +51,7 @@ def is_cuda(kwargs: dict[str, Any]) -> bool:
 
 def _number(dtype: torch.dtype, place: str) -> float | bool:
     """Return what is read from a fake tensor: no rank raises a flag, any other number is 1."""
-    if place.startswith("smp/faults/"):
+    if place.startswith("smp/faults/") and not dtype.is_floating_point:
         return 0
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 

@@ -45,13 +45,13 @@ def broken_gradient(own: int) -> None:
     """``prepare``: one element of one rank's gradient is infinite in the second step, before the norm."""
     inner, count = trainer.clip_grad_norm_, 0
 
-    def clip(model, bound):
+    def clip(model, bound, **options):
         nonlocal count
         count += 1
         if own == 1 and count == 2:
             weight = model.get_parameter("model.layers.1.mlp.down_proj.weight")
             weight.grad.to_local().view(-1)[0] = math.inf
-        return inner(model, bound)
+        return inner(model, bound, **options)
 
     trainer.clip_grad_norm_ = clip
 

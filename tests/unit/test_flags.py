@@ -7,6 +7,7 @@ shown by its refusal, since what it starts exists on GPUs only.
 from __future__ import annotations
 
 import collections
+import gc
 import gzip
 import itertools
 import json
@@ -34,7 +35,7 @@ from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
-from smp.train import trainer
+from smp.train import garbage, trainer
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import planned_launch
 from smp.train.start import resolve
@@ -170,7 +171,9 @@ def test_profile_nsys(tmp_path):
 def test_handed_to_the_step(monkeypatch, tmp_path):
     seen: dict[str, list] = {"clip": [], "defer": [], "keep": [], "clean": []}
     clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
-    monkeypatch.setattr(trainer, "clip_grad_norm_", lambda m, bound: seen["clip"].append(bound) or clip(m, bound))
+    monkeypatch.setattr(
+        trainer, "clip_grad_norm_", lambda m, bound, **k: seen["clip"].append(bound) or clip(m, bound, **k)
+    )
 
     def noted(model, **values):
         seen["defer"].append(values["defer"])
@@ -186,6 +189,16 @@ def test_handed_to_the_step(monkeypatch, tmp_path):
     words = ["--grad_clip", 0.5, "--defer_gradient_sync", 1, "--reshard_between_microbatches", 0, "--clean_cache", 1]
     train(words, tmp_path / "b")
     assert seen == {"clip": [0.5, 0.5], "defer": [True, True], "keep": [True, True], "clean": [1, 1]}
+
+
+@check("gc_freq")
+def test_gc_freq(monkeypatch, tmp_path):
+    collected = []
+    monkeypatch.setattr(garbage.gc, "collect", lambda generation=2: collected.append((generation, gc.isenabled())))
+    train([], tmp_path / "a")
+    assert collected == []
+    train(["--gc_freq", 1], tmp_path / "b")
+    assert collected == [(2, True), (1, False), (1, False)] and gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @check("training_dir", "use_synthetic_data", "zipped_data", "dataset_type", "tokenizer_name_or_dir",

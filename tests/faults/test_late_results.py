@@ -1,0 +1,111 @@
+"""Results that the host reads a step late, as on a GPU: the same run, to the step that each message names."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+import torch
+
+from smp.train import trainer
+from tests.clock import wait_until
+from tests.faults.jobs import JOB, at_call, checkpoints, last_step, wrapped
+from tests.faults.test_nonfinite import broken_loss, record
+from tests.faults.test_stop import HEARD
+from tests.job import losses, read_metrics, run_job, running_job
+from tests.resume.test_train import tensors
+
+SKIP = ["--nonfinite", "skip"]
+
+
+def late(prepare=lambda rank: None):
+    """``prepare``: as on a GPU."""
+
+    def both(rank: int) -> None:
+        trainer.LAG = {"cpu": 1}
+        prepare(rank)
+
+    return both
+
+
+def same(run, other, step: int) -> None:
+    """Metrics but for times, and the checkpoints of a step, are equal."""
+    timeless = [
+        [{k: v for k, v in line.items() if k in ("step", "loss", "lr", "grad_norm", "tokens")} for line in lines]
+        for lines in (read_metrics(run), read_metrics(other))
+    ]
+    assert timeless[0] == timeless[1]
+    first, second = tensors(run, step), tensors(other, step)
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--checkpoint_freq", 4, "--attn_pdrop", 0.2],
+        ["--checkpoint_freq", 2, "--checkpoint_type", "async_sharded", "--validation_freq", 3, "--logging_freq", 2],
+        [*SKIP, "--checkpoint_freq", 3],
+    ],
+    ids=["checkpoint", "asynchronous", "skip"],
+)
+def test_the_run_is_the_same(flags, tmp_path):
+    prepare = broken_loss(math.nan, at={2, 4, 6}) if "skip" in flags else lambda rank: None
+    job = [*JOB, *flags, "--max_steps", 7, "--num_kept_checkpoints", 9]
+    run_job(*job, "--output_dir", tmp_path / "now", world_size=2, prepare=prepare).succeeded()
+    run_job(*job, "--output_dir", tmp_path / "late", world_size=2, prepare=late(prepare)).succeeded()
+    same(tmp_path / "now", tmp_path / "late", 7)
+    assert checkpoints(tmp_path / "now") == checkpoints(tmp_path / "late")
+    if "skip" in flags:
+        now, then = ([{**line, "time": 0} for line in record(tmp_path / run)] for run in ("now", "late"))
+        assert now == then and [line["step"] for line in now] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("bad", "kept"), [(3, [2]), (4, [2]), (5, [2, 4]), (6, [2, 4])])
+def test_a_bad_step_ends_the_run_before_any_checkpoint_of_it(bad, kept, tmp_path):
+    """In the middle; at the step of a checkpoint; after one; at the last step."""
+    job = [*JOB, "--max_steps", 6, "--checkpoint_freq", 2, "--num_kept_checkpoints", 9, "--output_dir", tmp_path]
+    outcome = run_job(*job, world_size=2, prepare=late(broken_loss(math.nan, at={bad})))
+    assert outcome.statuses == [1, 1], outcome.output
+    assert checkpoints(tmp_path) == kept
+    assert f"Step {bad}: the loss is not finite on rank 1" in outcome.output
+    [line] = record(tmp_path)
+    assert (line["step"], line["action"]) == (bad, "stop")
+    assert [each["step"] for each in read_metrics(tmp_path)] == list(range(1, bad))
+
+
+def test_the_budget_counts_alike(tmp_path):
+    job = [*JOB, *SKIP, "--nonfinite_budget", 1, "--max_steps", 8, "--checkpoint_freq", 100, "--output_dir", tmp_path]
+    outcome = run_job(*job, world_size=2, prepare=late(broken_loss(math.nan, at={2, 5})))
+    assert outcome.statuses == [1, 1] and "2 updates have not been finite" in outcome.output, outcome.output
+    assert [(line["step"], line["action"]) for line in record(tmp_path)] == [(2, "skip"), (5, "stop")]
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_stopped_run_continues_bit_for_bit(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    job = [*JOB, "--max_steps", 9]
+    run_job(*job, "--output_dir", whole, world_size=2).succeeded()
+    here, go = tmp_path / "here", tmp_path / "go"
+
+    def prepare(rank: int) -> None:
+        def hold() -> None:
+            here.touch()
+            wait_until(go.exists)
+
+        if rank == 0:
+            wrapped("forward", at_call(4, hold))
+
+    resume = [*job, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
+    with running_job(*resume, world_size=2, prepare=late(prepare)) as first:
+        first.wait_until(here.exists)
+        first.signal(signal.SIGTERM, 0)
+        first.wait_until(lambda: HEARD in first.output)
+        go.touch()
+        outcome = first.wait()
+    assert outcome.statuses == [75, 75], outcome.output
+    assert "1 of 2 ranks were asked to stop: ending at step 5." in outcome.output
+    assert checkpoints(parts) == [5] and last_step(parts) == 5
+    run_job(*resume, world_size=2, prepare=late()).succeeded()
+    assert losses(parts) == losses(whole)
+    same(whole, parts, 9)
