@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp.config import ActivationConfig
 from smp.errors import ConfigError, UserError
@@ -157,6 +159,24 @@ def test_parameters_and_what_blocks_share_stay(tmp_path):
     assert len(memory) >= 2 * 3 and stay.isdisjoint(memory)
     hidden.sum().backward()
     assert made.loads == made.puts
+
+
+def test_fake_tensors_leave_and_return_as_real_ones_do():
+    """They have no address: all are at 0."""
+
+    def moved(mode):
+        with mode:
+            blocks, made = [Attending() for _ in range(4)], Counting(HostStore())
+            apply_activation_offload(blocks, made, horizon=1, minimum_bytes=0)
+            mask, hidden = torch.rand(64, 32), torch.rand(64, 32).requires_grad_()
+            for block in blocks:
+                hidden = block(hidden, mask)
+            hidden.sum().backward()
+            assert made.loads == made.puts
+            return made.puts
+
+    real = moved(contextlib.nullcontext())
+    assert real >= 2 * 3 and moved(FakeTensorMode()) == real and moved(torch.device("meta")) == 0
 
 
 def test_a_change_in_place_is_noticed(tmp_path):
