@@ -1,0 +1,126 @@
+"""A dispatch mode that lists synchronisations, copies between devices and collectives, with file and line."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import sys
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cuda_path import fake_cuda
+
+ROOT = str(pathlib.Path(__file__).parent.parent.parent) + "/"
+# Operations whose result has a size that the host must know.
+_SIZED_BY_VALUES = {
+    "aten.nonzero.default", "aten.masked_select.default", "aten.unique_dim.default", "aten._unique2.default",
+    "aten.equal.default", "aten.is_nonzero.default", "aten.repeat_interleave.Tensor", "aten.bincount.default",
+}  # fmt: skip
+
+
+def _short(path: str) -> str:
+    return path.rpartition("site-packages/")[2].removeprefix(ROOT)
+
+
+def where() -> str:
+    """Return the innermost line of smp on the stack, and the innermost of transformers or torch's FSDP inside it."""
+    frame, library, program = sys._getframe(2), "", ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(ROOT + "smp/"):
+            return f"{_short(path)}:{frame.f_code.co_qualname}" + (f" <- {library}" if library else "")
+        if path.startswith(ROOT + "tests/") and "cuda_path/audit" not in path and "fake_cuda" not in path:
+            program = program or f"{_short(path)}:{frame.f_code.co_qualname}"
+        if not library and any(part in path for part in ("/transformers/", "/fsdp/_fully_shard/", "/torch/optim/")):
+            library = f"{_short(path)}:{frame.f_code.co_qualname}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return library or program or "autograd"
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def is_cuda(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+
+
+def _number(dtype: torch.dtype, place: str) -> float | bool:
+    """Return what is read from a fake tensor: no rank raises a flag, any other number is 1."""
+    if place.startswith("smp/faults/"):
+        return 0
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+class Audit(TorchDispatchMode):
+    """Count what a step does.
+
+    Attributes:
+        syncs, copies, collectives: counts by description and line.
+        operations: counts of all operations on the device.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+        self.clear()
+
+    def clear(self) -> None:
+        self.syncs: collections.Counter[str] = collections.Counter()
+        self.copies: collections.Counter[str] = collections.Counter()
+        self.collectives: collections.Counter[str] = collections.Counter()
+        self.operations: collections.Counter[str] = collections.Counter()
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Return the counts since :meth:`clear`."""
+        return {name: dict(getattr(self, name)) for name in ("syncs", "copies", "collectives", "operations")}
+
+    def __enter__(self) -> Audit:
+        fake_cuda.log = lambda what: self.syncs.update([f"{what} @ {where()}"])
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        fake_cuda.log = fake_cuda._ignore
+        super().__exit__(*exception)
+
+    def _copy(self, source: torch.Tensor, target: torch.device, non_blocking: bool) -> None:
+        if target.type == "meta" or source.device.type in ("meta", target.type):
+            return
+        how = "" if non_blocking else ", blocking"
+        text = f"{source.device.type} to {target.type}{how} @ {where()}"
+        self.copies[text] += 1
+        if not non_blocking:
+            self.syncs[f"copy {text}"] += 1
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._fake.from_tensor(tensor) if is_real(tensor) else tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func)
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if any(is_real(each) for each in tensors):  # batches are
+            if all(is_real(each) for each in tensors) and not is_cuda(kwargs):
+                with unset_fake_temporarily():
+                    return func(*args, **kwargs)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        if name == "aten._local_scalar_dense.default":
+            place = where()
+            if args[0].device.type == "cuda":
+                self.syncs[f"read a number @ {place}"] += 1
+            return _number(args[0].dtype, place)
+        if name == "aten._to_copy.default" and kwargs.get("device") is not None:
+            self._copy(args[0], torch.device(kwargs["device"]), bool(kwargs.get("non_blocking")))
+        elif name == "aten.copy_.default":
+            self._copy(args[1], args[0].device, bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
+        elif name in _SIZED_BY_VALUES and args[0].device.type == "cuda":
+            self.syncs[f"{name.split('.')[1]} @ {where()}"] += 1
+        elif name.startswith("c10d."):
+            self.collectives[f"{name.split('.')[1].strip('_')} @ {where()}"] += 1
+        found = func(*args, **kwargs)
+        if isinstance(found, torch.Tensor) and found.device.type == "cuda":
+            self.operations[name] += 1
+        return found

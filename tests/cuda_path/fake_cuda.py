@@ -1,0 +1,163 @@
+"""Stand-ins for what ``torch.cuda`` has in C++; waits and synchronisations are logged."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SHIM = pathlib.Path(__file__).with_name("shim.cpp")
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def build_shim(folder: pathlib.Path) -> pathlib.Path:
+    """Compile the shim against the headers of the installed torch, once per folder."""
+    from importlib.util import find_spec
+
+    spec = find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    torch = pathlib.Path(spec.submodule_search_locations[0])  # torch is not imported before the shim
+    digest = hashlib.sha256(SHIM.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    library = folder / f"cuda_shim_{digest}.so"
+    if not library.exists():
+        built = library.with_suffix(f".{os.getpid()}")
+        command = [compiler(), "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include", str(SHIM), "-o", built]
+        link = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+        subprocess.run([*map(str, command), *link], check=True, capture_output=True, text=True)
+        built.replace(library)
+    return library
+
+
+def load_shim(library: pathlib.Path) -> None:
+    """Load it; before torch is imported, which looks for CUDA once."""
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+Log = Callable[[str], None]
+_ignore: Log = lambda what: None  # noqa: E731
+log: Log = _ignore  # replaced by the audit
+
+
+class Stream:
+    count = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        import torch
+
+        self.device, self.priority, Stream.count = torch.device("cuda", 0), priority, Stream.count + 1
+        self.name = f"stream {Stream.count}"
+        self.cuda_stream = self.stream_id = Stream.count
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        log("synchronize stream")
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        _streams.stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _streams.stack.pop()
+
+
+class Event:
+    """An event; ``age`` counts the steps since it was recorded: waiting for an old one lets the host run ahead."""
+
+    now = 0
+
+    def __init__(self, *_: Any, **__: Any):
+        self.recorded: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded = Event.now
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        if self.recorded is not None:
+            age = Event.now - self.recorded
+            log(f"synchronize event of {age} step(s) ago" if age else "synchronize event")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class _Streams(threading.local):
+    def __init__(self) -> None:
+        self.stack = [default]
+
+
+default: Stream
+_streams: _Streams
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _streams.stack[-1]
+
+
+@contextlib.contextmanager
+def stream(chosen: Stream | None) -> Iterator[None]:
+    with chosen or contextlib.nullcontext():
+        yield
+
+
+def install(*, devices: int, memory: int = 80 << 30) -> None:
+    """Replace the parts of ``torch.cuda`` that a CPU build has not."""
+    global default, _streams
+    import torch
+
+    default = Stream()
+    _streams = _Streams()
+    cpu_state = torch.get_rng_state()
+    properties = type("Properties", (), {
+        "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": memory, "multi_processor_count": 132,
+        "uuid": "0", "warp_size": 32, "gcnArchName": "",
+    })()  # fmt: skip
+    for name, value in {
+        "Stream": Stream, "Event": Event, "current_stream": current_stream, "stream": stream, "StreamContext": stream,
+        "default_stream": lambda device=None: default,
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: devices,
+        "current_device": lambda: 0, "set_device": lambda device: None, "init": lambda: None,
+        "_lazy_init": lambda: None, "synchronize": lambda device=None: log("synchronize device"),
+        "memory_stats": lambda device=None: {}, "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0, "memory_reserved": lambda device=None: 0,
+        "max_memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
+        "mem_get_info": lambda device=None: (memory, memory), "empty_cache": lambda: None,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *a, **k: True,
+        "get_rng_state": lambda device=None: cpu_state, "set_rng_state": lambda state, device=None: None,
+        "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None, "_is_in_bad_fork": lambda: False,
+        "is_current_stream_capturing": lambda: False,
+    }.items():  # fmt: skip
+        setattr(torch.cuda, name, value)
+    torch.Tensor.record_stream = lambda self, stream: log("record_stream")
+    torch.Tensor.pin_memory = lambda self, *a, **k: self
+    torch.Tensor.is_pinned = lambda self, *a, **k: True

@@ -1,0 +1,159 @@
+"""A training job on fake CUDA tensors, from the command line's flags; prints its report as JSON.
+
+Run as a program, with the shim as its first argument, then ``key=value`` settings of this program, then flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    import tests.cuda_path.fake_cuda as fake_cuda
+
+    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
+else:
+    from tests.cuda_path import fake_cuda
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def _replace(owner: Any, name: str, make: Any, *, static: bool = False) -> None:
+    new = make(getattr(owner, name))
+    setattr(owner, name, staticmethod(new) if static else new)
+
+
+def _let_fakes_pass(mode: FakeTensorMode) -> None:
+    """Replace what looks at values, or takes a fake tensor for tracing."""
+    from transformers import masking_utils
+    from transformers.utils import import_utils
+
+    def outside(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return original(*args, **kwargs)
+
+        return call
+
+    def on_device(original: Any) -> Any:
+        def tensor(data: Any, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+            with unset_fake_temporarily():
+                made = original(data, dtype=dtype, **kwargs)
+            if device is None or torch.device(device).type == "cpu":
+                return made
+            return made.to(device)  # from pageable memory: a blocking copy
+
+        return tensor
+
+    _replace(DeviceMesh, "_concatenate", outside, static=True)
+    _replace(torch, "tensor", on_device)
+    for module in (import_utils, masking_utils):
+        for name in ("is_tracing", "is_torchdynamo_compiling", "is_torch_fx_proxy"):
+            if hasattr(module, name):
+                setattr(module, name, lambda *args, **kwargs: False)
+
+
+class EnoughError(Exception):
+    """Ends the run: its last checkpoint would read values."""
+
+
+def _let_run_pass(mode: FakeTensorMode) -> None:
+    """Replace what asks the other ranks, of which there are none, and what draws values."""
+    from smp.checkpoint import saver
+    from smp.faults.guard import Guard
+    from smp.parallel import parallelize
+    from smp.train import __main__ as job
+
+    def with_fake_buffers(build_on_meta: Any) -> Any:
+        def build(make: Any) -> Any:
+            with unset_fake_temporarily():
+                model = build_on_meta(make)
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = mode.from_tensor(buffer)
+            return model
+
+        return build
+
+    _replace(parallelize, "build_on_meta", with_fake_buffers)
+    parallelize.initialize_ = lambda model, rule, *, seed: None
+    dist.all_gather_object = lambda everyone, mine, group=None: everyone.__setitem__(
+        slice(None), [mine] * len(everyone)
+    )
+    dist.broadcast_object_list = lambda objects, *args, **kwargs: None
+    job.process_group = lambda *args, **kwargs: contextlib.nullcontext()
+    saver.forecast = lambda directory, nbytes: "fits"  # this machine's disk may be small
+    Guard.connected = lambda self: contextlib.nullcontext()
+    Guard.refuse_crash_loop = lambda self, step: None
+
+
+def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
+    """Run the job for some steps; returns the audit of each, from its batch to the next one's."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from smp.faults.guard import Guard
+    from smp.runtime import Launch
+    from smp.train import __main__ as job
+    from smp.train import trainer
+    from smp.train.arguments import parse_args
+    from smp.train.run_plan import make_plan
+    from tests.cuda_path.audit import Audit
+
+    world, wanted = settings.get("world", 8), settings.get("steps", 3)
+    fake_cuda.install(devices=min(world, 8))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    config = parse_args(flags)
+    plan = make_plan(config, Launch(0, world, 0, min(world, 8)))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _let_fakes_pass(mode)
+    _let_run_pass(mode)
+    audit, steps, optimizers = Audit(mode), [], []
+
+    def audited(train_step: Any) -> Any:
+        def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizers[:] = [optimizer]
+            if steps:
+                steps[-1] = audit.report()
+            if len(steps) == wanted:
+                raise EnoughError
+            steps.append({})
+            audit.clear()
+            fake_cuda.Event.now += 1
+            return train_step(model, optimizer, *args, **kwargs)
+
+        return step
+
+    def entered(prepare_model: Any) -> Any:
+        def prepare(*args: Any, **kwargs: Any) -> Any:  # the mesh is made before, from real tensors
+            modes.enter_context(mode)
+            modes.enter_context(audit)
+            return prepare_model(*args, **kwargs)
+
+        return prepare
+
+    _replace(trainer, "train_step", audited)
+    _replace(job, "prepare_model", entered)
+    guard = Guard(config.faults, plan.launch, plan.device, run_dir=plan.run_dir, timeout=60.0)
+    with contextlib.suppress(EnoughError), contextlib.ExitStack() as modes:
+        job.run(plan, guard)
+    devices = {str(value.device) for state in optimizers[0].state.values() for value in state.values()}
+    return {"mesh": str(plan.mesh), "steps": steps, "state": sorted(devices)}
+
+
+def main(argv: list[str]) -> None:
+    settings = dict(word.split("=") for word in argv if "=" in word and not word.startswith("--"))
+    flags = [word for word in argv if word.split("=")[0] not in settings]
+    with contextlib.redirect_stdout(sys.stderr):
+        report = run({name: int(value) for name, value in settings.items()}, flags)
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:])
