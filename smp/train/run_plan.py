@@ -18,6 +18,7 @@ from smp.config import Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
 from smp.errors import ConfigError, UserError
+from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
 from smp.memory.plan import check_fits, estimate_memory, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
@@ -285,7 +286,7 @@ def choose_settings(plan: RunPlan, available: int, *, accumulation: int) -> RunP
 
 
 def refuse_too_large(job: Job) -> None:
-    """Refuse a job whose predicted peak exceeds the available memory, before allocating.
+    """Refuse a job whose predicted peak exceeds the available memory of its device or host, before allocating.
 
     Raises:
         UserError: with the memory that each process needs and has, and the number of processes that would fit.
@@ -295,6 +296,16 @@ def refuse_too_large(job: Job) -> None:
     needed = estimate_memory(shape, job.mesh, work)
     advice = "" if sum(needed.values()) <= available else _advice(job, shape, work, available)
     check_fits(needed, available, model=job.model.name, processes=job.launch.world_size, advice=advice)
+    if (host := _host_memory(job, shape, work)) is not None:
+        check_host_memory(host, available_memory(torch.device("cpu"), job.launch.local_world_size))
+
+
+def _host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] | None:
+    """Predict the host memory of a rank on a GPU; None on a CPU, whose prediction has it."""
+    if job.device.type == "cpu":
+        return None
+    config = job.config.checkpoint
+    return estimate_host_memory(shape, job.mesh, work, is_async=config.is_async, is_local=config.is_local)
 
 
 def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
@@ -337,5 +348,6 @@ def dry_run(plan: RunPlan) -> None:
             shape=shape,
             work=work,
             available=available_memory(plan.device, plan.launch.local_world_size) if planned_here else None,
+            host=_host_memory(plan, shape, work),
         )
         print(text)
