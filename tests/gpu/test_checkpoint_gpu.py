@@ -26,7 +26,8 @@ pytestmark = [
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    # Objects are exchanged on the host: over NCCL, every exchange would synchronise the device.
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield resolve_mesh(ParallelConfig(), world_size=1, local_world_size=1).join("cuda")
     dist.destroy_process_group()
 
