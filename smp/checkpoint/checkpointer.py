@@ -203,10 +203,12 @@ class Checkpointer:
     def _copy_unguarded(self, pieces: list[Piece]) -> list[Piece]:
         """Copy what may change before this optimizer's step, which alone waits for the background copy."""
         later = changed_by(self._optimizer, self._model)
-        now = [p for p in pieces if p.name not in later]
-        copies = {p.name: p._replace(tensor=p.tensor.clone()) for p in now if not p.tensor.is_cuda}
-        copies |= {p.name: p for p in self._copies([p for p in now if p.tensor.is_cuda])}
-        return [copies.get(p.name, p) for p in pieces]
+
+        def copied(piece: Piece) -> Piece:
+            # From a GPU into host memory that is reserved by now; this stream copies, and the host does not wait.
+            return self._copies([piece])[0] if piece.tensor.is_cuda else piece._replace(tensor=piece.tensor.clone())
+
+        return [p if p.name in later else copied(p) for p in pieces]
 
     def _require_agreement(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         """Refuse ranks that are about to save different things; collective."""
