@@ -130,6 +130,8 @@ def test_buffers_are_parts_of_one_range():
         assert inside == [True, True, False, True]
         assert all(torch.equal(one.tensor, other) for one, other in zip(copied, tensors, strict=True))
         assert [p.tensor.data_ptr() for p in copies(pieces)] == [p.tensor.data_ptr() for p in copied] and len(log) == 1
+        del copies, copied
+        assert not locked
 
 
 def test_memory_that_cannot_be_locked():
