@@ -77,8 +77,14 @@ def report(
     work: Workload,
     available: int | None,
     choices: Sequence[Choice] = (),
+    host: dict[str, int] | None = None,
 ) -> str:
-    """Format the result of a dry run: the mesh, the memory table of one rank, what is chosen, and the legal degrees."""
+    """Format the result of a dry run: the mesh, the memory table of one rank, what is chosen, and the legal degrees.
+
+    Args:
+        available: bytes that a rank may use; None if it is planned for another machine.
+        host: prediction of the host memory of a rank on a GPU.
+    """
     shapes = sharded_parameters(resolved, mesh, work.settings)
     held = sum(local.numel() for _, local in shapes.values())
     return "\n".join(
@@ -89,6 +95,7 @@ def report(
             "predicted peak of each rank:",
             memory_table(estimate_memory(shape, mesh, work), available),
             "",
+            *([] if host is None else ["predicted host memory of each rank:", memory_table(host, None), ""]),
             *(["settings that are auto:", *map(str, choices), ""] if choices else []),
             f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, mesh)}",
             "",

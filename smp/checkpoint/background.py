@@ -1,17 +1,20 @@
 """Write a rank's part of a checkpoint, at once or in a thread beside training.
 
 Parameters and optimizer state change in the optimizer's update alone. So a thread copies them beside the next forward
-and backward pass, and only that update waits for the copy.
+and backward pass, and only that update waits for the copy. On a GPU its stream waits, and the host does not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import mmap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,11 @@ from smp.checkpoint.safetensors_io import Piece
 from smp.checkpoint.shards import Snapshot
 from smp.checkpoint.storage import attempt
 from smp.checkpoint.writer import write_part
-from smp.errors import RunError
+from smp.comm.report import readable
+from smp.errors import RunError, UserError
+
+_ALIGNMENT = 512  # of a tensor in page-locked memory
+_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def to_host(pieces: list[Piece]) -> list[Piece]:
@@ -29,8 +36,30 @@ def to_host(pieces: list[Piece]) -> list[Piece]:
     return [piece._replace(tensor=piece.tensor.cpu().contiguous()) for piece in pieces]
 
 
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Return page-locked host memory: one range, as locking takes long.
+
+    Not of ``pin_memory``, whose allocator rounds up to powers of two. Shared memory, as a fork would part private pages
+    from those that the GPU writes to.
+
+    Raises:
+        UserError: the driver refuses.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)):
+        raise UserError(
+            f"{readable(nbytes)} of host memory for asynchronous checkpoints could not be page-locked (CUDA error "
+            f"{status}): run fewer processes on a host, or use --checkpoint_type sharded, which needs none"
+        )
+    return memory
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
 class HostCopies:
-    """Buffers in host memory that are kept from one save to the next: pinned for a GPU."""
+    """Buffers in host memory that are kept from one save to the next: page-locked for a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -38,20 +67,37 @@ class HostCopies:
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
+    def reserve(self, pieces: list[Piece]) -> int:
+        """Make the buffers that are missing, and return their bytes.
+
+        Raises:
+            UserError: they cannot be page-locked.
+        """
+        missing = [piece for piece in pieces if not _alike(self._buffers.get(piece.name), piece.tensor)]
+        ranges = [-(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in missing if piece.tensor.is_cuda]
+        if ranges:
+            memory = _pinned(sum(ranges))
+            # Not at the end of the process, whose memory goes anyway.
+            weakref.finalize(self, _unpin, memory).atexit = False
+            free = iter(memory.split(ranges))
+        for name, tensor, _ in missing:
+            if tensor.is_cuda:
+                self._buffers[name] = next(free)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            else:
+                self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return sum(piece.tensor.nbytes for piece in missing)
+
     def __call__(self, pieces: list[Piece]) -> list[Piece]:
-        """Copy, and return when the originals may change."""
-        copies = []
-        for piece in pieces:
-            buffer = self._buffers.get(piece.name)
-            if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
-                on_gpu = piece.tensor.device.type == "cuda"
-                buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=on_gpu)
-                self._buffers[piece.name] = buffer
-            buffer.copy_(piece.tensor, non_blocking=True)
-            copies.append(piece._replace(tensor=buffer))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copies
+        """Copy; from a GPU when the current stream gets there, which the host does not wait for."""
+        self.reserve(pieces)
+        for name, tensor, _ in pieces:
+            if tensor is not self._buffers[name]:
+                self._buffers[name].copy_(tensor, non_blocking=True)
+        return [piece._replace(tensor=self._buffers[piece.name]) for piece in pieces]
+
+
+def _alike(buffer: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 
 class PendingWrite:
@@ -80,7 +126,9 @@ class PendingWrite:
         self.temporary, self.manifest, self.seconds = temporary, manifest, 0.0
         self._snapshot, self._copy, self._check, self._rank = snapshot, copy, check, dist.get_rank()
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
-        self._copied = threading.Event()
+        self._copied = threading.Event()  # on a GPU: the copy has been asked for, and `_event` is set
+        self._device = next((p.tensor.device for p in snapshot.pieces if p.tensor.is_cuda), None)
+        self._event: Any = None
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
@@ -94,13 +142,12 @@ class PendingWrite:
 
     def start(self) -> None:
         """Begin :meth:`run` in a thread of its own."""
-        device = next((p.tensor.device for p in self._snapshot.pieces if p.tensor.device.type == "cuda"), None)
-        ready = None if device is None else torch.cuda.current_stream(device).record_event()
+        ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 
         def work() -> None:
             with contextlib.ExitStack() as stack:
                 if ready is not None:
-                    stack.enter_context(torch.cuda.device(device))
+                    stack.enter_context(torch.cuda.device(self._device))
                     stream = torch.cuda.Stream()
                     stack.enter_context(torch.cuda.stream(stream))
                     stream.wait_event(ready)
@@ -112,12 +159,19 @@ class PendingWrite:
 
     def _write(self) -> None:
         copied = dataclasses.replace(self._snapshot, pieces=self._copy(self._snapshot.pieces))
+        if self._device is not None:
+            done = torch.cuda.Event(blocking=True)  # the thread sleeps
+            self._event = torch.cuda.current_stream(self._device).record_event(done)
         self._copied.set()
+        if self._event is not None:
+            self._event.synchronize()
         write_part(self.temporary, copied.pieces, copied.shapes, rank=self._rank, check=self._check)
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors may change."""
+        """Return when the tensors may change; on a GPU by what the current stream is given to do from now on."""
         self._copied.wait()
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
     @property
     def ended(self) -> bool:

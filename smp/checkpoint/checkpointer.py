@@ -20,7 +20,7 @@ from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
-from smp.checkpoint.shards import snapshot_of
+from smp.checkpoint.shards import Snapshot, snapshot_of
 from smp.checkpoint.state import (
     alike,
     buffers_of,
@@ -149,6 +149,8 @@ class Checkpointer:
         manifest = together(lambda: self._manifest(step, extra))
         tensors = together(lambda: state_tensors(self._model, self._optimizer))
         self._require_agreement(step, tensors)
+        if not wait:
+            together(lambda: self._copies.reserve(self._snapshot(tensors).pieces))
         directory = self.storage.directory
         together(lambda: own(directory, self._name, self, step) if self.storage.leads else None)
         return self.write(manifest, wait=wait, verify=self._verify)
@@ -167,9 +169,7 @@ class Checkpointer:
         self.finish()
         manifest = dataclasses.replace(manifest, kind=self.storage.kind)
         temporary = self.storage.begin(checkpoint_name(self._name, manifest.step))
-        tensors = state_tensors(self._model, self._optimizer)
-        first = {f"model.{name}" for name, _ in buffers_of(self._model)}
-        snapshot = snapshot_of(tensors, everything=not self.storage.shared, of_rank0=first)
+        snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
         if not wait:
             snapshot = dataclasses.replace(snapshot, pieces=self._copy_unguarded(snapshot.pieces))
         copy = self._copies if self._copies or not wait else to_host
@@ -181,10 +181,34 @@ class Checkpointer:
             self.writing.start()
         return self.storage.directory / checkpoint_name(self._name, manifest.step)
 
+    def _snapshot(self, tensors: dict[str, torch.Tensor]) -> Snapshot:
+        first = {f"model.{name}" for name, _ in buffers_of(self._model)}
+        return snapshot_of(tensors, everything=not self.storage.shared, of_rank0=first)
+
+    def reserve(self) -> int:
+        """Make the host memory that writes in the background need, before the first; returns its bytes.
+
+        Adam's moments, which its first step makes, are counted by the parameters.
+
+        Raises:
+            UserError: it cannot be page-locked.
+        """
+        state = dict(self._optimizer.state)
+        if isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
+                step = torch.zeros((), device=parameter.device)
+                state.setdefault(parameter, {"step": step, "exp_avg": parameter, "exp_avg_sq": parameter})
+        return self._copies.reserve(self._snapshot(state_tensors(self._model, self._optimizer, state)).pieces)
+
     def _copy_unguarded(self, pieces: list[Piece]) -> list[Piece]:
         """Copy what may change before this optimizer's step, which alone waits for the background copy."""
         later = changed_by(self._optimizer, self._model)
-        return [p if p.name in later else p._replace(tensor=p.tensor.detach().cpu().clone()) for p in pieces]
+
+        def copied(piece: Piece) -> Piece:
+            # From a GPU into host memory that is reserved by now; this stream copies, and the host does not wait.
+            return self._copies([piece])[0] if piece.tensor.is_cuda else piece._replace(tensor=piece.tensor.clone())
+
+        return [p if p.name in later else copied(p) for p in pieces]
 
     def _require_agreement(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         """Refuse ranks that are about to save different things; collective."""

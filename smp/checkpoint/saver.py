@@ -20,6 +20,7 @@ from smp.checkpoint.disk_forecast import forecast, state_bytes
 from smp.checkpoint.layout import TEMPORARY, clean
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.storage import Storage
+from smp.comm.report import readable
 from smp.errors import RunError
 from smp.log import get_logger
 
@@ -83,14 +84,20 @@ class Saver:
     def prepare(self) -> None:
         """See that a checkpoint will have room, after deleting what interrupted saves have left.
 
+        For asynchronous ones from a GPU, page-lock the host memory that they are copied to, which takes seconds.
+
         Raises:
-            UserError: there is no room, or a directory cannot be written; on ranks that write there.
+            UserError: there is no room, or a directory cannot be written; on ranks that write there. Or the host
+                memory cannot be locked.
         """
         for storage in (target.checkpointer.storage for target in self._targets):
             if storage.leads:
                 clean(storage.directory, self._model_name)
                 nbytes = state_bytes(self._model, own=not storage.shared)
                 logger.info("A checkpoint in %s: %s.", storage.directory, forecast(storage.directory, nbytes))
+        if self._settings.is_async and next(self._model.parameters()).is_cuda:
+            nbytes = self._targets[0].checkpointer.reserve()
+            logger.info("Page-locked host memory for asynchronous checkpoints: %s.", readable(nbytes))
 
     def flags(self) -> dict[str, bool]:
         """Return the state of this rank's background write, to be counted over all ranks."""

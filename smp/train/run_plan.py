@@ -18,6 +18,7 @@ from smp.config import ParallelConfig, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
 from smp.errors import ConfigError, UserError
+from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
 from smp.memory.plan import USABLE, check_fits, estimate_memory, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
@@ -306,6 +307,16 @@ def refuse_too_large(job: Job, available: int) -> None:
     needed = estimate_memory(shape, job.mesh, work)
     advice = "" if sum(needed.values()) <= available else _advice(job, shape, work, available)
     check_fits(needed, available, model=job.model.name, processes=job.launch.world_size, advice=advice)
+    if (host := _host_memory(job, shape, work)) is not None:
+        check_host_memory(host, available_memory(torch.device("cpu"), job.launch.local_world_size))
+
+
+def _host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] | None:
+    """Predict the host memory of a rank on a GPU; None on a CPU, whose prediction has it."""
+    if job.device.type == "cpu":
+        return None
+    config = job.config.checkpoint
+    return estimate_host_memory(shape, job.mesh, work, is_async=config.is_async, is_local=config.is_local)
 
 
 def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
@@ -352,5 +363,6 @@ def dry_run(plan: RunPlan) -> None:
             work=work,
             available=available if plan.config.run.dry_run_world_size is None else None,
             choices=[*plan.choices, *others],
+            host=_host_memory(plan, shape, work),
         )
         print(text)

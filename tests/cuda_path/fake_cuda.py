@@ -151,6 +151,9 @@ def install(*, devices: int, memory: int = 80 << 30) -> None:
         "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": memory, "multi_processor_count": 132,
         "uuid": "0", "warp_size": 32, "gcnArchName": "",
     })()  # fmt: skip
+    runtime = type("Runtime", (), {
+        "cudaHostRegister": lambda self, address, nbytes, flags: 0, "cudaHostUnregister": lambda self, address: 0,
+    })()  # fmt: skip
     for name, value in {
         "Stream": Stream, "Event": Event, "current_stream": current_stream, "stream": stream, "StreamContext": stream,
         "default_stream": lambda device=None: default,
@@ -166,7 +169,8 @@ def install(*, devices: int, memory: int = 80 << 30) -> None:
         "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *a, **k: True,
         "get_rng_state": lambda device=None: cpu_state, "set_rng_state": lambda state, device=None: None,
         "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None, "_is_in_bad_fork": lambda: False,
-        "is_current_stream_capturing": lambda: False, "device": lambda device: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False, "cudart": lambda: runtime,
+        "device": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
     torch.Tensor.record_stream = lambda self, stream: log("record_stream")

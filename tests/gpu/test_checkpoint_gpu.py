@@ -26,7 +26,8 @@ pytestmark = [
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    # Objects are exchanged on the host: over NCCL, every exchange would synchronise the device.
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield resolve_mesh(ParallelConfig(), world_size=1, local_world_size=1).join("cuda")
     dist.destroy_process_group()
 
@@ -93,3 +94,25 @@ def test_an_asynchronous_copy_is_of_its_moment(mesh, tmp_path):
     assert [p.tensor.data_ptr() for p in one] == [p.tensor.data_ptr() for p in two]
     on_gpu = [piece for piece in one if not piece.name.startswith("rng.")]
     assert on_gpu and all(piece.tensor.is_pinned() for piece in on_gpu)
+
+
+def test_the_host_waits_for_no_copy_and_the_first_save_allocates_nothing(mesh, tmp_path):
+    model, optimizer = trained()
+    optimizer.state.clear()  # as before the first step
+    copies = HostCopies()
+    checkpointer = Checkpointer(Storage(tmp_path), model, optimizer, name="m", copies=copies)
+    checkpointer.reserve()
+    reserved = {name: buffer.data_ptr() for name, buffer in copies._buffers.items()}
+    step(model, optimizer)
+    expected = state(model, optimizer)
+    step_done = torch.cuda.Event()
+    torch.cuda._sleep(2 * 10**9)
+    step_done.record()
+    checkpointer.write(describe(), wait=False, verify=True)
+    step(model, optimizer)  # its update is queued behind the copy
+    assert not step_done.query()  # the device has not begun yet
+    checkpointer.finish()
+    check(tmp_path / "m-1steps", expected, mesh)
+    assert {name: buffer.data_ptr() for name, buffer in copies._buffers.items()} == reserved
+    tensors = [buffer for name, buffer in copies._buffers.items() if not name.startswith("rng.")]
+    assert tensors and all(buffer.is_pinned() for buffer in tensors)

@@ -20,6 +20,7 @@ from smp.errors import UserError
 from smp.faults.guard import Guard
 from smp.memory import limits
 from smp.memory.advice import changes_that_help
+from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import agree_on_memory, available_memory
 from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
 from smp.memory.shape import Workload, model_shape
@@ -246,3 +247,29 @@ def test_large_meshes_are_built_without_machines(name, world):
     text = report(resolved, degrees, shape=shape, work=work, available=None)
     assert f"dp_shard {world} x tp 1 = {world} processes" in text
     assert text.count("<- this job") == 1 and f"{shape.parameters:,}" in text
+
+
+def test_host_memory_of_ranks_on_gpus():
+    resolved, shape = shape_of("llama3_8b")
+    share = shape.parameters // 8 * 4
+
+    def host(mesh, work=WORK, **kinds):
+        return estimate_host_memory(shape, mesh, work, **{"is_async": True, "is_local": False, **kinds})
+
+    assert host(lay_out(1, 8)) == {"checkpoint copy": 3 * share, "process": host(lay_out(1, 8))["process"]}
+    assert host(lay_out(4, 8))["checkpoint copy"] == 3 * share // 4
+    assert host(lay_out(4, 8), is_local=True)["checkpoint copy"] == 3 * share
+    assert list(host(lay_out(1, 8), is_async=False)) == ["process"]
+    offloading = WORK.changed(cpu_offload=True, offload_activations=True, activation_loading_horizon=2)
+    needed = host(lay_out(1, 8), offloading)
+    assert (needed["parameters"], needed["optimizer state"]) == (share, 2 * share)
+    assert needed["offloaded activations"] == (shape.layers - 2) * 2 * 4096 * 4096 * 2  # inputs of the blocks, bf16
+    assert "offloaded activations" not in host(lay_out(1, 8), offloading.changed(offload_dir="/fast"))
+    check_host_memory(needed, 10**12)
+    with pytest.raises(
+        UserError, match=r"11\.\d GiB of host memory .*checkpoint copy 11\.\d.*use --checkpoint_type sharded"
+    ):
+        check_host_memory(host(lay_out(1, 8)), 8 * GIB)
+    check_host_memory(host(lay_out(1, 8), is_async=False), 1)  # nothing could be changed
+    text = report(resolved, lay_out(1, 8), shape=shape, work=WORK, available=None, host=host(lay_out(1, 8)))
+    assert "predicted host memory of each rank:\n             checkpoint copy     11." in text

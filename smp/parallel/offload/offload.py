@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smp.errors import UserError
@@ -35,7 +36,7 @@ class _Entry:
     Args:
         group: of its block.
         stored: the tensor in the store.
-        origin: its storage, whose address is not reused while this reference lives.
+        origin: its storage, whose identity is not reused while this reference lives.
     """
 
     def __init__(self, group: _Group, stored: Stored, origin: StorageWeakRef):
@@ -152,8 +153,8 @@ class _Offloader:
             kept = self._kept(block, args, kwargs)
 
             def pack(tensor: torch.Tensor) -> Any:
-                plain = type(tensor) is torch.Tensor and tensor.numel() * tensor.element_size() >= self.minimum
-                if not plain or tensor.untyped_storage().data_ptr() in kept:
+                plain = type(tensor) in (torch.Tensor, FakeTensor) and tensor.device.type != "meta"
+                if not plain or tensor.nbytes < self.minimum or tensor.untyped_storage()._cdata in kept:
                     return tensor
                 return group.put(tensor.detach(), self.store)
 
@@ -164,16 +165,19 @@ class _Offloader:
 
     @staticmethod
     def _kept(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-        """Return the storages that stay: parameters, and inputs that all blocks share (all but the first)."""
+        """Return the storages that stay: parameters, and inputs that all blocks share (all but the first).
+
+        Not by address, which fake tensors lack and empty ones share.
+        """
         first = kwargs.get("hidden_states", args[0] if args else None)
         shared = [value for value in (*args, *kwargs.values()) if value is not first]
         found = {storage for value in shared for storage in _storages(value)}
-        return found | {local_tensor(p).untyped_storage().data_ptr() for p in block.parameters()}
+        return found | {local_tensor(p).untyped_storage()._cdata for p in block.parameters()}
 
 
 def _storages(value: Any) -> list[int]:
     if isinstance(value, torch.Tensor):
-        return [value.untyped_storage().data_ptr()]
+        return [value.untyped_storage()._cdata]
     return [storage for item in value for storage in _storages(item)] if isinstance(value, (tuple, list)) else []
 
 

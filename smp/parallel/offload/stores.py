@@ -97,33 +97,39 @@ class HostStore:
 
 
 class _OnHost:
+    """A tensor in host memory.
+
+    What is in transfer is referenced here until the computing stream waits for the transfer's event, so that its memory
+    is not reused too early. ``record_stream`` would hold the memory until the host has seen the event, which is late
+    where the host runs ahead.
+    """
+
     def __init__(self, store: HostStore, tensor: torch.Tensor):
-        self._store, self._tensor, self._version = store, tensor, tensor._version
-        self._like = _kept_layout(tensor)
-        self._device, self._last = tensor.device, None
-        self._buffer, free = store.take(tensor.numel(), tensor.dtype, pinned=tensor.is_cuda)
+        self._store, self._device = store, tensor.device
+        self._like, self._last = _kept_layout(tensor), None
+        self._buffer, free = store.take(tensor.numel(), tensor.dtype, pinned=self._device.type == "cuda")
         flat = tensor.as_strided((tensor.numel(),), (1,)) if _gapless(tensor) else tensor.reshape(-1)
-        if not tensor.is_cuda:
+        self._moving: torch.Tensor | None = flat  # to the host or back
+        self._version = flat._version
+        if self._device.type != "cuda":
             with record_function(WRITE):
                 self._buffer.copy_(flat)
             return
         out, _ = store.streams(self._device)
-        out.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream = torch.cuda.current_stream(self._device)
+        out.wait_stream(self._stream)
         if free is not None:
             out.wait_event(free)
         with torch.cuda.stream(out), record_function(WRITE):
             self._buffer.copy_(flat, non_blocking=True)
-            tensor.record_stream(out)
             self._last = out.record_event()
 
     def written(self) -> bool:
-        tensor, self._tensor = self._tensor, None  # type: ignore[assignment]
-        if tensor is None:
-            return True
-        if self._last is not None:
-            # Later kernels may write to the tensor's memory; the host does not wait.
-            torch.cuda.current_stream(self._device).wait_event(self._last)
-        return tensor._version == self._version
+        moving, self._moving = self._moving, None
+        if moving is not None and self._last is not None:
+            # Later kernels may write to the memory; the host does not wait.
+            self._stream.wait_event(self._last)
+        return moving is None or moving._version == self._version
 
     def load(self) -> Callable[[], torch.Tensor]:
         tensor = torch.empty_like(self._like, device=self._device)
@@ -133,20 +139,26 @@ class _OnHost:
                 flat.copy_(self._buffer)
             return lambda: tensor
         _, back = self._store.streams(self._device)
-        back.wait_stream(torch.cuda.current_stream(self._device))  # which allocated the memory
+        self._stream = torch.cuda.current_stream(self._device)
+        back.wait_stream(self._stream)  # which allocated the memory
         with torch.cuda.stream(back), record_function(READ):
             back.wait_event(self._last)
             flat.copy_(self._buffer, non_blocking=True)
             event = self._last = back.record_event()
+        self._moving, self._version, allocated_on = tensor, tensor._version, self._stream
 
         def ready() -> torch.Tensor:
-            torch.cuda.current_stream(self._device).wait_event(event)
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+            self._moving = None
+            using = torch.cuda.current_stream(self._device)
+            using.wait_event(event)
+            if using != allocated_on:  # which does not wait
+                tensor.record_stream(using)
             return tensor
 
         return ready
 
     def free(self) -> None:
+        self.written()  # what is dropped on its way: a forward that raised, a tensor fetched and never used
         self._store.give_back(self._buffer, self._last)
 
 

@@ -1,0 +1,56 @@
+"""Host memory of a rank whose tensors are on a GPU: the prediction of :mod:`smp.memory.plan` is of the GPU's memory."""
+
+from __future__ import annotations
+
+from smp.config import ActivationConfig
+from smp.errors import UserError
+from smp.memory.plan import BASE_HOST_BYTES, GIB
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.parallel.activation_checkpoint import waiting_bytes
+
+_WAYS_OUT = {
+    "checkpoint copy": "--checkpoint_type sharded, which saves without a copy",
+    "offloaded activations": "--offload_dir, a directory on a fast local disk",
+    "parameters": "--cpu_offload 0",
+}
+
+
+def estimate_host_memory(
+    shape: ModelShape, mesh: Mesh, work: Workload, *, is_async: bool, is_local: bool
+) -> dict[str, int]:
+    """Predict the host memory of one rank on a GPU, by category.
+
+    Args:
+        is_async: whether checkpoints are written in the background, from a copy.
+        is_local: whether each rank writes all that it holds, and not its share of what several replicas hold.
+    """
+    config, fp32 = work.settings[ActivationConfig], 4
+    needed: dict[str, int] = {}
+    held = shape.of_rank(shape.parameters, shape.layers, mesh.tp.size)
+    shard = -(-held // mesh.shard.size) * fp32
+    if config.cpu_offload:
+        needed |= {"parameters": shard, "gradients": shard, "optimizer state": 2 * shard}
+    if is_async:
+        writers = 1 if is_local else mesh.replicas.size
+        needed["checkpoint copy"] = 3 * shard // writers
+    blocks = shape.layers - config.activation_loading_horizon
+    if config.offload_activations and config.offload_dir is None and blocks > 0:
+        needed["offloaded activations"] = waiting_bytes(shape, mesh, work, blocks=blocks)
+    return {**needed, "process": BASE_HOST_BYTES}
+
+
+def check_host_memory(needed: dict[str, int], available: int) -> None:
+    """Refuse a job on GPUs that needs more of the host's memory than there is.
+
+    Raises:
+        UserError: with what each process needs and has, and what needs less.
+    """
+    total = sum(needed.values())
+    ways = [way for name, way in _WAYS_OUT.items() if name in needed]
+    if ways and total > available:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needed.items())
+        raise UserError(
+            f"each process needs about {total / GIB:.1f} GiB of host memory ({parts}) and there are "
+            f"{available / GIB:.1f} GiB for each: use {', or '.join(ways)}"
+        )
