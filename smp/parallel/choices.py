@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) ->
     plain = settings.undecided()
     for chooser in choosers:
         values = {choice.name: choice.value for choice in found}
-        for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values))):
+        fits = functools.partial(situation.fits, **values)
+        for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values), fits=fits)):
             if choice.name in plain:
                 found.append(choice if SHOWN_ON_GPU else _unshown(choice, plain[choice.name]))
     return found

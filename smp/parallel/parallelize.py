@@ -26,14 +26,14 @@ from smp.pretrained import load_pretrained_
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
     tensor,
-    compile_blocks,
     activation_checkpoint,
+    compile_blocks,
     offload,
     loss,
     sharding,
 ]
 # Of settings that are auto, in the order in which they are chosen.
-CHOOSERS: list[Chooser] = [compile_blocks.choose]
+CHOOSERS: list[Chooser] = [compile_blocks.choose, activation_checkpoint.choose]
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:

@@ -71,8 +71,10 @@ class ColumnLinears(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tp: TPGroup, count: int, whole: torch.Tensor, part: torch.Tensor, *parameters: torch.Tensor | None
+        ctx: Any, tp: TPGroup, count: int, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
+        # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
+        whole, part, *parameters = tensors
         weights, biases = parameters[:count], parameters[count:]
         ctx.tp, ctx.count = tp, count
         ctx.regather = tp.sequence_parallel and not tp.save_gathered
