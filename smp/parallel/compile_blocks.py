@@ -50,7 +50,7 @@ class _Compiler:
 
         self.chosen, self.split = chosen, split
         self.given_up = False
-        self.untraceable = exc.Unsupported
+        self.compiler_failed = exc.BackendCompilerFailed
         self.failures = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
     def compile(self, block: nn.Module) -> Forward:
@@ -83,10 +83,12 @@ class _Compiler:
             UserError: compiling was asked for, and the block's code cannot be traced as a whole.
             RunError: compiling was asked for, or the blocks are split, and the compiler failed.
         """
-        untraceable = isinstance(error, self.untraceable)
-        what = f"torch.compile cannot compile {name}{_place(error)}: {str(error).strip().splitlines()[0]}"
-        if not self.chosen or (self.split and not untraceable):
-            kind = UserError if untraceable else RunError
+        failed = isinstance(error, self.compiler_failed)
+        cause = getattr(error, "inner_exception", error)  # of the compiler
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        what = f"torch.compile cannot compile {name}{_place(error)}: {reason}"
+        if not self.chosen or (self.split and failed):
+            kind = RunError if failed else UserError
             raise kind(f"{what}; leave --compile out or give --compile 0") from error
         logger.warning("Blocks run uncompiled: %s", what)
         self.given_up = True

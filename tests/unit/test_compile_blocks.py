@@ -43,9 +43,11 @@ class Graphs:
 
     @staticmethod
     def compile(where, module, inputs):
-        names = (str(node.target) for node in module.graph.nodes if node.op == "call_function")
         counts: collections.Counter = collections.Counter()
-        for name in names:
+        for node in (node for node in module.graph.nodes if node.op == "call_function"):
+            name = str(node.target)
+            if "rng_state" in name:  # an operation that may draw random numbers, with them
+                name = " ".join(map(str, node.args[:2]))
             counts["products"] += name in ("aten.mm.default", "aten.addmm.default")
             counts["attention"] += "attention" in name and "backward" not in name
         where.append(counts)
@@ -74,6 +76,7 @@ def prepared(model, mode="none", *, every=1, chosen=False, tp=1):
     settings = Settings((activation,))
     settings = settings.changed(compile=True) if chosen else settings
     setup = Setup(family_of(model.config), lay_out(1, 1, tp), settings)
+    model.config.use_cache = False
     for technique in (activation_checkpoint, compile_blocks):
         technique.apply(model, setup)
     return model
@@ -209,6 +212,10 @@ def breaking(name="llama_gqa"):
     return model
 
 
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("smp")]
+
+
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
@@ -220,8 +227,8 @@ def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
     for tp in (1, 2):  # all ranks meet it
         caplog.clear()
         same(step(prepared(breaking(), mode, chosen=True, tp=tp)), expected, 0)
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert caplog.records[0].getMessage().startswith("Blocks run uncompiled: torch.compile cannot")
+        (warning,) = warnings(caplog)
+        assert warning.startswith("Blocks run uncompiled: torch.compile cannot compile LlamaDecoderLayer, at ")
     assert not graphs.forward
 
 
@@ -232,15 +239,16 @@ def test_a_compiler_that_fails(graph, graphs, caplog, monkeypatch):
     def fail(module, inputs):
         raise OSError("no space left on the device")
 
-    compilers = {"fw_compiler": graphs.compile, f"{graph[0]}w_compiler": fail}
-    compilers = {name: functools.partial(graphs.compile, []) if c is graphs.compile else c for name, c in compilers.items()}
-    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend=aot_autograd(**compilers)))
+    works = functools.partial(graphs.compile, [])
+    backend = aot_autograd(**{"fw_compiler": works, f"{graph[0]}w_compiler": fail})
+    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend=backend))
     reference = build_reference("gpt_neox", torch.float64)
     for options in ({}, {"chosen": True, "tp": 2}):  # a split block's collectives must be those of the other ranks
         with pytest.raises(RunError, match=r"cannot compile GPTNeoXLayer.*give --compile 0"):
             step(prepared(copy.deepcopy(reference), **options))
     same(step(prepared(copy.deepcopy(reference), chosen=True)), step(reference), 0)
-    assert len(caplog.records) == 1 and "no space left" in caplog.text
+    (warning,) = warnings(caplog)
+    assert warning.startswith("Blocks run uncompiled: ") and "no space left" in warning
 
 
 def test_under_a_dispatch_mode_blocks_run_uncompiled_and_are_compiled_later(graphs):
