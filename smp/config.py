@@ -268,7 +268,7 @@ class ActivationConfig(Section):
         True, "Recompute each block's activations in backward instead of keeping them."
     )
     activation_checkpointing_mode: Literal["auto", "full", "selective"] = setting(
-        AUTO, "Kept for backward: a block's input alone; or also attention, collectives and every other product. "
+        AUTO, "Kept for backward: a block's input alone; or also attention, reductions and every other product. "
         "auto: on GPUs, selective where memory allows it.",
         plain="full",
     )  # fmt: skip

@@ -19,7 +19,8 @@ from smp.errors import RunError, UserError
 from smp.memory.profile import profile_memory
 from smp.mesh import lay_out
 from smp.models.registry import family_of
-from smp.parallel import activation_checkpoint, compile_blocks
+from smp.parallel import activation_checkpoint, compile_blocks, parallelize
+from smp.parallel.linear import local_tensor
 from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
 from tests.reference import Layout, build_reference, global_batch, rank_batch, relative, tiny_config
@@ -77,8 +78,9 @@ def prepared(model, mode="none", *, every=1, chosen=False, tp=1):
     settings = settings.changed(compile=True) if chosen else settings
     setup = Setup(family_of(model.config), lay_out(1, 1, tp), settings)
     model.config.use_cache = False
-    for technique in (activation_checkpoint, compile_blocks):
-        technique.apply(model, setup)
+    for technique in parallelize.TECHNIQUES:
+        if technique in (activation_checkpoint, compile_blocks):
+            technique.apply(model, setup)
     return model
 
 
@@ -108,7 +110,10 @@ AGAIN = {
 PRODUCTS = {"llama_gqa": 7, "gpt_neox": 4}
 
 
-@pytest.mark.parametrize(("name", "mode"), AGAIN)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [pytest.param(*key, marks=() if key == ("llama_gqa", "selective") else pytest.mark.full) for key in AGAIN],
+)
 def test_one_graph_and_what_it_computes_again(name, mode, graphs):
     reference = build_reference(name, torch.float64)
     model = prepared(copy.deepcopy(reference), mode)
@@ -137,6 +142,7 @@ def test_inductor(mode):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.full
 def test_blocks_of_any_number_are_compiled_once(graphs):
     config = tiny_config("llama_gqa")
     config.num_hidden_layers = 12  # more than torch compiles anew
@@ -156,13 +162,14 @@ def test_blocks_of_any_number_are_compiled_once(graphs):
     assert not counters["graph_break"]
 
 
+@pytest.mark.full
 def test_every_second_block(graphs):
     reference = build_reference("llama_gqa", torch.float64)
     same(step(prepared(copy.deepcopy(reference), "full", every=2)), step(reference))
     assert len(graphs.forward) == 2
 
 
-def _sharded(backend, mode):
+def _sharded(mode, tp, sequence):
     from smp.config import LossConfig
     from smp.parallel.parallelize import parallelize
     from smp.train.optimizer import OptimConfig, build_optimizer
@@ -172,11 +179,13 @@ def _sharded(backend, mode):
     counters.clear()
     losses = []
     for compiled in (True, False):
-        model, layout = build_reference("llama_gqa", torch.float64), Layout("full_shard")
+        # GPT-NeoX's split layers are the ones of one layer with a bias.
+        model = build_reference("gpt_neox" if tp > 1 else "llama_gqa", torch.float64)
+        layout = Layout("full_shard", tp=tp, sequence=sequence)
         mesh = layout.mesh()
         activation = ActivationConfig(activation_checkpointing_mode=mode, compile=compiled)
         with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(torch, "compile", functools.partial(COMPILE, backend=backend))
+            patches.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
             parallelize(
                 model, family_of(model.config), mesh=mesh, parallel=layout.parallel(), dtype=None,
                 activation=activation, loss=LossConfig(),
@@ -189,14 +198,20 @@ def _sharded(backend, mode):
                 model, optimizer, batch, device=torch.device("cpu"), grad_clip=0.5, loss_group=mesh.loss.group
             )
             losses[-1] += [result.loss(), float(result.grad_norm)]
+        graphs = [counters["stats"]["unique_graphs"]]
+        with torch.no_grad():
+            logits = model.eval()(input_ids=global_batch(0)[0][:4]).logits
+        losses[-1].append(float(local_tensor(logits).sum()))
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs == ([1, 2] if compiled else [2, 2]) and not counters["graph_break"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_sharded_blocks_are_compiled_once(mode):
-    run_distributed(_sharded, "aot_eager", mode, world_size=2)
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, True), (2, False)])
+def test_sharded_and_split_blocks_are_compiled_once(mode, tp, sequence):
+    run_distributed(_sharded, mode, tp, sequence, world_size=2)
 
 
 def breaking(name="llama_gqa"):
@@ -216,7 +231,7 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("smp")]
 
 
-@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.full), "selective"])
 def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
     expected = step(breaking())
@@ -232,7 +247,7 @@ def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
     assert not graphs.forward
 
 
-@pytest.mark.parametrize("graph", ["forward", "backward"])
+@pytest.mark.parametrize("graph", [pytest.param("forward", marks=pytest.mark.full), "backward"])
 def test_a_compiler_that_fails(graph, graphs, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
 
