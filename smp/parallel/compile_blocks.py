@@ -55,7 +55,7 @@ class _Compiler:
 
     def compile(self, block: nn.Module) -> Forward:
         """Return a forward that is compiled; one compilation serves all blocks of the same code."""
-        forward = block.forward
+        name, forward = type(block).__name__, block.forward
         compiled = torch.compile(forward, fullgraph=True)
         if self.split:
             compiled = _with_local_parameters(block, compiled)
@@ -68,7 +68,7 @@ class _Compiler:
             try:
                 return compiled(*args, **kwargs)
             except self.failures as error:
-                self.give_up(type(block).__name__, error)
+                self.give_up(name, error)
             return forward(*args, **kwargs)
 
         return called
