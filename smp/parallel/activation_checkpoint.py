@@ -116,7 +116,7 @@ def apply_activation_checkpointing(
         mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of reductions over
             ranks and of every other matrix product.
         every: recompute every n-th block only, beginning with the first.
-        preserve_rng_state: draw the same random numbers again; False saves the generators' copies of each block, where
+        preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
             nothing is drawn.
 
     Raises:
