@@ -107,9 +107,14 @@ Auto = Literal["auto"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sections by their type; one that is not given has its defaults. ``auto`` reads as the plain value."""
+    """Sections by their type; one that is not given has its defaults. ``auto`` reads as the plain value.
+
+    Attributes:
+        chosen: settings that were ``auto`` and have a value by :meth:`changed`.
+    """
 
     sections: tuple[Section, ...] = ()
+    chosen: frozenset[str] = frozenset()
 
     def __getitem__(self, kind: type[S]) -> S:
         found = next((section for section in self.sections if type(section) is kind), None) or kind()
@@ -121,13 +126,13 @@ class Settings:
         Raises:
             ValueError: no section has a setting of that name.
         """
-        sections = []
+        sections, chosen = [], self.chosen | (values.keys() & self.undecided().keys())
         for section in self.sections:
             own = {field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
             sections.append(dataclasses.replace(section, **own))
         if values:
             raise ValueError(f"no section has a setting {next(iter(values))}")
-        return Settings(tuple(sections))
+        return Settings(tuple(sections), chosen)
 
     def undecided(self) -> dict[str, Any]:
         """Return the plain values of the settings that are ``auto``, by name."""
@@ -276,10 +281,11 @@ class ActivationConfig(Section):
     activation_checkpointing: bool = setting(
         True, "Recompute each block's activations in backward instead of keeping them."
     )
-    activation_checkpointing_mode: Literal["full", "selective"] = setting(
-        "full",
-        "Kept for backward: a block's input alone; or also attention, collectives and every other product.",
-    )
+    activation_checkpointing_mode: Literal["auto", "full", "selective"] = setting(
+        AUTO, "Kept for backward: a block's input alone; or also attention, reductions and every other product. "
+        "auto: on GPUs, selective where memory allows it.",
+        plain="full",
+    )  # fmt: skip
     activation_checkpointing_every: int = setting(1, "Recompute every n-th block only.", minimum=1)
     offload_activations: bool = setting(
         False, "Move what backward needs off the device during forward, and back ahead of use."
@@ -306,7 +312,7 @@ class ActivationConfig(Section):
     def problems(self) -> list[str]:
         """Add settings that need another one."""
         found = super().problems()
-        if not self.activation_checkpointing and self.activation_checkpointing_mode != "full":
+        if not self.activation_checkpointing and self.activation_checkpointing_mode == "selective":
             found.append(
                 "--activation_checkpointing_mode selective needs --activation_checkpointing 1: set it, or leave it out"
             )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, cast
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload, block_bytes
+from smp.memory.shape import ModelShape, Workload, block_bytes, splits_tokens
 from smp.mesh import Mesh
-from smp.parallel.technique import Setup, model_blocks, no_problems
+from smp.parallel.choices import Choice, Situation
+from smp.parallel.technique import Setup, draws, model_blocks, no_problems
 
 Config = ActivationConfig
 problems = no_problems
@@ -23,36 +23,53 @@ problems = no_problems
 Mode = Literal["full", "selective"]
 _MARK = "_smp_block"
 
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
-# Expensive to compute and small: the outputs of attention and of collectives.
-_KEPT = {
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_attention_math",
-    )
-    if hasattr(_aten, name)
+# Operators by name: those of packages are registered when the package is imported.
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+# Of attention, in any namespace: torch's, flash-attn's of both versions and of the kernels hub, flex attention.
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_varlen_attn",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_forward",
+    "flex_attention",
 }
-_KEPT_NAMESPACES = ("_c10d_functional", "smp")
+# Small and slow. Not gathers: their results are large, and backward of split layers gathers anyway.
+_REDUCTIONS = {
+    "smp::reduce_tokens",
+    "symm_mem::fused_matmul_reduce_scatter",
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_to_all_single",
+}
+
+
+def choose(situation: Situation) -> Iterator[Choice]:
+    """Recompute as little as memory allows."""
+    if situation.settings[Config].activation_checkpointing:
+        fits = situation.fits(activation_checkpointing_mode="selective")
+        reason = "fits into memory" if fits else "selective does not fit into memory"
+        yield Choice("activation_checkpointing_mode", "selective" if fits else "full", reason)
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:
-    """Save attention, collectives and every other matrix product; recompute the rest.
+    """Save attention, reductions over ranks and every other matrix product; recompute the rest.
 
     Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
     """
     products: collections.Counter[bool] = collections.Counter()
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in _PRODUCTS:
+        name = operation.name()
+        if name in _PRODUCTS:
             products[context.is_recompute] += 1
             keep = bool(products[context.is_recompute] % 2)
         else:
-            keep = operation in _KEPT or getattr(operation, "namespace", "") in _KEPT_NAMESPACES
+            keep = name in _REDUCTIONS or name.rpartition("::")[2] in _ATTENTION
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
@@ -85,6 +102,7 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] | None = None,
     mode: Mode = "full",
     every: int = 1,
+    preserve_rng_state: bool = True,
 ) -> None:
     """Recompute blocks in backward (non-reentrant), with the dropout masks of their forward.
 
@@ -96,9 +114,11 @@ def apply_activation_checkpointing(
             and values.
         check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
-        mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of collectives and of
-            every other matrix product.
+        mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of reductions over
+            ranks and of every other matrix product.
         every: recompute every n-th block only, beginning with the first.
+        preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
+            nothing is drawn.
 
     Raises:
         UserError: an unknown mode, ``every`` below 1, a model without ``check_fn``, or no block in it.
@@ -107,14 +127,16 @@ def apply_activation_checkpointing(
     """
     if mode not in ("full", "selective") or every < 1:
         raise UserError(f"activation checkpointing takes mode full or selective and every >= 1, got {mode} and {every}")
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
     for index, block in enumerate(_blocks(model, check_fn)):
         setattr(block, _MARK, True)
         if index % every:
             continue
         forward = block.forward
         block.forward = functools.wraps(forward)(  # type: ignore[method-assign]
-            functools.partial(checkpoint, forward, use_reentrant=False, **options)
+            functools.partial(checkpoint, forward, **options)
         )
 
 
@@ -124,8 +146,9 @@ def apply(model: nn.Module, setup: Setup) -> None:
     if config.activation_checkpointing:
         apply_activation_checkpointing(
             model_blocks(model, setup.family),
-            mode=config.activation_checkpointing_mode,
+            mode=cast(Mode, config.activation_checkpointing_mode),
             every=config.activation_checkpointing_every,
+            preserve_rng_state=draws(model, model.config),
         )
 
 
@@ -148,7 +171,20 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     config = work.settings[Config]
     held = waiting_bytes(shape, mesh, work, blocks=shape.layers) + block_bytes(shape, mesh, work).inside
     if config.activation_checkpointing and config.activation_checkpointing_mode == "selective":
-        # The outputs of attention and of every other product; these are not offloaded.
-        kept = work.tokens * (3 * shape.hidden + shape.intermediate) // mesh.tp.size * work.compute_bytes
-        held += _recomputed(shape, config) * kept
+        held += _recomputed(shape, config) * _kept_bytes(shape, mesh, work)  # these are not offloaded
     return {"activations": held}
+
+
+def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count what ``selective`` keeps of a block besides its input.
+
+    Of the products query, value and the first of the MLP's, of which a gated one has another; or query, key and value
+    in one. Attention's output and, per head and token, the logarithm of its sum in fp32. Under tensor parallelism two
+    sums over the ranks.
+    """
+    tp = mesh.tp.size
+    key_value = shape.key_value // (2 * shape.hidden) or shape.hidden
+    products = shape.hidden + key_value + shape.intermediate + shape.hidden
+    split = (products + shape.hidden) * work.compute_bytes + 4 * shape.heads
+    reduced = 2 * shape.hidden // (tp if splits_tokens(mesh, work) else 1) * work.compute_bytes if tp > 1 else 0
+    return work.tokens * (split // tp + reduced)

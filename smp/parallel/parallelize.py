@@ -26,14 +26,21 @@ from smp.pretrained import load_pretrained_
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
     tensor,
-    compile_blocks,
     activation_checkpoint,
+    compile_blocks,
     offload,
     loss,
     sharding,
 ]
 # Of settings that are auto, in the order in which they are chosen.
-CHOOSERS: list[Chooser] = [compile_blocks.choose, loss.choose, sharding.choose, tensor.choose, allocator.choose]
+CHOOSERS: list[Chooser] = [
+    compile_blocks.choose,
+    activation_checkpoint.choose,
+    loss.choose,
+    sharding.choose,
+    tensor.choose,
+    allocator.choose,
+]
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:

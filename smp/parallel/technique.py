@@ -63,3 +63,10 @@ def no_cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
     """Return the transformer blocks, in order."""
     return list(model.get_submodule(family.blocks).children())
+
+
+def draws(module: nn.Module, hf_config: Any) -> bool:
+    """Return whether a module of the model draws random numbers: whether it has dropout."""
+    return bool(getattr(hf_config, "attention_dropout", 0.0)) or any(
+        (isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0.0) for m in module.modules()
+    )

@@ -239,7 +239,7 @@ def _check_compiled_blocks(directory):
     """Dropout of compiled blocks draws other numbers, so these are compared among themselves."""
     compiled, runs = torch.compile, {}
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(torch, "compile", lambda forward: compiled(forward, backend="aot_eager"))
+        patches.setattr(torch, "compile", lambda forward, **options: compiled(forward, backend="aot_eager", **options))
         for mode in ("none", "full", "selective"):
             for horizon in (0, 1):
                 model = copy.deepcopy(dropout_model("llama_gqa"))

@@ -96,7 +96,7 @@ def _counts():
         (None, True, {}),
         # A block is computed again up to what its backward reads last: its second reduction is not.
         ("full", False, {GATHERED: 2 * blocks, REDUCED: blocks}),
-        ("selective", False, {GATHERED: 2 * blocks, REDUCED: blocks}),
+        ("selective", False, {GATHERED: 2 * blocks}),  # keeps the first reduction, too
     ]:
         layout = Layout("no_shard", tp=2, overlap=True, save_gathered=saved)
         model = split_only(build(config, torch.float32), layout)

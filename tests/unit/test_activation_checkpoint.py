@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 import smp
+from smp.config import ActivationConfig, Settings
 from smp.errors import UserError
-from smp.parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed_blocks
+from smp.memory.shape import Workload, model_shape
+from smp.mesh import lay_out
+from smp.models.registry import family_of
+from smp.parallel import activation_checkpoint
+from smp.parallel.activation_checkpoint import _policy, apply_activation_checkpointing, checkpointed_blocks
+from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
-from tests.reference import global_batch
+from tests.reference import build_reference, global_batch
 from tests.unit.test_activation_offload import blocks_of, dropout_model, gradients
 
 
@@ -94,6 +105,92 @@ def test_bad_modes():
     for options in ({"mode": "some"}, {"every": 0}):
         with pytest.raises(UserError, match="takes mode full or selective and every >= 1"):
             apply_activation_checkpointing([], **options)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_generators_are_copied_where_something_draws(dropout, monkeypatch):
+    copies = []
+    original = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: copies.append("state") or original())
+    model = dropout_model() if dropout else build_reference("gpt_neox", torch.float32)
+    setup = Setup(family_of(model.config), lay_out(1, 1, 1), Settings((ActivationConfig(),)))
+    activation_checkpoint.apply(model, setup)
+    model(input_ids=global_batch(0)[0], use_cache=False).logits.sum().backward()
+    assert len(copies) >= 3 if dropout else not copies
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attn::_flash_attn_forward", "flash_attn_3::_flash_attn_forward", "smp_made_up::_varlen_attn"]
+)
+def test_selective_keeps_attention_of_packages(name):
+    ran = []
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        ran.append(name)
+        return x * 2
+
+    operation = torch.library.custom_op(name, attention, mutates_args=())
+    operation.register_autograd(lambda ctx, gradient: gradient * 2)
+    block = torch.nn.Linear(4, 4)
+    forward = block.forward
+    block.forward = lambda x: operation(forward(x).sin()).cos().sin()
+    apply_activation_checkpointing([block], mode="selective")
+    for _ in range(2):
+        block(torch.ones(2, 4)).sum().backward()
+    assert len(ran) == 2
+
+
+def test_selective_keeps_torchs_and_flex_attention():
+    from torch._higher_order_ops import flex_attention
+    from torch.nn.attention import varlen
+
+    kept = (torch.ops.torch_attn._varlen_attn.default, torch.ops.aten._scaled_dot_product_cudnn_attention.default)
+    assert varlen and all(_kept(operation) for operation in (*kept, flex_attention))
+    functional = torch.ops._c10d_functional
+    assert _kept(functional.reduce_scatter_tensor.default) and not _kept(functional.all_gather_into_tensor.default)
+    assert not _kept(torch.ops.aten.silu.default)
+
+
+def _kept(operation) -> bool:
+    return _policy()(SelectiveCheckpointContext(is_recompute=False), operation) is CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_tied", "gpt_neox"])
+def test_what_selective_keeps_is_predicted(name, monkeypatch):
+    contexts = []
+    made = activation_checkpoint._selective_contexts
+    monkeypatch.setattr(activation_checkpoint, "_selective_contexts", lambda: contexts.append(made()) or contexts[-1])
+    model = build_reference(name, torch.float32)
+    apply_activation_checkpointing(blocks_of(model), mode="selective")
+    ids, _ = global_batch(0)
+    loss = model(input_ids=ids, use_cache=False).logits.sum()
+    storage = contexts[0][0].storage
+    values = [leaf.val for entries in storage.values() for entry in entries.values() for leaf in tree_leaves(entry)
+              if isinstance(getattr(leaf, "val", None), torch.Tensor)]  # fmt: skip
+    found = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
+    resolved = SimpleNamespace(family=family_of(model.config), hf_config=model.config, attn_implementation="sdpa")
+    predicted = activation_checkpoint._kept_bytes(
+        model_shape(resolved), lay_out(1, 1, 1), Workload(ids.shape[1], len(ids), 4)
+    )
+    assert predicted == sum(found.values())
+    del loss
+
+
+class Situated(NamedTuple):
+    settings: Settings
+    fits: Callable[..., bool]
+
+
+def test_the_mode_is_chosen_by_memory():
+    def chosen(fits, **values):
+        situation = Situated(Settings((ActivationConfig(**values),)), lambda **values: values == fits)
+        return [choice[:2] for choice in activation_checkpoint.choose(situation)]
+
+    mode = "activation_checkpointing_mode"
+    assert chosen({mode: "selective"}) == [(mode, "selective")]
+    assert chosen({}) == [(mode, "full")]
+    assert chosen({}, activation_checkpointing=False) == []
+    assert Settings((ActivationConfig(),))[ActivationConfig].activation_checkpointing_mode == "full"
 
 
 def _split_modes(sequence):

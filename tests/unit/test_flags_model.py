@@ -221,7 +221,7 @@ def test_loss_in_chunks(monkeypatch):
 @check("compile")
 def test_compile(monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda forward: compiled.append(forward) or forward)
+    monkeypatch.setattr(torch, "compile", lambda forward, fullgraph: compiled.append(forward) or forward)
     blocks([])
     assert compiled == []
     blocks(["--compile", 1])

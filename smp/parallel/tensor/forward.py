@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, shift_labels
+from smp.parallel.technique import draws
 from smp.parallel.tensor.group import TPGroup
 
 
@@ -71,8 +72,7 @@ def split_forward(model: nn.Module, tp: TPGroup) -> None:
     ``full_tensor()`` gathers it; ``loss`` is computed without doing so.
     """
     forward, config = model.forward, cast(Any, model.config)
-    draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    draws |= bool(getattr(config, "attention_dropout", 0.0))
+    random = draws(model, config)
 
     def split(
         input_ids: torch.Tensor,
@@ -97,7 +97,7 @@ def split_forward(model: nn.Module, tp: TPGroup) -> None:
                 )
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = kwargs.pop("return_dict", True) is False
-        fork = draws and model.training and tp.sequence_parallel
+        fork = random and model.training and tp.sequence_parallel
         with tp.fork_random(ids.device) if fork else contextlib.nullcontext():
             found = forward(
                 input_ids=ids, attention_mask=mask, position_ids=positions, **{**kwargs, "use_cache": False}

@@ -77,13 +77,15 @@ class ColumnLinears(Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tp: TPGroup, count: int, whole: torch.Tensor, part: torch.Tensor, *tensors: torch.Tensor | None
+        ctx: Any, tp: TPGroup, count: int, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases, outputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
+        whole, part, *others = tensors
+        weights, biases, outputs = others[:count], others[count : 2 * count], others[2 * count :]
         ctx.tp, ctx.count, ctx.given = tp, count, len(outputs)
         ctx.regather = tp.sequence_parallel and not tp.save_gathered
         ctx.save_for_backward(part if ctx.regather else whole, *weights)
-        return outputs or tuple(  # type: ignore[return-value]
+        return tuple(outputs) or tuple(  # type: ignore[return-value,arg-type]
             torch.nn.functional.linear(whole, w, b)  # type: ignore[arg-type]
             for w, b in zip(weights, biases, strict=True)
         )

@@ -13,6 +13,7 @@ from smp.errors import ConfigError, UserError
 from smp.models.family import Family
 from smp.models.tensor_plan import Part, TensorPlan, tensor_parallel_problems
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
+from smp.parallel.technique import draws
 from smp.parallel.tensor.forward import split_forward
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.layers import (
@@ -155,13 +156,7 @@ def _split_part(
     if part.heads and key_value < tp.size and hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = heads // tp.size  # type: ignore[assignment]
     columns = ColumnParallel(tp, linears, slices, replicated)
-    split_part(tp, module, columns, row, replicated, random=_draws(module, hf_config))
-
-
-def _draws(module: nn.Module, hf_config: Any) -> bool:
-    """Return whether there is dropout in a module."""
-    inside = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
-    return inside or bool(getattr(hf_config, "attention_dropout", 0.0))
+    split_part(tp, module, columns, row, replicated, random=draws(module, hf_config))
 
 
 def _replicate_rest(
