@@ -23,16 +23,13 @@ import yaml
 from smp.checkpoint.config import CheckpointConfig
 from smp.compat.retired import RETIRED
 from smp.config import (
-    AUTO,
     ActivationConfig,
-    Auto,
     CommConfig,
     LossConfig,
     ParallelConfig,
     PrecisionConfig,
     Section,
     flag_text,
-    setting,
 )
 from smp.data.data_pipeline import DataConfig
 from smp.errors import ConfigError, UserError
@@ -43,62 +40,12 @@ from smp.runtime import data_channel, own_arguments
 from smp.train.lr_schedule import LRConfig
 from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig
+from smp.train.run_config import RunConfig
 
 DEFAULT_MAX_STEPS = 5000
 
 # SageMaker's data channels stand in for these where nothing names them, as in SMP v2.
 CHANNELS = {"training_dir": "train", "test_dir": "test"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig(Section):
-    """Length of the run, batch, output and planning."""
-
-    output_dir: str | None = setting(
-        None, "Run directory: configuration, metrics, logs, checkpoints. Default: runs/<model>."
-    )
-    max_steps: int | None = setting(
-        None, "Optimizer steps to train. Default: 5000, or as many as --epochs needs.", minimum=1,
-        aliases=("max_training_steps",),
-    )  # fmt: skip
-    epochs: int | None = setting(
-        None, "Passes over the data; training ends at whichever of this and --max_steps is first.", minimum=1
-    )
-    train_batch_size: int = setting(2, "Samples per forward pass on each data-parallel rank.", minimum=1)
-    gradient_accumulation_steps: int = setting(1, "Forward passes per optimizer step.", minimum=1)
-    global_batch_size: int | None = setting(
-        None,
-        "Samples per optimizer step over all ranks; the number of forward passes follows. "
-        "Default: train_batch_size x data ranks x gradient_accumulation_steps.",
-        minimum=1,
-    )
-    seed: int = setting(12345, "Seed of initial values, data order and dropout.", minimum=0, maximum=2**63 - 1)
-    dry_run: bool = setting(
-        False, "Check everything, print the memory each rank needs and the legal degrees, and stop."
-    )
-    dry_run_world_size: int | None = setting(
-        None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1, maximum=65536
-    )
-    gc_freq: int | Auto = setting(
-        AUTO,
-        "Steps between Python's garbage collections, by all ranks together. 0: whenever Python decides. auto: 50 on "
-        "GPUs.",
-        minimum=0,
-        plain=0,
-    )
-    profile_nsys: bool = setting(False, "Start the CUDA profiler (nsys) at the third step; needs a GPU.")
-
-    def problems(self) -> list[str]:
-        """Add settings that need or exclude one another."""
-        found = super().problems()
-        if self.dry_run_world_size is not None and not self.dry_run:
-            found.append("--dry_run_world_size has a meaning only with --dry_run 1: add it, or leave it out")
-        if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
-            found.append(
-                f"--global_batch_size {self.global_batch_size} and --gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} set the same thing: give one of them"
-            )
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

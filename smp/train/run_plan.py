@@ -33,6 +33,9 @@ from smp.runtime import Launch, allocator_variable, choose_backend, choose_devic
 from smp.train import garbage
 from smp.train.arguments import SECTIONS, TrainConfig
 
+# Of settings that are auto, in the order in which they are chosen.
+CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]
+
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
 _GPU_BYTES = 80 << 30
@@ -291,7 +294,7 @@ def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
         return peak_bytes(shape, job.mesh, work.changed(**values)) <= USABLE * available
 
     situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits)
-    return choose(job.settings, situation, [*parallelize.CHOOSERS, garbage.choose])
+    return choose(job.settings, situation, CHOOSERS)
 
 
 def refuse_too_large(job: Job, available: int) -> None:

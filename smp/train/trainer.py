@@ -31,7 +31,6 @@ from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import reshard, set_gradient_sync
 from smp.runtime import release_cache
-from smp.train.arguments import RunConfig
 from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
@@ -43,6 +42,7 @@ from smp.train.report import (
     log_next_commands,
     profile_step,
 )
+from smp.train.run_config import RunConfig
 from smp.train.run_plan import RunPlan
 from smp.train.start import Start
 from smp.train.state import TrainState

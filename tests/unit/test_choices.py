@@ -11,7 +11,7 @@ import yaml
 
 import train_lib
 from smp.config import AUTO, ActivationConfig, LossConfig, Settings
-from smp.parallel import allocator, choices, parallelize
+from smp.parallel import allocator, choices
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
 from smp.train import run_plan
 from smp.train.arguments import FLAGS
@@ -21,7 +21,7 @@ from tests.flags import SYNTHETIC, check, in_child, parse, plan_of
 from tests.job import LLAMA, run_job
 
 COMPILE = "compile"
-MADE = [Choice(COMPILE, True, "first"), Choice("loss_chunk_tokens", 0, "a setting that is given")]
+MADE = [Choice(COMPILE, True, "first"), Choice("z_loss", 0.0, "a setting that is given")]
 
 
 def situation(settings, *, device="cuda", fits=lambda **values: True):
@@ -98,7 +98,7 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path):
     """By a chooser, or by planning."""
     may_be = {name for name, flag in FLAGS.items() if flag.field.metadata["plain"] is not None}
     plan = plan_of(["--sharding_strategy", "full_shard"], tmp_path)
-    made = [choice for chooser in parallelize.CHOOSERS for choice in chooser(situation(plan.settings))]
+    made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(situation(plan.settings))]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be
     for name in may_be:
         assert FLAGS[name].field.default == AUTO
@@ -116,7 +116,7 @@ def test_what_is_chosen_fits_with_room_for_what_is_not_predicted(tmp_path, shown
         if situation.fits(loss_chunk_tokens=0):
             yield Choice(COMPILE, True, "fits")
 
-    monkeypatch.setattr(parallelize, "CHOOSERS", [keep_all])
+    monkeypatch.setattr(run_plan, "CHOOSERS", [keep_all])
     plan = on_gpu(plan_of(["--train_batch_size", 64], tmp_path))
     shape, work = sizes(plan)
     needed = run_plan.peak_bytes(shape, plan.mesh, work.changed(loss_chunk_tokens=0))
