@@ -115,6 +115,10 @@ class Saver:
         last = stop or step == self._max_steps
         return [t for t in self._targets if last or (step >= t.due if t.every is None else step % t.every == 0)]
 
+    def ended(self, counts: dict[str, int]) -> bool:
+        """Return whether a write has failed on a rank or ended on all, by the counts of :meth:`flags`."""
+        return counts["save_failed"] > 0 or counts["save_ended"] == dist.get_world_size()
+
     def after_step(self, counts: dict[str, int], manifest: Callable[[], Manifest], *, step: int, stop: bool) -> None:
         """Finish what has been written, and save what is due.
 
@@ -131,7 +135,7 @@ class Saver:
         started, failure = time.perf_counter(), None
         trained = started - self._started - self._paused
         try:
-            if due or counts["save_failed"] or counts["save_ended"] == dist.get_world_size():
+            if due or self.ended(counts):
                 self._finish_write(manifest, step)
         except RunError as error:
             failure = error

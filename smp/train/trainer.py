@@ -115,7 +115,8 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
             while len(asked) > keep:  # the latest that is read has all that earlier ones had
                 counts = asked.popleft()()
             status = guard.verdict(counts, step)
-            while status and pending:
+            # What failed is saved anew, as the state is now.
+            while pending and (status or trainer.saver.ended(counts)):
                 _settle(trainer, pending.popleft(), watch)
             guard.enter("checkpoint")
             _save_if_due(trainer, counts=counts, stop=status != 0)

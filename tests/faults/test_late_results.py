@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.data.data_pipeline import StepBatch
 from smp.train import trainer
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.trainer import train_step
 from tests.clock import wait_until
+from tests.distributed import run_distributed
 from tests.faults.jobs import JOB, at_call, checkpoints, last_step, wrapped
 from tests.faults.test_nonfinite import broken_loss, record
 from tests.faults.test_stop import HEARD
 from tests.job import losses, read_metrics, run_job, running_job
+from tests.reference import build_reference
 from tests.resume.test_train import tensors
 
 SKIP = ["--nonfinite", "skip"]
@@ -38,6 +47,12 @@ def same(run, other, step: int) -> None:
     assert timeless[0] == timeless[1]
     first, second = tensors(run, step), tensors(other, step)
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert progress(run, step) == progress(other, step)
+
+
+def progress(run, step: int) -> dict:
+    [folder] = run.glob(f"checkpoints/*-{step}steps")
+    return json.loads((folder / "manifest.json").read_text())["run"]["progress"]
 
 
 @pytest.mark.parametrize(
@@ -109,3 +124,34 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
     run_job(*resume, world_size=2, prepare=late()).succeeded()
     assert losses(parts) == losses(whole)
     same(whole, parts, 9)
+
+
+class Reads(TorchDispatchMode):
+    """Lists the dtypes of the numbers that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _step_without_tokens() -> None:
+    model = fully_shard(build_reference("llama_gqa", torch.float32), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = build_optimizer(model, OptimConfig(), lr=0.1)
+    ids = torch.arange(8)[None]
+    batch = StepBatch([{"input_ids": ids, "labels": torch.full_like(ids, -100)}], torch.arange(1))
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with Reads() as reads:
+        train_step(model, optimizer, batch, device=torch.device("cpu"), grad_clip=1.0)
+    # On the host, the labels of a batch are counted and compared with the vocabulary.
+    assert torch.float32 not in reads.found and torch.float64 not in reads.found and len(reads.found) <= 3
+    assert all(torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters(), strict=True))
+    assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+
+
+def test_a_step_reads_no_result_and_without_tokens_changes_nothing():
+    run_distributed(_step_without_tokens, world_size=1)

@@ -13,6 +13,7 @@ import train_lib
 from smp.config import AUTO, ActivationConfig, LossConfig, Settings
 from smp.parallel import allocator, choices
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
+from smp.parallel.tensor import technique
 from smp.train import run_plan
 from smp.train.arguments import FLAGS
 from smp.train.run_plan import batch_of_flags, choose_settings, sizes
@@ -94,10 +95,12 @@ def test_ranks_that_would_choose_differently_take_the_plain_value(made, expected
     run_distributed(_check_agreement, *made, expected, world_size=2)
 
 
-def test_every_setting_that_may_be_auto_is_decided(tmp_path):
+def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     """By a chooser, or by planning."""
+    monkeypatch.setattr(technique, "overlap_obstacle", lambda degree, device_type: "")
     may_be = {name for name, flag in FLAGS.items() if flag.field.metadata["plain"] is not None}
     plan = plan_of(["--sharding_strategy", "full_shard"], tmp_path)
+    plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, "--tensor_parallel_degree", 2]))
     made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(situation(plan.settings))]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be
     for name in may_be:
