@@ -18,13 +18,14 @@ from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, init_rule
-from smp.parallel import activation_checkpoint, compile_blocks, loss, offload, sharding, tensor
+from smp.parallel import activation_checkpoint, attention, compile_blocks, loss, offload, sharding, tensor
 from smp.parallel.choices import Chooser
 from smp.parallel.technique import Setup, Technique
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
+    attention,
     tensor,
     compile_blocks,
     activation_checkpoint,
@@ -33,7 +34,7 @@ TECHNIQUES: list[Technique] = [
     sharding,
 ]
 # Of settings that are auto, in the order in which they are chosen.
-CHOOSERS: list[Chooser] = [compile_blocks.choose]
+CHOOSERS: list[Chooser] = [attention.choose, compile_blocks.choose]
 
 
 def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:

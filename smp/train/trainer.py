@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from smp.log import get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.mesh import Mesh
+from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import reshard, set_gradient_sync
@@ -210,8 +212,11 @@ def train_step(
 def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of the token losses of one micro-batch, 0-d."""
     tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key != "sample_ids"}
-    labels = tensors.pop("labels")
-    return model_loss_sum(model, tensors, labels)
+    labels, inputs = tensors.pop("labels"), cast(dict[str, Any], tensors)
+    if "document_bounds" in microbatch:
+        longest = int(microbatch["document_bounds"].diff().max())  # on the host
+        inputs |= document_lengths(inputs.pop("document_bounds"), longest)
+    return model_loss_sum(model, inputs, labels)
 
 
 @torch.no_grad()
