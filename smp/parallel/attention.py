@@ -183,8 +183,10 @@ def _attend(model: nn.Module, name: str) -> None:
     Args:
         name: of the attention function that the blocks call; masks are those of the one that the model's config names.
     """
-    forward, config = model.forward, cast(Any, model.config)
+    forward, config, backbone = model.forward, cast(Any, model.config), cast(Any, model.base_model)
     signature = inspect.signature(forward)
+    named = backbone.config
+    unmasked = _renamed(named, SDPA)
     names = tuple(document_lengths(torch.empty(0), 0))
 
     @functools.wraps(forward)
@@ -192,12 +194,20 @@ def _attend(model: nn.Module, name: str) -> None:
         given = {**signature.bind_partial(*args).arguments, **kwargs}
         lengths = {key: given.pop(key) for key in names if given.get(key) is not None}
         used = _by_lengths(name, config, given, lengths)
-        if not used and name not in FLASH:
+        if name in FLASH:  # its mask, of padding, is transformers' to make
+            backbone.config = unmasked if given.get("attention_mask") is None else named
+        elif not used:
             given["attention_mask"] = _mask(config, given, lengths.get("cu_seq_lens_q"))
         return forward(**given, **used)
 
     model.forward = attending  # type: ignore[method-assign]
     setattr(model, KIND, name)
+
+
+def _renamed(config: Any, name: str) -> Any:
+    config = copy.copy(config)
+    config._attn_implementation = name
+    return config
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
@@ -206,13 +216,12 @@ def apply(model: nn.Module, setup: Setup) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name not in ("sdpa", "flex_attention", *FLASH) or len(set(getattr(config, "layer_types", None) or ())) > 1:
         return  # no mask to make, or of several kinds
+    _register()
     if name == "sdpa":
-        _register()
         wanted = setup.settings[Config].attn_implementation
         name = {"fused": FUSED, "flash_attention_3": wanted}.get(wanted, SDPA)
         # Not in the model's own config, with which others may build a model that makes its mask in transformers.
-        private = copy.copy(config)
-        private._attn_implementation = name
+        private = _renamed(config, name)
         for module in model.modules():
             if module is not model and getattr(module, "config", None) is config:
                 module.config = private

@@ -7,7 +7,6 @@ from tests.cuda_path.reports import FOUR_BLOCKS, GPT_NEOX, LLAMA3_8B, by_file, r
 # The whole loop, from one batch to the next: train_step, the log line and the agreement.
 SYNCS = {
     "copy cpu to cuda, blocking @ smp/train/trainer.py": 1,
-    "read a number @ smp/parallel/loss.py": 1,
     "read a number @ smp/train/trainer.py": 4,
     "copy cpu to cuda, blocking @ smp/faults/agreement.py": 1,
     "read a number @ smp/faults/agreement.py": 4,
