@@ -31,7 +31,18 @@ def build_shim(folder: pathlib.Path) -> pathlib.Path:
     library = folder / f"cuda_shim_{digest}.so"
     if not library.exists():
         built = library.with_suffix(f".{os.getpid()}")
-        command = [compiler(), "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include", str(SHIM), "-o", built]
+        command = [
+            compiler(),
+            "-O0",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            f"-I{torch}/include",
+            f"-I{torch}/include/torch/csrc/api/include",
+            str(SHIM),
+            "-o",
+            built,
+        ]
         link = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
         subprocess.run([*map(str, command), *link], check=True, capture_output=True, text=True)
         built.replace(library)
@@ -155,7 +166,7 @@ def install(*, devices: int, memory: int = 80 << 30) -> None:
         "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *a, **k: True,
         "get_rng_state": lambda device=None: cpu_state, "set_rng_state": lambda state, device=None: None,
         "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None, "_is_in_bad_fork": lambda: False,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: False, "device": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
     torch.Tensor.record_stream = lambda self, stream: log("record_stream")

@@ -25,7 +25,10 @@ GPT_NEOX = (
 
 
 @functools.cache
-def _shim() -> pathlib.Path:
+def shim() -> pathlib.Path:
+    """Build the shim, or skip the test where there is no compiler."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler (g++ or c++): fake CUDA tensors need a small shim")
     try:
         return build_shim(pathlib.Path(tempfile.gettempdir()))
     except subprocess.CalledProcessError as error:
@@ -40,10 +43,8 @@ def report(*flags: str, world: int = 8, steps: int = 3) -> dict[str, Any]:
         ``mesh``; ``state``: devices of the optimizer's state; ``log``: what the job printed; ``steps``: of each step
         counts by description and line of ``syncs``, ``copies`` and ``collectives``, and of all ``operations``.
     """
-    if compiler() is None:
-        pytest.skip("no C++ compiler (g++ or c++): fake CUDA tensors need a small shim")
     with tempfile.TemporaryDirectory() as folder:
-        job = [sys.executable, "-m", "tests.cuda_path.job", str(_shim()), f"world={world}", f"steps={steps}"]
+        job = [sys.executable, "-m", "tests.cuda_path.job", str(shim()), f"world={world}", f"steps={steps}"]
         where = ["--use_synthetic_data", "1", "--output_dir", f"{folder}/run"]
         done = subprocess.run([*job, *flags, *where], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]

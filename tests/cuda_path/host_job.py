@@ -1,0 +1,42 @@
+"""The training job on tensors whose device is ``cuda`` and whose memory is the host's; its values are real.
+
+Run as a program, with the shim as its first argument, then the job's flags.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import tests.cuda_path.fake_cuda as fake_cuda
+
+
+def let_storages_resize() -> None:
+    """Let ``fully_shard`` free gathered parameters: a build for CPUs refuses to resize a storage of a GPU."""
+    import torch
+
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return original(storage, nbytes)
+        tensor = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)  # type: ignore[call-overload]
+        torch.ops.cuda_shim.resize_storage(tensor, nbytes)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
+    fake_cuda.install(devices=8)
+
+    from smp import runtime
+    from smp.train import __main__ as job
+    from tests.cuda_path import host_group
+
+    host_group.register()
+    let_storages_resize()
+    runtime.choose_backend = lambda comm, device: host_group.NAME
+    sys.exit(job.main(sys.argv[2:]))

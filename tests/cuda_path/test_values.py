@@ -1,0 +1,51 @@
+"""The job's numbers on a device of type ``cuda``, whose tensors hold the host's memory, against those on the CPU."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.cuda_path.reports import ROOT, shim
+
+pytestmark = pytest.mark.full
+
+JOB = (
+    *("--model_type", "llama_v2", "--hidden_width", "64", "--num_layers", "4", "--num_heads", "4"),
+    *("--vocab_size", "128", "--max_context_width", "32", "--max_steps", "4", "--use_synthetic_data", "1"),
+    *("--checkpoint_freq", "2", "--save_final_model", "0", "--bf16", "0"),
+)  # fmt: skip
+
+
+def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[float, float]]:
+    """The losses and gradient norms of a job of two processes."""
+    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", "-m", *program]
+    command = [*launcher, *JOB, *flags, "--output_dir", str(folder), "--watchdog_timeout", "60"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--activation_checkpointing_mode selective --gradient_accumulation_steps 2",
+        "--tensor_parallel_degree 2",
+        "--offload_activations 1 --activation_loading_horizon 1",
+        "--cpu_offload 1",
+        "--checkpoint_type async_sharded --document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer",
+    ],
+)
+def test_values_are_those_of_the_cpu(flags, tmp_path):
+    on_gpu = curve(["tests.cuda_path.host_job", str(shim())], tmp_path / "gpu", *flags.split())
+    # A CPU offloads to a disk alone; the numbers are those without.
+    on_cpu = curve(["smp.train"], tmp_path / "cpu", *([] if "offload_activations" in flags else flags.split()))
+    for (loss, norm), (expected, expected_norm) in zip(on_gpu, on_cpu, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert on_gpu[0] != on_gpu[-1]
+    saved = sorted(path.name for path in (tmp_path / "gpu" / "checkpoints").iterdir())
+    assert [name for name in saved if name.endswith("steps")] == ["llama_v2-2steps", "llama_v2-4steps"]
