@@ -4,7 +4,8 @@ import pytest
 
 from tests.cuda_path.reports import FOUR_BLOCKS, report
 
-DOCUMENTS = ("--document_mask", "1", "--tokenizer_name_or_dir", "data/sample/tokenizer")
+# A small vocabulary, of which random tokens are often the one that ends a document.
+DOCUMENTS = ("--document_mask", "1", "--tokenizer_name_or_dir", "data/sample/tokenizer", "--vocab_size", "1024")
 MISTRAL = ("--model", "mistral7b", "--num_layers", "4", "--max_context_width", "8192", "--train_batch_size", "2")
 FUSED = ("--attn_implementation", "fused")
 VARLEN, RECOMPUTED = "torch_attn._varlen_attn.default", 2
