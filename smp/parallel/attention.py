@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import inspect
 from collections.abc import Iterator
 from typing import Any, cast
@@ -253,11 +252,13 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Take flash attention 3 on a Hopper where its package is there, else the fused kernels where they fit."""
+    from transformers.utils import is_flash_attn_3_available
+
     name, half = "attn_implementation", situation.settings[PrecisionConfig].bf16 is not False
     why = _unfit(situation.hf_config, half=half)
     if why:
         yield Choice(name, "sdpa", f"no fused kernels: {why}")
-    elif importlib.util.find_spec("flash_attn_interface") and torch.cuda.get_device_capability()[0] == _HOPPER:
+    elif is_flash_attn_3_available() and torch.cuda.get_device_capability()[0] == _HOPPER:
         yield Choice(name, "flash_attention_3", "its package is here, and the GPU is a Hopper")
     else:
         yield Choice(name, "fused", "cuDNN's kernels first; documents and windows by their lengths, without a mask")

@@ -248,7 +248,7 @@ def test_flex_attention_has_a_block_mask_of_documents(monkeypatch):
 
 def chosen(monkeypatch, *, package, capability=9, bf16=None, **changes):
     monkeypatch.setattr(choices, "SHOWN_ON_GPU", True)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: package or None)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: package)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     config = config_of("llama_gqa", **changes)
     settings = Settings((ModelConfig(), PrecisionConfig(bf16=bf16)))
