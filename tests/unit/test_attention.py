@@ -95,9 +95,10 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func) in ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.nonzero.default"):
             stack = traceback.extract_stack()
-            place = next(frame for frame in reversed(stack) if "/smp/" in frame.filename)
+            place = next(frame for frame in reversed(stack[:-1]) if "/torch/" not in frame.filename)
             # Bounds are read before they are copied to the device; a kernel's stand-in may read.
-            if place.name != "forward" and all(frame.name != "varlen" for frame in stack):
+            on_host = place.name == "forward" and place.filename.endswith("smp/train/trainer.py")
+            if not on_host and all(frame.name != "varlen" for frame in stack):
                 self.found.append(str(place))
         return func(*args, **(kwargs or {}))
 
