@@ -118,8 +118,8 @@ class Collator:
         Returns:
             input_ids (B, S) int64 and labels (B, S) int64, not shifted, -100 outside of the loss; attention_mask (B, S)
             only where some row has a masked token before a real one (causal attention needs none for padding on the
-            right); with ``document_end`` position_ids (B, S) instead, which restart at each document, from which
-            transformers derives a block-diagonal mask.
+            right); with ``document_end`` instead position_ids (B, S), which restart at each document, and
+            document_bounds (documents + 1,) int32, where they begin in the flattened batch, and its end.
         """
         shape = (len(rows), self.sequence_length)
         ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
@@ -149,7 +149,9 @@ class Collator:
             starts[:, 1:] |= real[:, :-1] & ((ids[:, :-1] == self.document_end) | ~real[:, 1:])
             labels[starts] = IGNORED
             columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-            batch["position_ids"] = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
+            positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
+            batch["position_ids"] = positions
+            batch["document_bounds"] = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
         elif after_masked.any():
             # A query without any key gives NaN: a padding row is left unmasked.
             real[~real.any(axis=1)] = True

@@ -8,7 +8,7 @@ import logging
 import pathlib
 from typing import Any, Literal
 
-from smp.config import Section, setting
+from smp.config import AUTO, Section, Settings, setting
 from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
 from smp.models.checked_config import checked_config
@@ -92,9 +92,12 @@ class ModelConfig(Section):
         None, "Sequence length before llama3 scaling; 8192 when not given.", minimum=1
     )
     sliding_window: int | None = setting(None, "Mistral: tokens that attention looks back; 0: all.", minimum=0)
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = setting(
-        "sdpa", "Hugging Face's attention function."
-    )
+    attn_implementation: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "fused"
+    ] = setting(
+        AUTO, "Hugging Face's attention function; fused: torch's kernels on a GPU, cuDNN's first, without masks for "
+        "documents and windows. auto: on GPUs, flash_attention_3 or fused.", plain="sdpa",
+    )  # fmt: skip
     use_smp_flash_attn: bool | None = setting(
         None, "SMP v2's own flash attention.", only=(None,),
         otherwise="use --attn_implementation sdpa (the default, which has flash kernels) or flash_attention_2",
@@ -182,7 +185,7 @@ class ResolvedModel:
         sequence_length: tokens per sample.
         weights: pretrained weights, checked to be readable safetensors; None: start from initial values.
         tokenizer_dir: directory of the tokenizer that belongs to the weights or the config, if there is one.
-        attn_implementation: attention function, checked to be usable here.
+        attn_implementation: Hugging Face's attention function to build with, checked to be usable here.
         delayed_param: whether to build on the meta device.
     """
 
@@ -288,17 +291,26 @@ def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
 
 def _attention_problem(config: ModelConfig, dropout: float) -> str | None:
     import torch
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     flag = f"--attn_implementation {config.attn_implementation}"
     if config.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         return f"{flag} needs a GPU and the flash-attn package (pip install flash-attn): use sdpa"
-    if config.attn_implementation == "flex_attention":
-        if not torch.cuda.is_available():
-            return f"{flag} has no backward on a CPU: use sdpa"
-        if dropout > 0:
-            return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
+    if config.attn_implementation == "flash_attention_3" and not is_flash_attn_3_available():
+        return f"{flag} needs a GPU and the flash-attn-3 package (built from flash-attn's folder hopper): use sdpa"
+    if config.attn_implementation == "flex_attention" and not torch.cuda.is_available():
+        return f"{flag} has no backward on a CPU: use sdpa"
+    if config.attn_implementation == "fused" and not torch.cuda.is_available():
+        return f"{flag} needs a GPU and none is visible: use sdpa"
+    if config.attn_implementation in ("flash_attention_3", "flex_attention") and dropout > 0:
+        return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
     return None
+
+
+def _built_with(config: ModelConfig) -> str:
+    """Return the function to build with: what is no function of Hugging Face's takes the place of its sdpa."""
+    wanted = Settings((config,))[ModelConfig].attn_implementation
+    return "sdpa" if wanted == "fused" else wanted
 
 
 def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
@@ -355,6 +367,6 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         sequence_length=length,
         weights=weights,
         tokenizer_dir=tokenizer_dir_of(source.directory, _directory_of(weights)),
-        attn_implementation=config.attn_implementation,
+        attn_implementation=_built_with(config),
         delayed_param=config.delayed_param,
     )

@@ -283,7 +283,7 @@ def chunk_loss(
     return model
 
 
-def model_loss_sum(model: nn.Module, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+def model_loss_sum(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
 
     Args:

@@ -18,13 +18,14 @@ from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, init_rule
-from smp.parallel import activation_checkpoint, allocator, compile_blocks, loss, offload, sharding, tensor
+from smp.parallel import activation_checkpoint, allocator, attention, compile_blocks, loss, offload, sharding, tensor
 from smp.parallel.choices import Chooser
 from smp.parallel.technique import Setup, Technique
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
+    attention,
     tensor,
     activation_checkpoint,
     compile_blocks,
@@ -34,6 +35,7 @@ TECHNIQUES: list[Technique] = [
 ]
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS: list[Chooser] = [
+    attention.choose,
     compile_blocks.choose,
     activation_checkpoint.choose,
     loss.choose,

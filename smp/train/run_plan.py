@@ -217,13 +217,6 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             f"--keep_best {config.checkpoint.keep_best} needs the validation loss: give --validation_freq, of which "
             f"--checkpoint_freq is a multiple"
         )
-    flash = config.model.attn_implementation == "flash_attention_2"
-    if config.data.document_mask and flash and max(config.run.train_batch_size, config.data.val_batch_size) > 1:
-        # transformers reads documents from restarting positions here only in batches of one row.
-        problems.append(
-            "--document_mask 1 with --attn_implementation flash_attention_2 needs --train_batch_size 1 and "
-            "--val_batch_size 1: use those, or --attn_implementation sdpa"
-        )
     return problems
 
 

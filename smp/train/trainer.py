@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from smp.log import get_logger
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.mesh import Mesh
+from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import reshard, set_gradient_sync
@@ -303,7 +304,11 @@ def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch
     # The labels stay on the host, which chooses by them the tokens that need logits.
     others = ("sample_ids", "labels")
     tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key not in others}
-    return model_loss_sum(model, tensors, microbatch["labels"])
+    inputs = cast(dict[str, Any], tensors)
+    if "document_bounds" in microbatch:
+        longest = int(microbatch["document_bounds"].diff().max())  # on the host
+        inputs |= document_lengths(inputs.pop("document_bounds"), longest)
+    return model_loss_sum(model, inputs, microbatch["labels"])
 
 
 @torch.no_grad()

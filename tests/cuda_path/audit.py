@@ -121,6 +121,7 @@ class Audit(TorchDispatchMode):
         elif name.startswith(("c10d.", "symm_mem.")):
             self.collectives[f"{name.split('.')[1].strip('_')} @ {where()}"] += 1
         found = func(*args, **kwargs)
-        if isinstance(found, torch.Tensor) and found.device.type == "cuda":
+        leaves = pytree.tree_leaves(found)
+        if any(isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in leaves):
             self.operations[name] += 1
         return found

@@ -7,7 +7,6 @@ from tests.cuda_path.reports import FOUR_BLOCKS, GPT_NEOX, LLAMA3_8B, by_file, r
 # The whole loop, from one batch to the next. The host reads what the step before has found: it runs ahead by one step.
 SYNCS = {
     "synchronize event of 1 step(s) ago @ smp/faults/agreement.py": 2,  # results, flags
-    "read a number @ smp/parallel/loss.py": 1,
 }
 OF_LOOP = 4  # all_reduces: valid tokens, norm, loss, agreement
 

@@ -233,7 +233,7 @@ def test_serving(files, tmp_path):
     one = ["--train_batch_size", 1]
     assert order([*one, "--shuffle_data", 0]) == list(range(9)) == sorted(order(one)) != order(one)
     keys = lambda words: next(iter(plan(words))).microbatches[0].keys()  # noqa: E731
-    assert "position_ids" in keys(["--document_mask", 1]) - keys([])
+    assert keys(["--document_mask", 1]) - keys([]) == {"position_ids", "document_bounds"}
 
 
 @check("test_dir", "validation_freq", "validation_batches", "val_batch_size", "fast_validation")

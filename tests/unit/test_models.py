@@ -161,7 +161,7 @@ def test_several_problems_are_reported_together():
     assert len(caught.value.problems) == 4
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention", "fused"])
 def test_attention_that_cannot_run_here_is_refused(name):
     if torch.cuda.is_available() or importlib.util.find_spec("flash_attn"):
         pytest.skip("this machine can run it")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, shift_labels
+from smp.parallel import attention
 from smp.parallel.technique import draws
 from smp.parallel.tensor.group import TPGroup
 
@@ -33,17 +34,18 @@ def _positions(position_ids: torch.Tensor | None, ids: torch.Tensor, extra: int)
     return torch.cat([position_ids, position_ids[:, -1:] + more], dim=1) if extra else position_ids
 
 
-def _mask(config: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
-    """Make the mask of full sequences, in the format of the model's attention."""
+def _mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
+    """Make the mask of full sequences, in the format of the model's attention, unless that makes it."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    if config._attn_implementation == "flash_attention_2":
-        if mask is not None:
-            raise UserError(
-                "attention_mask with flash_attention_2 and sequence parallelism is not available: leave the mask out "
-                "(padding on the right needs none), or use --attn_implementation sdpa or --sequence_parallel 0"
-            )
-        return None
+    config, kind = cast(Any, model.config), getattr(model, attention.KIND, None)
+    if kind in attention.FLASH and mask is not None:
+        raise UserError(
+            f"attention_mask with {kind} and sequence parallelism is not available: leave the mask out (padding on "
+            f"the right needs none), or use --attn_implementation sdpa or --sequence_parallel 0"
+        )
+    if kind is not None:
+        return mask
     make = create_causal_mask if getattr(config, "sliding_window", None) is None else create_sliding_window_causal_mask
     # Gives the batch size, the length and the device.
     like = torch.empty((*ids.shape, 1), device=ids.device)
@@ -88,8 +90,12 @@ def split_forward(model: nn.Module, tp: TPGroup) -> None:
             extra = -length % tp.size
             ids = F.pad(input_ids, (0, extra))
             positions = _positions(position_ids, input_ids, extra)
+            if extra and "cu_seq_lens_q" in kwargs:
+                kwargs |= attention.lengthened(kwargs, length, extra)
+            elif position_ids is None and mask is None:
+                kwargs |= attention.whole_rows(ids)
             if mask is None or mask.ndim == 2:
-                mask = _mask(config, ids, _padded(mask, extra, 0), positions)
+                mask = _mask(model, ids, _padded(mask, extra, 0), positions)
             elif extra:
                 raise UserError(
                     f"a 4-D attention_mask needs a sequence length that the {tp.size} tensor-parallel ranks "
