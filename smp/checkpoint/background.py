@@ -134,10 +134,7 @@ class PendingWrite:
     def run(self) -> None:
         """Write; what fails is kept in :attr:`failure`."""
         begun = time.perf_counter()
-        try:
-            self._outcome = attempt(self._write, self.temporary.parent, self._snapshot.nbytes)
-        finally:
-            self._copied.set()
+        self._outcome = attempt(self._write, self.temporary.parent, self._snapshot.nbytes)
         self.seconds = time.perf_counter() - begun
 
     def start(self) -> None:
@@ -145,13 +142,16 @@ class PendingWrite:
         ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 
         def work() -> None:
-            with contextlib.ExitStack() as stack:
-                if ready is not None:
-                    stack.enter_context(torch.cuda.device(self._device))
-                    stream = torch.cuda.Stream()
-                    stack.enter_context(torch.cuda.stream(stream))
-                    stream.wait_event(ready)
-                self.run()
+            try:
+                with contextlib.ExitStack() as stack:
+                    if ready is not None:
+                        stack.enter_context(torch.cuda.device(self._device))
+                        stream = torch.cuda.Stream()
+                        stack.enter_context(torch.cuda.stream(stream))
+                        stream.wait_event(ready)
+                    self.run()
+            finally:
+                self._copied.set()  # also where it has not come to that
 
         # A daemon: a process that must leave at once does not wait for its disk.
         self._thread = threading.Thread(target=work, name="smp-checkpoint", daemon=True)

@@ -10,6 +10,7 @@ Source: the fused linear cross entropy of Liger Kernel, arXiv:2410.10989, withou
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -153,7 +154,18 @@ class _LinearLoss(Function):
 
 def _converts(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether operations on a tensor write ``dtype`` without a copy: GPUs do, and sum products in fp32."""
-    return tensor.is_cuda and tensor.dtype != dtype
+    return tensor.is_cuda and tensor.dtype != dtype and _has_fp32_products(tensor.device)
+
+
+@functools.cache
+def _has_fp32_products(device: torch.device) -> bool:
+    """Return whether this torch has products of bf16 on ``device`` that are summed and returned in fp32."""
+    one, wide = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    try:
+        torch.addmm(wide, one, torch.mm(one, one, out_dtype=wide.dtype).to(one), out_dtype=wide.dtype, out=wide)
+    except (RuntimeError, TypeError):  # an older torch
+        return False
+    return True
 
 
 def _logits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from smp.parallel.choices import Choice, Situation
 
 STEPS = 50
-_YOUNG = 1  # what is left of earlier generations is the model's, and stays
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
@@ -36,4 +35,4 @@ def collected_together() -> Iterator[None]:
 def collect_if_due(step: int, every: int) -> None:
     """Collect after every so many steps; 0: leave it to Python."""
     if every and step % every == 0:
-        gc.collect(_YOUNG)
+        gc.collect()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.cuda_path.reports import FOUR_BLOCKS, report, totals
+from tests.cuda_path.reports import FOUR_BLOCKS, by_file, report, totals
+from tests.cuda_path.test_step import OF_LOOP, SYNCS
 
 pytestmark = pytest.mark.full
 BLOCKS = 4
@@ -29,6 +30,22 @@ def test_tensor_parallel_exchanges_overlap_their_products(checkpointing):
     assert overlapped["reduce_scatter_base"] == separate["reduce_scatter_base"] == 2 * BLOCKS + 1
     assert overlapped["fused_all_gather_matmul"] == (4 + 2 * again) * BLOCKS
     assert overlapped["fused_matmul_reduce_scatter"] == (2 + again) * BLOCKS
+
+
+def test_tensor_parallelism_and_sharding_with_accumulation():
+    """8 hosts; two micro-batches of what one rank of a host's group sends."""
+    flags = ("--tensor_parallel_degree", "8", "--gradient_accumulation_steps", "2")
+    found = report(*FOUR_BLOCKS, *flags, world=64)
+    last, alone = found["steps"][-1], step_of("--tensor_parallel_degree", "8")
+    units = BLOCKS + 2
+    assert found["mesh"] == "dp_replicate 1 x dp_shard 8 x tp 8"
+    assert by_file(last["syncs"]) == SYNCS
+    sent = {**last["operations"], **totals(last["collectives"])}
+    assert sent["allgather_base"] == 2 * (alone["allgather_base"] + units + BLOCKS)
+    assert sent["reduce_scatter_base"] == 2 * (alone["reduce_scatter_base"] + units)
+    assert sent[SEPARATE] == 2 * alone[SEPARATE]
+    # Of the loop once a step, and a norm for each set of groups: sharded, split, and both; all others per micro-batch.
+    assert sent["allreduce"] == 2 * (alone["allreduce"] - OF_LOOP) + OF_LOOP + 2
 
 
 def test_accumulation_gathers_each_unit_once():

@@ -18,7 +18,8 @@ from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
 from tests.clock import wait_until
 from tests.distributed import run_distributed
-from tests.faults.jobs import JOB, at_call, checkpoints, last_step, wrapped
+from tests.faults.disk import fail
+from tests.faults.jobs import JOB, at_call, checkpoints, last_step, wrapped, writes_end_first
 from tests.faults.test_nonfinite import broken_loss, record
 from tests.faults.test_stop import HEARD
 from tests.job import losses, read_metrics, run_job, running_job
@@ -87,6 +88,22 @@ def test_a_bad_step_ends_the_run_before_any_checkpoint_of_it(bad, kept, tmp_path
     [line] = record(tmp_path)
     assert (line["step"], line["action"]) == (bad, "stop")
     assert [each["step"] for each in read_metrics(tmp_path)] == list(range(1, bad))
+
+
+def test_a_failed_write_is_not_made_up_for_by_a_step_that_was_not_looked_at(tmp_path):
+    """The write of step 3 has failed at step 4, which is read at step 5, whose loss is not finite."""
+    run = tmp_path / "run"
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            fail(run / "checkpoints", "fsync data", {0})
+        writes_end_first()
+        broken_loss(math.nan, at={5})(rank)
+
+    words = ["--max_steps", 6, "--checkpoint_freq", 3, "--checkpoint_type", "async_sharded", "--output_dir", run]
+    outcome = run_job(*JOB, *words, world_size=2, prepare=late(prepare))
+    assert outcome.statuses == [1, 1] and "Step 5: the loss is not finite" in outcome.output, outcome.output
+    assert checkpoints(run) == []
 
 
 def test_the_budget_counts_alike(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 from smp.checkpoint.background import HostCopies
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.safetensors_io import Piece
-from smp.errors import UserError
+from smp.errors import RunError, UserError
 from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed
 from tests.fake_gpu import FakeStream
@@ -113,6 +113,24 @@ def _of_a_step(folder: str) -> None:
 
 def test_the_stream_waits_for_the_copy_and_the_host_does_not(tmp_path):
     run_distributed(_of_a_step, str(tmp_path), world_size=1)
+
+
+def _of_a_lost_device(folder: str) -> None:
+    def lost(device):
+        raise RuntimeError("the device is lost")
+
+    with gpu():
+        model = Counting()
+        checkpointer = Checkpointer(folder, model, torch.optim.AdamW(model.parameters()))
+        with mock.patch("torch.cuda.device", lost), mock.patch("threading.excepthook", lambda args: None):
+            checkpointer.save(1, wait=False)
+            assert checkpointer.writing._copied.wait(HANG_SECONDS)  # nobody is left waiting for the copy
+        with pytest.raises(RunError, match="the thread that wrote it has died"):
+            checkpointer.finish()
+
+
+def test_a_thread_that_cannot_begin_leaves_nobody_waiting(tmp_path):
+    run_distributed(_of_a_lost_device, str(tmp_path), world_size=1)
 
 
 def test_buffers_are_parts_of_one_range():

@@ -198,7 +198,7 @@ def test_gc_freq(monkeypatch, tmp_path):
     train([], tmp_path / "a")
     assert collected == []
     train(["--gc_freq", 1], tmp_path / "b")
-    assert collected == [(2, True), (1, False), (1, False)] and gc.isenabled() and gc.get_freeze_count() == 0
+    assert collected == [(2, True), (2, False), (2, False)] and gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @check("training_dir", "use_synthetic_data", "zipped_data", "dataset_type", "tokenizer_name_or_dir",
