@@ -22,7 +22,7 @@ def run() -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake_cuda.install(devices=1)
-    from smp.parallel.loss import linear_cross_entropy
+    from smp.parallel.loss import _has_fp32_products, linear_cross_entropy
     from tests.cuda_path.audit import Audit
 
     found = {}
@@ -33,6 +33,7 @@ def run() -> dict[str, Any]:
     with mode, Audit(mode) as audit:
         hidden = torch.empty(ROWS, LENGTH, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         weight = torch.empty(WORDS, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        assert _has_fp32_products(hidden.device)  # tried once
         for name, given in {"device": some.cuda(), "host": some, "host, all valid": labels}.items():
             audit.clear()
             loss = linear_cross_entropy(hidden, weight, given, chunk_tokens=CHUNK)
@@ -52,6 +53,7 @@ def audits() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("labels", "tokens", "copies"), [
     ("device", ROWS * LENGTH, 0), ("host", ROWS * LENGTH // 2, 2), ("host, all valid", ROWS * LENGTH, 1),
 ])  # fmt: skip

@@ -101,7 +101,8 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     may_be = {name for name, flag in FLAGS.items() if flag.field.metadata["plain"] is not None}
     plan = plan_of(["--sharding_strategy", "full_shard"], tmp_path)
     plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, "--tensor_parallel_degree", 2]))
-    made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(situation(plan.settings))]
+    seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config)
+    made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(seen)]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be
     for name in may_be:
         assert FLAGS[name].field.default == AUTO
