@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import time
 from collections.abc import Callable
 
@@ -11,9 +12,10 @@ from smp.faults import peers, propagate, watchdog
 from smp.train import __main__ as train_main
 from smp.train import trainer
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
-from tests.job import LLAMA, read_metrics
+from tests.job import LLAMA, read_metrics, running_job
 
 JOB = [*LLAMA, "--use_synthetic_data", 1, "--lr_decay_iters", 20, "--sharding_strategy", "full_shard"]
+HEARD = "SIGTERM: all ranks stop at the next step boundary"
 LONG = [*JOB, "--max_steps", 100_000, "--checkpoint_freq", 100_000]
 
 
@@ -103,3 +105,24 @@ def last_step(run: pathlib.Path) -> int:
 def checkpoints(run: pathlib.Path) -> list[int]:
     """Steps of the run's checkpoints."""
     return sorted(int(p.name.partition("-")[2].removesuffix("steps")) for p in run.glob("checkpoints/*-*steps"))
+
+
+def stopped_in_forward(resume: list, folder: pathlib.Path, number: int, prepare=lambda rank: None):
+    """A job of two ranks whose first one gets SIGTERM inside its so-manieth forward; returns its outcome."""
+    here, go = folder / "here", folder / "go"
+
+    def held(rank: int) -> None:
+        def hold() -> None:
+            here.touch()
+            wait_until(go.exists)
+
+        prepare(rank)
+        if rank == 0:
+            wrapped("forward", at_call(number, hold))
+
+    with running_job(*resume, world_size=2, prepare=held) as job:
+        job.wait_until(here.exists)
+        job.signal(signal.SIGTERM, 0)
+        job.wait_until(lambda: HEARD in job.output)
+        go.touch()
+        return job.wait()

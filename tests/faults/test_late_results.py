@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from smp.data.data_pipeline import StepBatch
 from smp.train import trainer
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.trainer import train_step
-from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.faults.disk import fail
-from tests.faults.jobs import JOB, at_call, checkpoints, last_step, wrapped, writes_end_first
+from tests.faults.jobs import JOB, checkpoints, last_step, stopped_in_forward, writes_end_first
 from tests.faults.test_nonfinite import broken_loss, record
-from tests.faults.test_stop import HEARD
-from tests.job import losses, read_metrics, run_job, running_job
+from tests.job import losses, read_metrics, run_job
 from tests.reference import build_reference
 from tests.resume.test_train import tensors
 
@@ -118,23 +115,8 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     job = [*JOB, "--max_steps", 9]
     run_job(*job, "--output_dir", whole, world_size=2).succeeded()
-    here, go = tmp_path / "here", tmp_path / "go"
-
-    def prepare(rank: int) -> None:
-        def hold() -> None:
-            here.touch()
-            wait_until(go.exists)
-
-        if rank == 0:
-            wrapped("forward", at_call(4, hold))
-
     resume = [*job, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    with running_job(*resume, world_size=2, prepare=late(prepare)) as first:
-        first.wait_until(here.exists)
-        first.signal(signal.SIGTERM, 0)
-        first.wait_until(lambda: HEARD in first.output)
-        go.touch()
-        outcome = first.wait()
+    outcome = stopped_in_forward(resume, tmp_path, 4, late())
     assert outcome.statuses == [75, 75], outcome.output
     assert "1 of 2 ranks were asked to stop: ending at step 5." in outcome.output
     assert checkpoints(parts) == [5] and last_step(parts) == 5

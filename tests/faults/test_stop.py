@@ -13,13 +13,12 @@ from smp.faults import stop
 from smp.faults.stop import StopRequest
 from smp.runtime import Launch, end_with_launcher
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
-from tests.faults.jobs import JOB, LONG, at_call, checkpoints, last_step, slowly, wrapped
+from tests.faults.jobs import HEARD, JOB, LONG, checkpoints, last_step, slowly, stopped_in_forward, wrapped
 from tests.faults.test_lost_ranks import data_workers
 from tests.job import losses, run_job, running_job
 from tests.resume.test_train import tensors
 
 DROPOUT = ["--attn_pdrop", 0.2]
-HEARD = "SIGTERM: all ranks stop at the next step boundary"
 
 
 @pytest.mark.parametrize(
@@ -52,22 +51,8 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
     job = [*JOB, *DROPOUT, "--max_steps", 12]
     run_job(*job, "--output_dir", whole, world_size=2).succeeded()
     resume = [*job, "--output_dir", parts, "--resume_from_checkpoint", "latest"]
-    here, go = tmp_path / "here", tmp_path / "go"
-
-    def prepare(rank: int) -> None:
-        def hold() -> None:
-            here.touch()
-            wait_until(go.exists)
-
-        if rank == 0:
-            wrapped("forward", at_call(5, hold))
-
-    with running_job(*resume, world_size=2, prepare=prepare) as first:
-        first.wait_until(here.exists)
-        first.signal(signal.SIGTERM, 0)
-        first.wait_until(lambda: HEARD in first.output)
-        go.touch()
-        assert first.wait().statuses == [75, 75], first.output
+    first = stopped_in_forward(resume, tmp_path, 5)
+    assert first.statuses == [75, 75], first.output
     assert last_step(parts) == 5
     run_job(*resume, world_size=2).succeeded()
     assert losses(parts) == losses(whole) and len(losses(whole)) == 12
