@@ -30,6 +30,7 @@ def build_shim(folder: pathlib.Path) -> pathlib.Path:
     digest = hashlib.sha256(SHIM.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
     library = folder / f"cuda_shim_{digest}.so"
     if not library.exists():
+        folder.mkdir(exist_ok=True)
         built = library.with_suffix(f".{os.getpid()}")
         command = [
             compiler(),
