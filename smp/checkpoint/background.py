@@ -43,13 +43,22 @@ def _pinned(nbytes: int) -> torch.Tensor:
     from those that the GPU writes to.
 
     Raises:
-        UserError: the driver refuses.
+        UserError: the system or the driver refuses.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)):
+    try:
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))
+        why = f"CUDA error {status}" if status else ""
+    except OSError as error:
+        why = str(error.strerror)
+    else:
+        if status:
+            with contextlib.suppress(RuntimeError, AssertionError):  # takes the error from the next kernel
+                torch.zeros(1, device="cuda")
+    if why:
         raise UserError(
-            f"{readable(nbytes)} of host memory for asynchronous checkpoints could not be page-locked (CUDA error "
-            f"{status}): run fewer processes on a host, or use --checkpoint_type sharded, which needs none"
+            f"{readable(nbytes)} of host memory for asynchronous checkpoints could not be page-locked ({why}): run "
+            f"fewer processes on a host, or use --checkpoint_type sharded, which needs none"
         )
     return memory
 
@@ -109,6 +118,7 @@ class PendingWrite:
         snapshot: of the tensors themselves, which must not change before :meth:`wait_for_copy` returns.
         copy: brings them to the CPU.
         check: read the files back.
+        device: the GPU that the snapshot is copied from; None: there is none.
 
     Attributes:
         seconds: that it took, when it has ended.
@@ -122,12 +132,13 @@ class PendingWrite:
         *,
         copy: Callable[[list[Piece]], list[Piece]],
         check: bool,
+        device: torch.device | None,
     ):
         self.temporary, self.manifest, self.seconds = temporary, manifest, 0.0
         self._snapshot, self._copy, self._check, self._rank = snapshot, copy, check, dist.get_rank()
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
         self._copied = threading.Event()  # on a GPU: the copy has been asked for, and `_event` is set
-        self._device = next((p.tensor.device for p in snapshot.pieces if p.tensor.is_cuda), None)
+        self._device = device
         self._event: Any = None
         self._thread: threading.Thread | None = None
 

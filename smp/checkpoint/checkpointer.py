@@ -170,10 +170,12 @@ class Checkpointer:
         manifest = dataclasses.replace(manifest, kind=self.storage.kind)
         temporary = self.storage.begin(checkpoint_name(self._name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
+        # Asked before pieces become buffers of the host, which the device is still to fill.
+        device = next((piece.tensor.device for piece in snapshot.pieces if piece.tensor.is_cuda), None)
         if not wait:
             snapshot = dataclasses.replace(snapshot, pieces=self._copy_unguarded(snapshot.pieces))
         copy = self._copies if self._copies or not wait else to_host
-        self.writing = PendingWrite(temporary, manifest, snapshot, copy=copy, check=verify)
+        self.writing = PendingWrite(temporary, manifest, snapshot, copy=copy, check=verify, device=device)
         if wait:
             self.writing.run()
             self.finish()

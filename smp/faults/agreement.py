@@ -17,7 +17,7 @@ class Readback:
     """Numbers of a device on their way to the host, which need not wait for them until it reads.
 
     Args:
-        values: 1-D; may change as soon as this returns.
+        values: 1-D; on a GPU they may change as soon as this returns.
     """
 
     def __init__(self, values: torch.Tensor):

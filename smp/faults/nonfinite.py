@@ -101,8 +101,7 @@ class NonFinite:
                 "resume with a smaller --lr, look at these samples, or use --nonfinite skip to leave such updates out"
             )
         raise RunError(
-            f"{what}. The run ends before the update; checkpoints are as they were. {advice}. "
-            f"{self._path} has the details"
+            f"{what}. Its update was not made; checkpoints are as they were. {advice}. {self._path} has the details"
         )
 
     def _write(self, line: dict[str, Any]) -> None:

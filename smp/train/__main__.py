@@ -55,7 +55,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
                 ensure_bf16_works()
         else:
             available = agree_on_memory(plan.device, launch.local_world_size)
-            refuse_too_large(plan, available)
+            together(functools.partial(refuse_too_large, plan, available))  # what hosts have left may differ
             choices = choose_settings(plan, available, batch=start.global_batch_size)
             plan.choices.extend(agree_on_choices(plan.settings, choices))
             if plan.settings[AllocatorConfig].expandable_segments:

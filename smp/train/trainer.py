@@ -182,6 +182,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
     Raises:
         RunError: on every rank, if its update was left out and the run is to stop.
     """
+    trainer.guard.enter("optimizer", done.step)  # whose end is waited for
     loss, own_loss, grad_norm, tokens = done.numbers.read()
     state = trainer.state
     state.tokens += int(tokens)

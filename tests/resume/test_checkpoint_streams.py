@@ -36,7 +36,7 @@ class Stream(FakeStream):
 
 @contextlib.contextmanager
 def gpu(*, status=0):
-    """Tensors of 64 bits say that they are a GPU's."""
+    """Tensors of 64 bits say that they are a GPU's, but for those in locked memory of the host."""
     log, streams = [], threading.local()
     locked = {}
 
@@ -62,7 +62,12 @@ def gpu(*, status=0):
             "cudart": lambda: runtime,
         }.items():  # fmt: skip
             stack.enter_context(mock.patch(f"torch.cuda.{name}", value))
-        is_cuda = property(lambda tensor: tensor.dtype is torch.float64)
+
+        def of_gpu(tensor):
+            inside = any(start <= tensor.data_ptr() < start + size for start, size in locked.items())
+            return tensor.dtype is torch.float64 and not inside
+
+        is_cuda = property(of_gpu)
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", is_cuda, create=True))
         yield log, locked
 
@@ -113,6 +118,21 @@ def _of_a_step(folder: str) -> None:
 
 def test_the_stream_waits_for_the_copy_and_the_host_does_not(tmp_path):
     run_distributed(_of_a_step, str(tmp_path), world_size=1)
+
+
+def _of_frozen_parameters(folder: str) -> None:
+    with gpu() as (log, _):
+        model = nn.ModuleDict({"frozen": nn.Linear(5, 3, dtype=torch.float64), "trained": nn.Linear(3, 2)})
+        model["frozen"].requires_grad_(False)
+        checkpointer = Checkpointer(folder, model, torch.optim.AdamW(model["trained"].parameters()))
+        checkpointer.save(1, wait=False)
+        Stream.go.set()
+        checkpointer.finish()
+    assert "smp-checkpoint waits for side" in log, log
+
+
+def test_what_the_optimizer_does_not_change_is_waited_for_too(tmp_path):
+    run_distributed(_of_frozen_parameters, str(tmp_path), world_size=1)
 
 
 def _of_a_lost_device(folder: str) -> None:
