@@ -46,7 +46,7 @@ from smp.memory.tracker import rss_bytes
 from smp.mesh import Mesh, resolve_mesh
 from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 
 PROCESSES = 2
 MIB = 2**20

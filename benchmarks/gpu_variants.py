@@ -44,7 +44,7 @@ from smp.runtime import choose_device, process_group
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.flops import model_flops_per_token, peak_flops
 from smp.train.optimizer import build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 
 LR = 3e-4
 Step = Callable[[int], Tensor]  # from the step's number to this process's mean loss, 0-d

@@ -29,7 +29,7 @@ from smp.models.registry import build_model, family_of, init_rule
 from smp.parallel.parallelize import prepare_model
 from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 
 SEED, LR = 0, 3e-4
 OPTIM = OptimConfig()  # the job's own: AdamW, decay on matrices, clipping at 1

@@ -20,7 +20,7 @@ from smp.models.registry import family_of
 from smp.parallel import sharding
 from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 
 VOCABULARY = 96
 ROWS, LENGTH = 16, 12

@@ -37,8 +37,8 @@ from smp.faults.config import FaultConfig
 from smp.models.model_config import ModelConfig
 from smp.parallel.allocator import AllocatorConfig
 from smp.runtime import data_channel, own_arguments
+from smp.train.logging_config import LoggingConfig
 from smp.train.lr_schedule import LRConfig
-from smp.train.metrics import LoggingConfig
 from smp.train.optimizer import OptimConfig
 from smp.train.run_config import RunConfig
 

@@ -4,107 +4,25 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
 import json
 import math
 import os
-import re
 import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from smp.config import Section, setting
 from smp.errors import UserError
-from smp.log import get_logger, redact
+from smp.log import get_logger
+from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, has_tensorboard, nccl_bandwidths
 from smp.train.state import TrainState
+from smp.train.writers import Writers
 
 logger = get_logger(__name__)
 
 # SMP v2 left the first steps out of its averages ("high variance on initial steps").
 STEPS_BEFORE_AVERAGE = 15
-_GET_TENSORBOARD = "pip install tensorboard"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoggingConfig(Section):
-    """Metrics, logs and profiles."""
-
-    logging_freq: int = setting(1, "Steps between log lines.", minimum=1)
-    logging_freq_for_avg: int = setting(50, "Steps between lines of running averages.", minimum=1)
-    log_reduced_training_loss: bool = setting(
-        False,
-        "SMP v2's switch to a loss averaged over all ranks.",
-        no_effect="the logged loss is always the mean over the global batch",
-    )
-    tensorboard_dir: tuple[str, ...] = setting(
-        (), "TensorBoard folders, each with all the curves. Default: tensorboard/ in --output_dir if it is installed."
-    )
-    enable_memory_profiling: bool = setting(
-        False, "Log memory at marked places of the first steps, and what holds it at the peak of the first two."
-    )
-    memory_profiling_all_ranks: bool = setting(False, "With --enable_memory_profiling 1, show it for every rank.")
-    memory_snapshot: bool = setting(False, "With it, on GPUs: write the allocator's history of the second step.")
-    nccl_test_log: str = setting("", "Output of nccl-tests whose average bus bandwidths TensorBoard shows.")
-
-    def problems(self) -> list[str]:
-        """Add settings that need TensorBoard, one another, or a readable file."""
-        found = super().problems()
-        if self.tensorboard_dir and not _has_tensorboard():
-            found.append(f"--tensorboard_dir needs TensorBoard: {_GET_TENSORBOARD}, or leave the flag out")
-        for name in ("memory_profiling_all_ranks", "memory_snapshot"):
-            if getattr(self, name) and not self.enable_memory_profiling:
-                found.append(f"--{name} 1 needs --enable_memory_profiling 1: set it, or leave --{name} out")
-        try:
-            _nccl_bandwidths(self.nccl_test_log)
-        except UserError as error:
-            found.append(str(error))
-        return found
-
-    def due(self, step: int, *, max_steps: int) -> bool:
-        """Return whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""
-        return step % self.logging_freq == 0 or step == max_steps
-
-
-def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-class Writers:
-    """TensorBoard writers of several folders, or of none.
-
-    Args:
-        folders: each gets an event file with all curves.
-        first_step: older events of this step and later, beyond the checkpoint that is resumed, are hidden.
-    """
-
-    def __init__(self, folders: list[Path], first_step: int):
-        self._writers: list[Any] = []
-        if folders:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers = [SummaryWriter(str(folder), purge_step=first_step) for folder in folders]
-
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Write one value of one curve."""
-        for writer in self._writers:
-            writer.add_scalar(tag, value, step)
-
-    def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
-        """Write a value of several curves of one chart."""
-        for writer in self._writers:
-            writer.add_scalars(tag, dict(values), step)
-
-    def text(self, tag: str, text: str) -> None:
-        """Write a text (markdown), secrets redacted."""
-        for writer in self._writers:
-            writer.add_text(tag, redact(text))
-
-    def close(self) -> None:
-        """Flush and close."""
-        for writer in self._writers:
-            writer.close()
 
 
 @dataclasses.dataclass
@@ -181,13 +99,13 @@ class MetricsLogger:
         self._max_steps = max_steps
         begin = resume_from or TrainState()
         self._step, self._samples, self._tokens = begin.step, begin.samples, begin.tokens
-        bandwidths = _nccl_bandwidths(config.nccl_test_log)
+        bandwidths = nccl_bandwidths(config.nccl_test_log)
         self._file = _open_metrics(run_dir / "metrics.jsonl", keep_until=resume_from.step if resume_from else None)
         folders = [Path(folder) for folder in config.tensorboard_dir]
-        if not folders and _has_tensorboard():
+        if not folders and has_tensorboard():
             folders = [run_dir / "tensorboard"]
         if not folders:
-            logger.info("No TensorBoard curves: %s to have them.", _GET_TENSORBOARD)
+            logger.info("No TensorBoard curves: %s to have them.", GET_TENSORBOARD)
         self.writers = Writers(folders, first_step=self._step + 1)
         if bandwidths:
             self.writers.scalar("NCCLTest/len", len(bandwidths), self._step)
@@ -354,24 +272,6 @@ def _memory_text(memory: Mapping[str, float | None]) -> str:
 def _clock(seconds: float) -> str:
     whole = max(round(seconds), 0)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
-def _nccl_bandwidths(path: str) -> list[float]:
-    """Read the average bus bandwidths (GB/s) from the output of nccl-tests, in order; none for no path."""
-    if not path:
-        return []
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(
-            f"--nccl_test_log {path} cannot be read ({error.strerror}): give a file with the output of nccl-tests"
-        ) from error
-    found = [float(value) for value in re.findall(r"Avg bus bandwidth\s*:\s*(\d+(?:\.\d+)?)", text)]
-    if not found:
-        raise UserError(
-            f"--nccl_test_log {path} has no line 'Avg bus bandwidth : <number>': give the output of nccl-tests"
-        )
-    return found
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -9,10 +9,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from smp.checkpoint.hf_export import export_hf
@@ -22,20 +21,14 @@ from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.faults.agreement import Readback
 from smp.faults.guard import Guard
-from smp.faults.nonfinite import nonfinite_gradients, spread_nonfinite
+from smp.faults.nonfinite import nonfinite_gradients
 from smp.log import get_logger
-from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.mesh import Mesh
-from smp.parallel.attention import document_lengths
-from smp.parallel.grad_norm import clip_grad_norm_
-from smp.parallel.loss import model_loss_sum
-from smp.parallel.sharding import reshard, set_gradient_sync
 from smp.runtime import release_cache
 from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
-from smp.train.optimizer import step_unless
 from smp.train.report import (
     describe,
     draw_curves,
@@ -47,7 +40,9 @@ from smp.train.run_config import RunConfig
 from smp.train.run_plan import RunPlan
 from smp.train.start import Start
 from smp.train.state import TrainState
+from smp.train.step import StepResult, nothing, train_step
 from smp.train.stopwatch import Stopwatch
+from smp.train.validation import validate
 
 logger = get_logger("train")
 
@@ -108,7 +103,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
         if validates:
             guard.enter("validation")
             with watch.paused():
-                trainer.val_loss = validate(trainer)
+                trainer.val_loss = validate(plan, trainer.model, trainer.mesh, enter=guard.enter)
                 trainer.metrics.validation(step, loss=trainer.val_loss)
         with watch.paused():
             asked.append(guard.ask(**trainer.saver.flags()))
@@ -151,7 +146,7 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
     # As in SMP v2: later steps would repeat the first ones.
     early = state.step < start.progress.step + 5
     lr = set_lr(trainer.optimizer, config.lr, state.step, max_steps=start.max_steps)
-    record = functools.partial(trainer.memory.record, step=state.step) if early else _nothing
+    record = functools.partial(trainer.memory.record, step=state.step) if early else nothing
     trainer.guard.enter("data", state.step + 1)
     batch = next(batches)
     with profile_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
@@ -210,130 +205,6 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             step_time_s=watch.mean_seconds(done.step),
             memory=memory_stats(trainer.plan.device),
         )
-
-
-def _nothing(tag: str) -> None:
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """Results of one step: device tensors, which the host need not wait for."""
-
-    loss_sum: torch.Tensor  # 0-d fp64, this rank's sum of token losses
-    valid: torch.Tensor  # 0-d, valid tokens of the whole global batch
-    grad_norm: torch.Tensor  # 0-d
-    norms: dict[nn.Parameter, torch.Tensor]  # of each gradient on this rank, 0-d
-    loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
-
-    def numbers(self, *, over_all_ranks: bool) -> torch.Tensor:
-        """Return the sum of losses, over all ranks or this rank's; this rank's; the norm; the tokens; ``(4,)`` fp64."""
-        total = self.loss_sum
-        if over_all_ranks:
-            total = total.clone()
-            dist.all_reduce(total, group=self.loss_group)
-        return torch.stack([total, self.loss_sum, self.grad_norm.to(total), self.valid.to(total)])
-
-    @property
-    def tokens(self) -> int:
-        """Valid tokens of the whole global batch; waits for the device."""
-        return int(self.valid)
-
-    def loss(self) -> float:
-        """Return the mean loss over the global batch's valid tokens; collective, and waits for the device."""
-        total, _, _, tokens = self.numbers(over_all_ranks=True).tolist()
-        return total / max(tokens, 1)
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: StepBatch,
-    *,
-    device: torch.device,
-    grad_clip: float,
-    loss_group: dist.ProcessGroup | None = None,
-    defer_sync: bool = False,
-    keep_gathered: bool = False,
-    record: Callable[[str], None] = _nothing,
-    enter: Callable[[str], None] = lambda phase: None,
-) -> StepResult:
-    """Run one optimizer step: count tokens, accumulate gradients, clip, update; collective.
-
-    The device leaves the update out where the gradients are not finite, or no token of the batch is valid.
-
-    Args:
-        model: the prepared model.
-        optimizer: a fused AdamW.
-        batch: this rank's micro-batches.
-        grad_clip: bound of the global gradient norm; 0 only measures.
-        loss_group: the ranks over which losses and token counts are summed; None: all.
-        defer_sync: reduce gradients once, after the last micro-batch.
-        keep_gathered: free gathered parameters once, after the last micro-batch.
-        record: called with the name of each phase, for the memory tracker.
-        enter: called with the name of each phase, for the watchdog.
-    """
-    count = sum(count_valid_tokens(m["labels"]) for m in batch.microbatches)
-    valid = torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
-    counted = dist.all_reduce(valid, group=loss_group, async_op=True)
-    record("Before train step")
-    loss_sum = torch.zeros((), device=device, dtype=torch.float64)
-    for index, microbatch in enumerate(batch.microbatches):
-        last = index == len(batch.microbatches) - 1
-        set_gradient_sync(model, last=last, defer=defer_sync, keep=keep_gathered)
-        enter("forward")
-        loss = forward(model, microbatch, device)
-        record("After forward")
-        if index == 0:
-            counted.wait()  # overlaps with the first forward
-        enter("backward")
-        (spread_nonfinite(loss) / valid.clamp(min=1)).backward()
-        loss_sum += loss.detach()
-    record("After train step")
-    enter("optimizer")
-    norms: dict[nn.Parameter, torch.Tensor] = {}
-    grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
-    step_unless(optimizer, ~grad_norm.isfinite() | (valid == 0))
-    # Before the next forward, so that gradients are freed when activations grow.
-    optimizer.zero_grad(set_to_none=True)
-    record("After opt step")
-    return StepResult(loss_sum, valid, grad_norm, norms, loss_group)
-
-
-def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of the token losses of one micro-batch, 0-d."""
-    # The labels stay on the host, which chooses by them the tokens that need logits.
-    others = ("sample_ids", "labels")
-    tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key not in others}
-    inputs = cast(dict[str, Any], tensors)
-    if "document_bounds" in microbatch:
-        longest = int(microbatch["document_bounds"].diff().max())  # on the host
-        inputs |= document_lengths(inputs.pop("document_bounds"), longest)
-    return model_loss_sum(model, inputs, microbatch["labels"])
-
-
-@torch.no_grad()
-def validate(trainer: Trainer) -> float:
-    """Return the mean loss over the valid tokens of the first ``validation_batches``; collective."""
-    plan = trainer.plan
-    assert plan.validation_data is not None  # validation_freq is refused without validation data
-    settings = plan.config.data
-    # The stream is endless; rows past its end would count twice, and are masked.
-    rows = settings.val_batch_size * plan.mesh.data.size
-    samples = plan.validation_data.samples_per_epoch
-    batches = min(settings.validation_batches, -(-samples // rows))
-    trainer.model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=plan.device)
-    for _, batch in zip(range(batches), plan.validation_data, strict=False):
-        for microbatch in batch.microbatches:
-            microbatch["labels"][microbatch["sample_ids"] >= samples] = IGNORE_INDEX
-            total[0] += forward(trainer.model, microbatch, plan.device)
-            total[1] += count_valid_tokens(microbatch["labels"])
-        trainer.guard.enter("validation")  # each batch has the time of a phase
-    trainer.model.train()
-    reshard(trainer.model)
-    dist.all_reduce(total, group=trainer.mesh.loss.group)
-    return float(total[0] / total[1])
 
 
 def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> None:

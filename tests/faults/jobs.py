@@ -10,6 +10,7 @@ from collections.abc import Callable
 from smp.checkpoint.background import PendingWrite
 from smp.faults import peers, propagate, watchdog
 from smp.train import __main__ as train_main
+from smp.train import step as one_step
 from smp.train import trainer
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.job import LLAMA, read_metrics, running_job
@@ -21,7 +22,7 @@ LONG = [*JOB, "--max_steps", 100_000, "--checkpoint_freq", 100_000]
 
 def wrapped(name: str, before: Callable[[], None]) -> None:
     """Call ``before`` each time the job calls its part ``name``; for ``prepare`` of a job."""
-    module = trainer if name in vars(trainer) else train_main
+    module = next(m for m in (one_step, trainer, train_main) if name in vars(m))
     inner = getattr(module, name)
 
     def call(*args, **kwargs):

@@ -26,7 +26,7 @@ import time
 
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
-from smp.train import trainer
+from smp.train import step as one_step
 from tests.faults.disk import kill_at, record
 from tests.job import LLAMA, losses, run_job, running_job
 
@@ -56,7 +56,7 @@ def job(run: pathlib.Path, kind: str) -> list[object]:
 
 def die_in_step(number: int) -> None:
     """End this process in the forward of a step."""
-    forward, seen = trainer.forward, [0]
+    forward, seen = one_step.forward, [0]
 
     def call(*args, **kwargs):
         if seen[0] == number:
@@ -64,7 +64,7 @@ def die_in_step(number: int) -> None:
         seen[0] += 1
         return forward(*args, **kwargs)
 
-    trainer.forward = call
+    one_step.forward = call
 
 
 def checkpoint_folders(run: pathlib.Path, kind: str) -> list[pathlib.Path]:

@@ -80,9 +80,9 @@ def test_training_goes_on_if_that_is_asked_for(checkpoint_bytes, tmp_path):
     def prepare(rank: int) -> None:
         if rank == 0:
             fill_after(run / "checkpoints", checkpoint_bytes // 2, until=room_again)
-        from smp.train import trainer
+        from smp.train import step as one_step
 
-        forward, seen = trainer.forward, [0]
+        forward, seen = one_step.forward, [0]
 
         def call(*args):
             seen[0] += 1
@@ -90,7 +90,7 @@ def test_training_goes_on_if_that_is_asked_for(checkpoint_bytes, tmp_path):
                 room_again.touch()
             return forward(*args)
 
-        trainer.forward = call
+        one_step.forward = call
 
     words = [*JOB, "--max_steps", 6, "--on_save_error", "continue", "--output_dir", run]
     outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()

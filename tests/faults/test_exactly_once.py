@@ -11,6 +11,7 @@ import signal
 
 import pytest
 
+from smp.train import step as one_step
 from smp.train import trainer
 from tests.job import LLAMA, losses, run_job
 
@@ -20,7 +21,7 @@ STEPS = ROWS // BATCH
 
 def note_samples(log: pathlib.Path, die_at: int | None) -> None:
     """Append the samples of each step that this rank has finished; end the process in the step ``die_at``."""
-    train_step, forward = trainer.train_step, trainer.forward
+    train_step, forward = trainer.train_step, one_step.forward
     log.parent.mkdir(exist_ok=True)
     steps = [0]
 
@@ -37,7 +38,7 @@ def note_samples(log: pathlib.Path, die_at: int | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return forward(*args, **settings)
 
-    trainer.train_step, trainer.forward = step, dying
+    trainer.train_step, one_step.forward = step, dying
 
 
 def read(folder: pathlib.Path, world_size: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp.data.data_pipeline import StepBatch
 from smp.train import trainer
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.faults.disk import fail
 from tests.faults.jobs import JOB, checkpoints, last_step, stopped_in_forward, writes_end_first

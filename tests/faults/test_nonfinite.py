@@ -11,7 +11,7 @@ import torch
 from smp.faults.nonfinite import spread_nonfinite
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.train import __main__ as train_main
-from smp.train import trainer
+from smp.train import step as one_step
 from tests.faults.jobs import JOB, checkpoints
 from tests.job import LLAMA, read_metrics, run_job
 from tests.resume.test_train import tensors
@@ -28,7 +28,7 @@ def broken_loss(value: float, *, at: set[int], rank: int = 1):
     """``prepare``: the loss of one rank is ``value`` in some forward passes of it, counted from 1."""
 
     def prepare(own: int) -> None:
-        inner, count = trainer.forward, 0
+        inner, count = one_step.forward, 0
 
         def forward(model, microbatch, device):
             nonlocal count
@@ -36,14 +36,14 @@ def broken_loss(value: float, *, at: set[int], rank: int = 1):
             loss = inner(model, microbatch, device)
             return loss + value if own == rank and count in at else loss
 
-        trainer.forward = forward
+        one_step.forward = forward
 
     return prepare
 
 
 def broken_gradient(own: int) -> None:
     """``prepare``: one element of one rank's gradient is infinite in the second step, before the norm."""
-    inner, count = trainer.clip_grad_norm_, 0
+    inner, count = one_step.clip_grad_norm_, 0
 
     def clip(model, bound, **options):
         nonlocal count
@@ -53,7 +53,7 @@ def broken_gradient(own: int) -> None:
             weight.grad.to_local().view(-1)[0] = math.inf
         return inner(model, bound, **options)
 
-    trainer.clip_grad_norm_ = clip
+    one_step.clip_grad_norm_ = clip
 
 
 def record(run) -> list[dict]:

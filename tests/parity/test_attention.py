@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from smp.data.packing import Collator, Row
 from smp.loss import causal_lm_loss_sum
 from smp.parallel import attention
-from smp.train import trainer
+from smp.train import step as one_step
 from tests.distributed import run_distributed
 from tests.reference import Layout, relative
 from tests.tensor_parallel import build, config_of, split, whole
@@ -39,10 +39,10 @@ def assert_as_apart(cases: list[tuple[str, Layout, int]]) -> None:
         def logits_of(model, inputs, labels):
             return model(**inputs).logits
 
-        with mock.patch.object(trainer, "model_loss_sum", logits_of):
+        with mock.patch.object(one_step, "model_loss_sum", logits_of):
             made = mock.Mock(side_effect=attention._documents_mask)
             with mock.patch.object(attention, "_documents_mask", made):
-                logits = trainer.forward(model, batch, torch.device("cpu"))
+                logits = one_step.forward(model, batch, torch.device("cpu"))
         assert made.call_count == 1  # for all blocks
         assert isinstance(logits, DTensor)
         causal_lm_loss_sum(logits, batch["labels"]).backward()

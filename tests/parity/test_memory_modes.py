@@ -24,7 +24,7 @@ from smp.parallel.offload.stores import _OnDisk, _OnHost
 from smp.parallel.parallelize import parallelize
 from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.reference import LR, Layout, global_batch, rank_batch, relative
 from tests.unit.test_activation_checkpoint import Products

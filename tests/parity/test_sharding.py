@@ -21,7 +21,7 @@ from smp.models.registry import family_of
 from smp.parallel import sharding
 from smp.parallel.parallelize import parallelize
 from smp.parallel.sharding import fsdp_modules, set_gradient_sync, size_based_units
-from smp.train.trainer import forward
+from smp.train.step import forward
 from tests.distributed import run_distributed
 from tests.reference import Layout, build_reference, rank_batch, train_parallel
 

@@ -33,7 +33,7 @@ from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model, family_of, init_rule
 from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 from tests import reference
 from tests.distributed import run_distributed
 from tests.reference import Layout, rank_batch

@@ -51,7 +51,7 @@ from smp.errors import DamagedCheckpointError, RunError, UserError
 from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.reference import Layout, build_reference, rank_batch, tiny_config
 

@@ -17,6 +17,7 @@ from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.faults import watchdog
+from smp.train import step as one_step
 from smp.train import trainer
 from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
@@ -216,7 +217,7 @@ def test_a_local_checkpoint_can_be_named(tmp_path):
 def test_the_best_by_validation_loss_is_kept(tmp_path):
     def prepare(rank: int) -> None:
         values = iter([3.0, 1.0, 2.0, 4.0, 5.0])
-        trainer.validate = lambda trainer: next(values)
+        trainer.validate = lambda *_, **__: next(values)
 
     words = [
         *JOB, "--max_steps", 5, "--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--keep_best", 2,
@@ -306,13 +307,13 @@ def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
 
         on_a_disk(write_takes, joined)
         watchdog.time = clock
-        forward, seen = trainer.forward, [0]
+        forward, seen = one_step.forward, [0]
 
         def call(*args):
             seen[0] += 1
             return forward(*args) * (float("nan") if seen[0] == 4 else 1.0)
 
-        trainer.forward = call
+        one_step.forward = call
 
     # It is waited for in a phase of its own: the update's time would be over.
     words = [*JOB, "--max_steps", 9, "--checkpoint_freq", 3, "--checkpoint_type", "async_sharded"]

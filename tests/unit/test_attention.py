@@ -16,7 +16,7 @@ from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.parallel import attention, choices
 from smp.parallel.technique import Setup
-from smp.train import trainer
+from smp.train import step as one_step
 from tests.tensor_parallel import build, config_of
 
 FAMILIES = ("llama_gqa", "mistral", "gpt_neox")
@@ -74,8 +74,8 @@ def varlen(q, k, v, bounds, _, longest, __, *, scale, window_size, enable_gqa):
 def step(model, batch, monkeypatch):
     """Logits and gradients of the job's forward pass."""
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "model_loss_sum", lambda model, inputs, labels: model(**inputs, use_cache=False).logits)
-        logits = trainer.forward(model, batch, CPU)
+        patch.setattr(one_step, "model_loss_sum", lambda model, inputs, labels: model(**inputs, use_cache=False).logits)
+        logits = one_step.forward(model, batch, CPU)
     (logits.double() ** 2).sum().backward()
     return logits, [parameter.grad for parameter in model.parameters()]
 
@@ -97,7 +97,7 @@ class Reads(TorchDispatchMode):
             stack = traceback.extract_stack()
             place = next(frame for frame in reversed(stack[:-1]) if "/torch/" not in frame.filename)
             # Bounds are read before they are copied to the device; a kernel's stand-in may read.
-            on_host = place.name == "forward" and place.filename.endswith("smp/train/trainer.py")
+            on_host = place.name == "forward" and place.filename.endswith("smp/train/step.py")
             if not on_host and all(frame.name != "varlen" for frame in stack):
                 self.found.append(str(place))
         return func(*args, **(kwargs or {}))
@@ -234,9 +234,9 @@ def test_flex_attention_has_a_block_mask_of_documents(monkeypatch):
     monkeypatch.setattr(attention, "_documents_mask", lambda *args: made.append(original(*args)) or made[-1])
     model = applied(build(config_of("mistral"), attention="flex_attention"))
     model.model.layers = torch.nn.ModuleList()  # the mask is what is looked at
-    monkeypatch.setattr(trainer, "model_loss_sum", lambda model, inputs, labels: model(**inputs, use_cache=False))
+    monkeypatch.setattr(one_step, "model_loss_sum", lambda model, inputs, labels: model(**inputs, use_cache=False))
     with Reads() as reads, torch.no_grad():
-        trainer.forward(model, BATCHES["documents"](), CPU)
+        one_step.forward(model, BATCHES["documents"](), CPU)
     assert isinstance(made[0], BlockMask) and reads.found == []
     config = config_of("mistral")
     config._attn_implementation = "sdpa"

@@ -173,7 +173,7 @@ def _sharded(mode, tp, sequence):
     from smp.config import LossConfig
     from smp.parallel.parallelize import parallelize
     from smp.train.optimizer import OptimConfig, build_optimizer
-    from smp.train.trainer import train_step
+    from smp.train.step import train_step
 
     torch._dynamo.reset()
     counters.clear()

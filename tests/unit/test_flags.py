@@ -35,7 +35,8 @@ from smp.models.model_config import resolve_model
 from smp.models.registry import build_model
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import Launch, process_group
-from smp.train import garbage, trainer
+from smp.train import garbage, trainer, validation
+from smp.train import step as one_step
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import planned_launch
 from smp.train.start import resolve
@@ -170,9 +171,9 @@ def test_profile_nsys(tmp_path):
 @check("grad_clip", "defer_gradient_sync", "reshard_between_microbatches", "clean_cache")
 def test_handed_to_the_step(monkeypatch, tmp_path):
     seen: dict[str, list] = {"clip": [], "defer": [], "keep": [], "clean": []}
-    clip, sync = trainer.clip_grad_norm_, trainer.set_gradient_sync
+    clip, sync = one_step.clip_grad_norm_, one_step.set_gradient_sync
     monkeypatch.setattr(
-        trainer, "clip_grad_norm_", lambda m, bound, **k: seen["clip"].append(bound) or clip(m, bound, **k)
+        one_step, "clip_grad_norm_", lambda m, bound, **k: seen["clip"].append(bound) or clip(m, bound, **k)
     )
 
     def noted(model, **values):
@@ -180,7 +181,7 @@ def test_handed_to_the_step(monkeypatch, tmp_path):
         seen["keep"].append(values["keep"])
         sync(model, **values)
 
-    monkeypatch.setattr(trainer, "set_gradient_sync", noted)
+    monkeypatch.setattr(one_step, "set_gradient_sync", noted)
     monkeypatch.setattr(trainer, "release_cache", lambda device: seen["clean"].append(1))
     train([], tmp_path / "a")
     assert seen == {"clip": [1.0, 1.0], "defer": [False, False], "keep": [False, False], "clean": []}
@@ -247,8 +248,9 @@ def test_validation(files, tmp_path, monkeypatch):
     batch = lambda words: len(next(iter(plan(words).validation_data)).microbatches[0]["input_ids"])  # noqa: E731
     differs(batch, ["--val_batch_size", 2], 2)
     forwards: list[bool] = []
-    forward = trainer.forward
-    monkeypatch.setattr(trainer, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
+    forward = one_step.forward
+    for module in (one_step, validation):
+        monkeypatch.setattr(module, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
     for count in (10, 3):
         train(["--validation_freq", 1, "--validation_batches", count], tmp_path / f"v{count}", steps=1)
     assert forwards == [True, *[False] * 10, True, *[False] * 3]
@@ -289,7 +291,8 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "d", steps=3)
     often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "e", steps=3)
     assert len(names(rare)) == 2 and len(names(often)) == 3
-    monkeypatch.setattr(trainer, "validate", lambda trainer: -1.0 / trainer.state.step)
+    losses = iter([-1.0, -1 / 2, -1 / 3])
+    monkeypatch.setattr(trainer, "validate", lambda *_, **__: next(losses))
     every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
     assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
     reads: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from smp.faults import watchdog
-from smp.train import trainer
+from smp.train import step as one_step
 from tests.clock import Clock, wait_until
 from tests.flags import SYNTHETIC, check, differs
 from tests.job import LLAMA, run_job
@@ -14,8 +14,8 @@ from tests.job import LLAMA, run_job
 @check("nonfinite", "nonfinite_budget")
 def test_nonfinite(tmp_path):
     def diverges(rank):
-        inner = trainer.forward
-        trainer.forward = lambda *arguments: inner(*arguments) + math.inf
+        inner = one_step.forward
+        one_step.forward = lambda *arguments: inner(*arguments) + math.inf
 
     def end(words):
         run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -33,7 +33,7 @@ def test_nonfinite(tmp_path):
 def test_watched(tmp_path):
     def ends(rank):
         """The step takes long, as the watchdog sees it."""
-        inner, clock = trainer.forward, Clock()
+        inner, clock = one_step.forward, Clock()
 
         def forward(*arguments):
             clock.pace, end = 1.0, clock.now + 30
@@ -41,7 +41,7 @@ def test_watched(tmp_path):
             clock.pace = 0.0
             return inner(*arguments)
 
-        watchdog.time, trainer.forward = clock, forward
+        watchdog.time, one_step.forward = clock, forward
 
     job = [*LLAMA, *SYNTHETIC, "--max_steps", 1]
     run_job(*job, "--output_dir", tmp_path / "a", prepare=ends).succeeded()

@@ -25,11 +25,11 @@ from smp.models.registry import family_of
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor import group as tp_group
 from smp.train import run_plan
-from smp.train.metrics import LoggingConfig
+from smp.train.logging_config import LoggingConfig
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.report import profile_step
 from smp.train.state import TrainState
-from smp.train.trainer import train_step
+from smp.train.step import train_step
 from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.flags import in_child

@@ -6,8 +6,9 @@ import math
 import pytest
 
 from smp.errors import ConfigError, UserError
-from smp.train import metrics
-from smp.train.metrics import LoggingConfig, MetricsLogger, NullMetricsLogger
+from smp.train import logging_config, metrics
+from smp.train.logging_config import LoggingConfig
+from smp.train.metrics import MetricsLogger, NullMetricsLogger
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [
@@ -191,7 +192,8 @@ def test_tensorboard_hides_the_lost_stretch_after_a_resume(tmp_path):
 
 
 def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, lines, monkeypatch):
-    monkeypatch.setattr(metrics, "_has_tensorboard", lambda: False)
+    for module in (metrics, logging_config):
+        monkeypatch.setattr(module, "has_tensorboard", lambda: False)
     report(make(tmp_path), 1)
     assert [line for line in lines if "pip install" in line] == [
         "No TensorBoard curves: pip install tensorboard to have them."

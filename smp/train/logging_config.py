@@ -1,0 +1,76 @@
+"""Settings of metrics, logs and profiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+from smp.config import Section, setting
+from smp.errors import UserError
+
+GET_TENSORBOARD = "pip install tensorboard"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """Metrics, logs and profiles."""
+
+    logging_freq: int = setting(1, "Steps between log lines.", minimum=1)
+    logging_freq_for_avg: int = setting(50, "Steps between lines of running averages.", minimum=1)
+    log_reduced_training_loss: bool = setting(
+        False,
+        "SMP v2's switch to a loss averaged over all ranks.",
+        no_effect="the logged loss is always the mean over the global batch",
+    )
+    tensorboard_dir: tuple[str, ...] = setting(
+        (), "TensorBoard folders, each with all the curves. Default: tensorboard/ in --output_dir if it is installed."
+    )
+    enable_memory_profiling: bool = setting(
+        False, "Log memory at marked places of the first steps, and what holds it at the peak of the first two."
+    )
+    memory_profiling_all_ranks: bool = setting(False, "With --enable_memory_profiling 1, show it for every rank.")
+    memory_snapshot: bool = setting(False, "With it, on GPUs: write the allocator's history of the second step.")
+    nccl_test_log: str = setting("", "Output of nccl-tests whose average bus bandwidths TensorBoard shows.")
+
+    def problems(self) -> list[str]:
+        """Add settings that need TensorBoard, one another, or a readable file."""
+        found = super().problems()
+        if self.tensorboard_dir and not has_tensorboard():
+            found.append(f"--tensorboard_dir needs TensorBoard: {GET_TENSORBOARD}, or leave the flag out")
+        for name in ("memory_profiling_all_ranks", "memory_snapshot"):
+            if getattr(self, name) and not self.enable_memory_profiling:
+                found.append(f"--{name} 1 needs --enable_memory_profiling 1: set it, or leave --{name} out")
+        try:
+            nccl_bandwidths(self.nccl_test_log)
+        except UserError as error:
+            found.append(str(error))
+        return found
+
+    def due(self, step: int, *, max_steps: int) -> bool:
+        """Return whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""
+        return step % self.logging_freq == 0 or step == max_steps
+
+
+def has_tensorboard() -> bool:
+    """Return whether TensorBoard is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def nccl_bandwidths(path: str) -> list[float]:
+    """Read the average bus bandwidths (GB/s) from the output of nccl-tests, in order; none for no path."""
+    if not path:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(
+            f"--nccl_test_log {path} cannot be read ({error.strerror}): give a file with the output of nccl-tests"
+        ) from error
+    found = [float(value) for value in re.findall(r"Avg bus bandwidth\s*:\s*(\d+(?:\.\d+)?)", text)]
+    if not found:
+        raise UserError(
+            f"--nccl_test_log {path} has no line 'Avg bus bandwidth : <number>': give the output of nccl-tests"
+        )
+    return found

@@ -1,0 +1,120 @@
+"""One step: forward, backward, clip, update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp.data.data_pipeline import StepBatch
+from smp.faults.nonfinite import spread_nonfinite
+from smp.loss import count_valid_tokens
+from smp.parallel.attention import document_lengths
+from smp.parallel.grad_norm import clip_grad_norm_
+from smp.parallel.loss import model_loss_sum
+from smp.parallel.sharding import set_gradient_sync
+from smp.train.optimizer import step_unless
+
+
+def nothing(tag: str) -> None:
+    """Do nothing: stands in for a memory tracker's function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """Results of one step: device tensors, which the host need not wait for."""
+
+    loss_sum: torch.Tensor  # 0-d fp64, this rank's sum of token losses
+    valid: torch.Tensor  # 0-d, valid tokens of the whole global batch
+    grad_norm: torch.Tensor  # 0-d
+    norms: dict[nn.Parameter, torch.Tensor]  # of each gradient on this rank, 0-d
+    loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
+
+    def numbers(self, *, over_all_ranks: bool) -> torch.Tensor:
+        """Return the sum of losses, over all ranks or this rank's; this rank's; the norm; the tokens; ``(4,)`` fp64."""
+        total = self.loss_sum
+        if over_all_ranks:
+            total = total.clone()
+            dist.all_reduce(total, group=self.loss_group)
+        return torch.stack([total, self.loss_sum, self.grad_norm.to(total), self.valid.to(total)])
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of the whole global batch; waits for the device."""
+        return int(self.valid)
+
+    def loss(self) -> float:
+        """Return the mean loss over the global batch's valid tokens; collective, and waits for the device."""
+        total, _, _, tokens = self.numbers(over_all_ranks=True).tolist()
+        return total / max(tokens, 1)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: StepBatch,
+    *,
+    device: torch.device,
+    grad_clip: float,
+    loss_group: dist.ProcessGroup | None = None,
+    defer_sync: bool = False,
+    keep_gathered: bool = False,
+    record: Callable[[str], None] = nothing,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> StepResult:
+    """Run one optimizer step: count tokens, accumulate gradients, clip, update; collective.
+
+    The device leaves the update out where the gradients are not finite, or no token of the batch is valid.
+
+    Args:
+        model: the prepared model.
+        optimizer: a fused AdamW.
+        batch: this rank's micro-batches.
+        grad_clip: bound of the global gradient norm; 0 only measures.
+        loss_group: the ranks over which losses and token counts are summed; None: all.
+        defer_sync: reduce gradients once, after the last micro-batch.
+        keep_gathered: free gathered parameters once, after the last micro-batch.
+        record: called with the name of each phase, for the memory tracker.
+        enter: called with the name of each phase, for the watchdog.
+    """
+    count = sum(count_valid_tokens(m["labels"]) for m in batch.microbatches)
+    valid = torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
+    counted = dist.all_reduce(valid, group=loss_group, async_op=True)
+    record("Before train step")
+    loss_sum = torch.zeros((), device=device, dtype=torch.float64)
+    for index, microbatch in enumerate(batch.microbatches):
+        last = index == len(batch.microbatches) - 1
+        set_gradient_sync(model, last=last, defer=defer_sync, keep=keep_gathered)
+        enter("forward")
+        loss = forward(model, microbatch, device)
+        record("After forward")
+        if index == 0:
+            counted.wait()  # overlaps with the first forward
+        enter("backward")
+        (spread_nonfinite(loss) / valid.clamp(min=1)).backward()
+        loss_sum += loss.detach()
+    record("After train step")
+    enter("optimizer")
+    norms: dict[nn.Parameter, torch.Tensor] = {}
+    grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
+    step_unless(optimizer, ~grad_norm.isfinite() | (valid == 0))
+    # Before the next forward, so that gradients are freed when activations grow.
+    optimizer.zero_grad(set_to_none=True)
+    record("After opt step")
+    return StepResult(loss_sum, valid, grad_norm, norms, loss_group)
+
+
+def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of the token losses of one micro-batch, 0-d."""
+    # The labels stay on the host, which chooses by them the tokens that need logits.
+    others = ("sample_ids", "labels")
+    tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key not in others}
+    inputs = cast(dict[str, Any], tensors)
+    if "document_bounds" in microbatch:
+        longest = int(microbatch["document_bounds"].diff().max())  # on the host
+        inputs |= document_lengths(inputs.pop("document_bounds"), longest)
+    return model_loss_sum(model, inputs, microbatch["labels"])
