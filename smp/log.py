@@ -13,6 +13,7 @@ import re
 import sys
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 from smp.errors import UserError
 
@@ -54,6 +55,16 @@ def redact(text: str) -> str:
     for pattern, keeps_name in _RULES:
         text = pattern.sub(rf"\g<1>{HIDDEN}" if keeps_name else HIDDEN, text)
     return text
+
+
+def redacted(value: Any) -> Any:
+    """Return JSON with the values of secrets in its texts replaced by ``***``, also those that a key tells."""
+    if isinstance(value, dict):
+        hidden = {k for k, each in value.items() if isinstance(each, str) and each and redact(f"{k}=x")[-1] != "x"}
+        return {redact(str(key)): HIDDEN if key in hidden else redacted(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(each) for each in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 class _Formatter(logging.Formatter):

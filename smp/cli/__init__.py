@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": "show what a checkpoint or a Hugging Face model holds",
     "export": "write a Hugging Face model from a checkpoint",
     "diff": "compare two checkpoints or models",
+    "report": "write a page about a run: curves, time, memory, checkpoints, settings",
     "launch": "write the script that starts a job: Slurm, Kubernetes, a file of hosts, this machine",
     "doctor": "look for what would stop or slow a job, before its first step",
 }

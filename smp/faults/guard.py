@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,12 @@ class Guard:
     def __exit__(self, *exception: object) -> None:
         self.watchdog.stop()
         self.stop.__exit__()
+
+    @property
+    def hosts(self) -> list[str]:
+        """Name of the host of each rank."""
+        members = self.watchdog.members
+        return [socket.gethostname()] if members is None else [member.host for member in members.members]
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

@@ -29,8 +29,9 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
 from smp.train.exit import exit_status, print_problems, run_to_end
+from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
-from smp.train.report import announce, arguments_table, begin_files
+from smp.train.report import announce, arguments_table, begin_files, changes_since
 from smp.train.run_plan import RunPlan, choose_settings, dry_run, make_plan, planned_launch, refuse_too_large
 from smp.train.start import agree_on_start
 from smp.train.trainer import Trainer, finish, train
@@ -96,9 +97,12 @@ def run(plan: RunPlan, guard: Guard) -> int:
         trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard)
         announce(plan, start)
         metrics.writers.text("Arguments", arguments_table(config))
-        with saver.finishing(guard.enter):
-            status = train(trainer)
-        finish(trainer, status)
+        changes = changes_since(start.saved.run if start.saved else {}, plan, start)
+        with recorded(plan, start, state, guard, changes=changes) as ended:
+            with saver.finishing(guard.enter):
+                status = train(trainer)
+            finish(trainer, status)
+            ended(status)
     return status
 
 

@@ -202,7 +202,7 @@ def _unknown(name: str, where: str) -> str:
     return f"unknown {'flag' if is_flag else 'key'} {where}: {hint}"
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict[str, Any]:
     """Read a flat mapping of settings.
 
     Raises:
@@ -264,7 +264,7 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
     path = flags.pop("config")
     if path is not None:
         try:
-            for key, value in _read_yaml(path).items():
+            for key, value in read_yaml(path).items():
                 if key in FLAGS and value == [] and FLAGS[key].field.default == ():
                     continue  # an empty list, as written by flat()
                 if key in FLAGS:

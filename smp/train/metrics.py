@@ -128,6 +128,7 @@ class MetricsLogger:
         samples: int,
         step_time_s: float,
         memory: Mapping[str, float | None],
+        phase_s: Mapping[str, float] | None = None,
     ) -> None:
         """Report the steps since the last call.
 
@@ -140,6 +141,7 @@ class MetricsLogger:
             samples: samples consumed since the start of training, all ranks.
             step_time_s: mean seconds per step since the last call, without validation and checkpoints.
             memory: what ``smp.memory.tracker.memory_stats`` returns.
+            phase_s: seconds of this process in each phase since the last call, validation and checkpoints included.
         """
         steps = step - self._step
         seconds = steps * step_time_s
@@ -157,6 +159,7 @@ class MetricsLogger:
             "model_tflops_per_device": tflops,
             "mfu": None if self._peak_flops is None else tflops * 1e12 / self._peak_flops,
             **{key: memory.get(key) for key in ("mem_allocated_gib", "mem_peak_gib", "host_rss_gib")},
+            "phase_s": phase_s,
         }
         self._write(record)
         for tag, value in {

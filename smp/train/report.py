@@ -29,6 +29,7 @@ from smp.mesh import Mesh
 from smp.models.registry import count_parameters
 from smp.parallel.parallelize import find_problems
 from smp.plots import plot_metrics
+from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.flops import model_flops_per_token, peak_flops
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
@@ -228,6 +229,11 @@ def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
         title = f"What holds the memory of rank 0 at the peak of step {step}"
         predicted = estimate_memory(shape, plan.mesh, work)
         logger.info("%s", profile.table(title=title, predicted=predicted))
+        peak = profile.peak()
+        history.append(
+            plan.run_dir, "memory", step=step, phase=peak.phase, categories=dict(peak.categories),
+            allocator=profile.measured, resident=profile.resident or None,
+        )  # fmt: skip
         try:
             profile.plot(plan.run_dir / "memory_timeline.png")
         except UserError as error:

@@ -88,6 +88,8 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
     plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
     batches, lag = iter(plan.train_data), LAG[plan.device.type]
     watch, guard = Stopwatch(state.step), trainer.guard
+    guard.enter("data", state.step + 1)
+    guard.watchdog.spent()  # what came before was no step
     pending: collections.deque[_Done] = collections.deque()
     asked: collections.deque[Callable[[], dict[str, int]]] = collections.deque()
     while state.step < start.max_steps:
@@ -195,6 +197,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             parameters=nonfinite_gradients(trainer.model, done.result.norms),
         )
     if done.logged:
+        trainer.guard.enter("logging")
         trainer.metrics.train_step(
             done.step,
             loss=loss / max(tokens, 1),
@@ -204,6 +207,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             samples=done.samples,
             step_time_s=watch.mean_seconds(done.step),
             memory=memory_stats(trainer.plan.device),
+            phase_s=trainer.guard.watchdog.spent(),
         )
 
 

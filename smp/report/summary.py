@@ -1,0 +1,157 @@
+"""What a run comes to: its state in a word, its numbers in tiles, and its curves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from smp.faults.stop import INTERRUPTED, STOPPED
+from smp.report.curves import Chart, Series, short, thin
+from smp.report.html import Html, join, tag
+from smp.report.run_files import RunFiles, finite, number, table_of
+
+Line = dict[str, Any]
+PHASES = ("data", "forward", "backward", "optimizer", "agreement", "logging", "validation", "checkpoint", "end")
+OF_A_STEP = PHASES[:4]
+
+
+def state(run: RunFiles) -> tuple[str, str, str]:
+    """Return the state of the run: the class of its colour, a word, and a sentence."""
+    if not run.attempts:
+        return "unknown", "no record", "It has no history.jsonl: an older version wrote it, or it never began."
+    end = run.attempts[-1].end
+    if end is None:
+        return "running", "running or killed", "Its last start has no end yet."
+    status, step, reason = end.get("status"), end.get("step"), end.get("reason")
+    if status == 0:
+        return "done", "done", f"It ended at step {step} as planned."
+    if status in (STOPPED, INTERRUPTED) and not reason:
+        return "stopped", "stopped", f"It was asked to stop, at step {step} (exit status {status})."
+    return "failed", "failed", f"It failed at step {step} (exit status {status}): {reason}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as ``12.3 s``, ``4 min 05 s``, ``3 h 12 min`` or ``2 d 4 h``."""
+    whole = round(seconds)
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole // 60 % 60:02} min"
+    return f"{whole // 86400} d {whole // 3600 % 24} h"
+
+
+def trained_seconds(run: RunFiles) -> float:
+    """Return the seconds of all steps that are logged, without validation and checkpoints."""
+    total, before = 0.0, 0
+    for line in run.train:
+        total += max(line["step"] - before, 0) * (finite(line.get("step_time_s")) or 0.0)
+        before = line["step"]
+    return total
+
+
+def tiles(run: RunFiles) -> Html:
+    """Return the few numbers that a person asks for first."""
+    found: list[tuple[str, str, str]] = []  # title, value, note
+
+    def values(lines: list[Line], key: str) -> list[float]:
+        return [value for line in lines if (value := finite(line.get(key))) is not None]
+
+    most = run.attempts[-1].start.get("max_steps") if run.attempts else None
+    if run.train:
+        last = run.train[-1]
+        found.append(("Step", f"{last['step']:,}", f"of {most:,}" if type(most) is int else ""))
+        loss = number(last.get("loss"))
+        found.append(("Training loss", "" if loss is None else f"{loss:.4f}", "of the last step"))
+    rated = [(loss, line["step"]) for line in run.validation if (loss := finite(line.get("val_loss"))) is not None]
+    if rated:
+        best, step = min(rated)
+        perplexity = f", perplexity {short(math.exp(best))}" if best < 300 else ""
+        found.append(("Validation loss", f"{best:.4f}", f"the best, at step {step:,}{perplexity}"))
+    if tokens := values(run.train[-1:], "tokens"):
+        found.append(("Tokens", short(tokens[0]), "labelled, trained on"))
+    if speeds := values(run.train, "tokens_per_sec"):
+        found.append(("Tokens per second", short(statistics.median(speeds)), "median"))
+    if mfu := values(run.train, "mfu"):
+        found.append(("MFU", f"{100 * statistics.median(mfu):.1f} %", "median"))
+    if seconds := trained_seconds(run):
+        found.append(("Time in steps", duration(seconds), "without validation and checkpoints"))
+    if peaks := values(run.train, "mem_peak_gib"):
+        found.append(("Highest memory", f"{max(peaks):.2f} GiB", "of rank 0"))
+    skipped = sum(line.get("action") == "skip" for line in run.nonfinite)
+    if skipped:
+        found.append(("Updates left out", str(skipped), "not finite"))
+    return tag("dl", *(tag("div", tag("dt", t), tag("dd", v), tag("small", n)) for t, v, n in found), cls="tiles")
+
+
+def _series(name: str, lines: list[Line], value: Callable[[Line], float | None], color: int) -> Series:
+    found = [(line["step"], got) for line in lines if (got := value(line)) is not None]
+    return Series(name, thin([step for step, _ in found], [value for _, value in found]), color)
+
+
+def _of(key: str) -> Callable[[Line], float | None]:
+    return lambda line: number(line.get(key))
+
+
+def curves(run: RunFiles) -> list[Chart]:
+    """Return the charts of the metrics."""
+    train = run.train
+    loss = [_series("training", train, _of("loss"), 0), _series("validation", run.validation, _of("val_loss"), 1)]
+    memory = [
+        _series("highest", train, _of("mem_peak_gib"), 0),
+        _series("on the GPU now", train, _of("mem_allocated_gib"), 1),
+        _series("process now", train, _of("host_rss_gib"), 2),
+    ]
+    charts = [
+        Chart("loss", "Loss", loss, unit="nats per token"),
+        Chart("lr", "Learning rate", [_series("learning rate", train, _of("lr"), 0)], zero=True),
+        Chart("speed", "Tokens per second", [_series("tokens/s", train, _of("tokens_per_sec"), 0)], zero=True),
+        Chart("norm", "Gradient norm", [_series("norm", train, _of("grad_norm"), 0)], "before clipping", log=True),
+        Chart("memory", "Memory of rank 0", [each for each in memory if each.points], unit="GiB", zero=True),
+    ]
+    if any(finite(line.get("mfu")) is not None for line in train):
+        charts.append(Chart("mfu", "MFU", [_series("MFU", train, _of("mfu"), 0)], zero=True))
+    return charts
+
+
+def phase_chart(run: RunFiles) -> Chart:
+    """Return the seconds of each phase of a step."""
+    before = dict(zip((line["step"] for line in run.train[1:]), (line["step"] for line in run.train), strict=False))
+
+    def of(phase: str) -> Callable[[Line], float | None]:
+        def seconds(line: Line) -> float | None:
+            spent = finite(table_of(line.get("phase_s")).get(phase))
+            return None if spent is None else spent / max(line["step"] - before.get(line["step"], 0), 1)
+
+        return seconds
+
+    series = [_series(phase, run.train, of(phase), color) for color, phase in enumerate(OF_A_STEP)]
+    return Chart("phases", "Seconds of a step by phase", series, unit="s", zero=True)
+
+
+def phase_totals(run: RunFiles) -> dict[str, float]:
+    """Return the seconds of each phase over all that is logged, in the order of a step."""
+    totals: dict[str, float] = {}
+    for line in [*run.train, *(attempt.end or {} for attempt in run.attempts)]:
+        for phase, seconds in table_of(line.get("phase_s")).items():
+            totals[str(phase)] = totals.get(str(phase), 0.0) + max(finite(seconds) or 0.0, 0.0)
+    known = {phase: totals.pop(phase) for phase in PHASES if phase in totals}
+    return {phase: seconds for phase, seconds in (known | totals).items() if seconds > 0}
+
+
+def headline(run: RunFiles) -> Html:
+    """Return the model, its size, the processes and the length in one line."""
+    if not run.attempts:
+        return Html("")
+    start = run.attempts[-1].start
+    parts = [start.get("model")]
+    if (parameters := finite(start.get("parameters"))) is not None:
+        parts.append(f"{short(parameters)} parameters")
+    world = start.get("world_size")
+    parts.append(f"{world} {'process' if world == 1 else 'processes'} on {start.get('device')}")
+    parts.append(f"{start.get('dtype')}")
+    parts.append(f"global batch {start.get('global_batch_size')} x {start.get('sequence_length')} tokens")
+    return join((part for part in parts if part), " &middot; ")

@@ -1,0 +1,150 @@
+"""History of a run: ``history.jsonl`` in the run directory, a line for each start, end and measured memory.
+
+Rank 0 writes it, at these moments only. ``smp report`` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp import __version__ as smp_version
+from smp.checkpoint.manifest import now, versions
+from smp.errors import RunError, UserError
+from smp.faults.guard import Guard
+from smp.faults.stop import INTERRUPTED
+from smp.log import get_logger, redacted
+from smp.memory.plan import estimate_memory
+from smp.train.arguments import FLAGS
+from smp.train.run_plan import RunPlan, sizes
+from smp.train.start import Start
+from smp.train.state import TrainState
+
+FILE = "history.jsonl"
+MOST_CHARACTERS = 2000
+
+logger = get_logger("train")
+
+
+def append(run_dir: Path, event: str, **values: Any) -> None:
+    """Add a line to the history, with its time and without secrets; a full disk is only a warning.
+
+    Args:
+        run_dir: that of the run.
+        event: ``start``, ``end`` or ``memory``.
+        values: its other keys, of JSON's types.
+    """
+    line = json.dumps(redacted({"event": event, "time": now(), **values}), allow_nan=False, default=str)
+    try:
+        with (run_dir / FILE).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s).", run_dir / FILE, error.strerror)
+
+
+@contextlib.contextmanager
+def recorded(
+    plan: RunPlan, start: Start, state: TrainState, guard: Guard, *, changes: list[str]
+) -> Iterator[Callable[[int], None]]:
+    """Write a start, and the end of what is done inside, on rank 0; nothing elsewhere.
+
+    Args:
+        plan: of the run.
+        start: where it begins.
+        state: its progress, as it grows.
+        guard: knows the hosts, and the seconds of each phase.
+        changes: what differs from the run that wrote the checkpoint.
+
+    Yields:
+        Function to call with the exit status, if nothing is raised.
+    """
+    begun = time.monotonic()
+
+    def end(status: int, reason: str = "") -> None:
+        if plan.launch.is_main:
+            append(
+                plan.run_dir, "end", status=status, step=state.step, seconds=round(time.monotonic() - begun, 3),
+                phase_s=guard.watchdog.spent(), reason=reason,
+            )  # fmt: skip
+
+    if plan.launch.is_main:
+        append(plan.run_dir, "start", **_beginning(plan, start, guard.hosts, changes))
+    try:
+        yield end
+    except BaseException as error:
+        plain = isinstance(error, (RunError, UserError))
+        text = str(error) if plain else f"{type(error).__name__}: {error}".removesuffix(": ")
+        interrupted = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1
+        end(getattr(error, "status", interrupted), text[:MOST_CHARACTERS])
+        raise
+
+
+def _beginning(plan: RunPlan, start: Start, hosts: list[str], changes: list[str]) -> dict[str, Any]:
+    shape, work = sizes(plan)
+    cuda = plan.device.type == "cuda"
+    return {
+        "step": start.progress.step,
+        "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
+        "max_steps": start.max_steps,
+        "global_batch_size": start.global_batch_size,
+        "model": plan.model.name,
+        "parameters": shape.parameters,
+        "sequence_length": plan.model.sequence_length,
+        "samples_per_epoch": plan.train_data.samples_per_epoch,
+        "world_size": plan.launch.world_size,
+        "degrees": plan.mesh.degrees,
+        "device": torch.cuda.get_device_name(plan.device) if cuda else "cpu",
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "backend": torch.distributed.get_backend(),
+        "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
+        "versions": _versions(),
+        "commit": _commit(),
+        "choices": [str(choice) for choice in plan.choices],
+        "changes": changes,
+        "settings": _given(plan),
+        "checkpoint_dirs": [str(folder) for folder in plan.checkpoint_dirs],
+        "predicted_memory": {name: size for name, size in estimate_memory(shape, plan.mesh, work).items() if size},
+    }
+
+
+def _given(plan: RunPlan) -> dict[str, Any]:
+    """Return the settings that differ from their defaults."""
+    settings, defaults = plan.config.flat(), default_settings()
+    return {name: value for name, value in settings.items() if value != defaults[name]}
+
+
+def default_settings() -> dict[str, Any]:
+    """Return the default of every setting by name, in types of YAML."""
+    fields = {flag.field.name: flag.field.default for flag in FLAGS.values()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def _versions() -> dict[str, str]:
+    found = {"smp": smp_version, **versions()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["transformers"] = importlib.metadata.version("transformers")
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return {**found, "system": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores"}
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that smp runs from, marked where files were changed; None: it is installed."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL)
+        return done.stdout.strip()
+    return None
