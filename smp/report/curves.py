@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 MOST_POINTS = 600
 _WIDTH, _HEIGHT = 1000, 300
+_USUAL = 0.9  # share of the points that an axis which leaves out peaks shows in any case
 _FEW = 30  # points up to which each gets a dot
 _DECADES = 2.0  # that a curve of positive values spans before its axis is logarithmic
 _INFINITE = 1e300  # drawn as not finite: the range of larger values overflows
@@ -47,6 +48,7 @@ class Chart:
         unit: of its values, shown after the title.
         zero: the axis begins at 0.
         log: the axis is logarithmic, if all values are positive and span decades.
+        cut: the axis leaves out the peaks of a few points, such as a slow first step.
     """
 
     key: str
@@ -55,6 +57,7 @@ class Chart:
     unit: str = ""
     zero: bool = False
     log: bool = False
+    cut: bool = False
 
 
 def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> list[Point]:
@@ -65,7 +68,8 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS)
     for index in range(number):
         begin, end = index * count // number, (index + 1) * count // number
         finite = [value for value in values[begin:end] if abs(value) < _INFINITE]
-        step, lost = steps[(begin + end) // 2], end - begin - len(finite)
+        middle = 0 if index == 0 else count - 1 if index == number - 1 else (begin + end) // 2  # the ends stay
+        step, lost = steps[middle], end - begin - len(finite)
         if finite:
             mean = math.fsum(value / len(finite) for value in finite)  # of huge values the sum would overflow
             found.append(Point(step, mean, min(finite), max(finite), lost))
@@ -77,7 +81,7 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS)
 def short(value: float) -> str:
     """Format a number of an axis or a tile: ``0.0001``, ``1.5e-5``, ``820``, ``4.83 k``, ``2.08 M``."""
     size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if limit * 0.99995 <= size < 1e15:
             return f"{value / limit:.4g} {unit}"
     text = f"{value:.4g}"
@@ -122,6 +126,9 @@ def _vertical(chart: Chart, values: list[float]) -> _Axis:
     if chart.log and low > 0 and math.log10(high) - math.log10(low) > _DECADES:
         return _Axis(math.floor(math.log10(low)), math.ceil(math.log10(high)), True)
     low = min(low, 0.0) if chart.zero else low
+    if chart.cut and values:
+        usual = 1.5 * sorted(values)[int(_USUAL * (len(values) - 1))]
+        high = usual if low < usual < high / 2 else high
     margin = (high / 2 - low / 2) / 10 or abs(high) / 10 or 1.0
     return _Axis(low if chart.zero and low >= 0 else low - margin, high + margin, False)
 
@@ -148,8 +155,7 @@ def draw(chart: Chart, marks: Sequence[int] = ()) -> str:
         return f'<figure class="chart">{head}<p class="empty">Nothing was logged.</p></figure>'
     axis = _vertical(chart, values)
     first, last = min(steps), max(steps)
-    span = max(last - first, 1)
-    across = _Axis(first, first + span, False) if last > first else _Axis(first - 1, first + 1, False)
+    across = _Axis(first, last, False) if last > first else _Axis(first - 1, first + 1, False)
     lines = "".join(
         f'<path class="grid" d="M0 {_y(axis, tick)}H{_WIDTH}"/>' for tick in axis.ticks if 0 <= axis.place(tick) <= 1
     )
@@ -165,6 +171,7 @@ def draw(chart: Chart, marks: Sequence[int] = ()) -> str:
         f'<span class="x" style="left:{100 * across.place(tick):.2f}%">{escape(short(tick))}</span>' for tick in whole
     )
     log = ' <span class="unit">logarithmic</span>' if axis.log else ""
+    log = ' <span class="unit">peaks are cut off</span>' if axis.place(max(values)) > 1 else log
     head = head.replace("</b>", f"</b>{log}", 1)
     name = escape(f"{chart.title} over {len(steps)} points, from step {first} to {last}")
     return (

@@ -29,13 +29,12 @@ def render(run: RunFiles, *, now: datetime.datetime) -> str:
         run: its files.
         now: the time that the page gives as its own.
     """
-    charts, phases = summary.curves(run), summary.phase_chart(run)
+    charts = summary.curves(run)
     steps = (finite(attempt.start.get("step")) for attempt in run.attempts[1:])
     marks = sorted({int(step) for step in steps if step})[-200:]
-    timed = any(series.points for series in phases.series)
     body = {
         "curves": tag("div", *(Html(draw(chart, marks)) for chart in charts), cls="charts"),
-        "time": join([sections.time_by_phase(run), Html(draw(phases, marks)) if timed else ""]),
+        "time": sections.time_by_phase(run),
         "memory": sections.memory(run),
         "checkpoints": sections.checkpoints(run),
         "starts": sections.starts(run),
@@ -45,7 +44,7 @@ def render(run: RunFiles, *, now: datetime.datetime) -> str:
     }
     if not (run.train or run.validation):
         body["curves"] = tag("p", "No step has been logged yet.", cls="empty")
-    data = {chart.key: numbers(chart) for chart in [*charts, *([phases] if timed else [])]}
+    data = {chart.key: numbers(chart) for chart in charts}
     kind, word, sentence = summary.state(run)
     links = join(Html(f'<a href="#{key}">{text(title)}</a>') for title, key in SECTIONS)
     parts = join(Html(f'<section id="{key}"><h2>{text(title)}</h2>{body[key]}</section>') for title, key in SECTIONS)

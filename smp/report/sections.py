@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from smp.comm.report import readable
+from smp.memory.plan import CATEGORIES
 from smp.report.html import Html, bar, items, join, table, tag, text
 from smp.report.run_files import Attempt, RunFiles, Saved, finite, list_of, table_of
 from smp.report.summary import OF_A_STEP, PHASES, duration, phase_totals
@@ -67,7 +69,7 @@ def memory(run: RunFiles) -> Html:
     predicted = table_of(run.attempts[-1].start.get("predicted_memory")) if run.attempts else {}
     measured = run.memory[-1] if run.memory else {}
     peak = table_of(measured.get("categories"))
-    names = list(dict.fromkeys([*predicted, *peak]))[:40]
+    names = [name for name in dict.fromkeys([*CATEGORIES, *predicted, *peak]) if name in predicted or name in peak][:40]
     pairs = {name: (finite(predicted.get(name)), finite(peak.get(name))) for name in names}
     most = max((size or 0.0 for name, pair in pairs.items() for size in pair if name != "process"), default=0.0)
     if not pairs:
@@ -130,8 +132,8 @@ def _val_loss(saved: Saved) -> float | None:
     return finite(saved.manifest.run.get("val_loss")) if saved.manifest else None
 
 
-def _when(time: Any) -> str:
-    return str(time).replace("T", " ").replace("+00:00", " UTC")
+def _when(time: Any) -> Html:
+    return tag("time", str(time).replace("T", " ").replace("+00:00", " UTC"))
 
 
 def _end(attempt: Attempt, *, last: bool) -> Html:
@@ -161,9 +163,17 @@ def _differences(before: dict[str, Any], now: dict[str, Any], said: list[str]) -
         if isinstance(one, dict) and isinstance(other, dict) and name in ("versions", "degrees"):
             keys = [key for key in one | other if one.get(key) != other.get(key)]
             found += [f"{key} {one.get(key, 'none')} -> {other.get(key, 'none')}" for key in keys]
+        elif isinstance(one, dict) and isinstance(other, dict) and one.keys() != other.keys():
+            gone, came = one.keys() - other.keys(), other.keys() - one.keys()
+            found += [f"{word} {_few(keys)}" for word, keys in (("hosts gone:", gone), ("new hosts:", came)) if keys]
         elif one != other:
             found.append(f"{name.replace('_', ' ')} {_value(one)} -> {_value(other)}")
     return found
+
+
+def _few(names: Iterable[str], most: int = 4) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def starts(run: RunFiles) -> Html:
@@ -256,7 +266,7 @@ def events(run: RunFiles) -> Html:
         levels = {"W": "warning", "E": "error", "C": "error"}
         rows = [
             (
-                message.time,
+                tag("time", message.time),
                 tag("span", levels[message.level], cls="" if message.level == "W" else "bad"),
                 join([message.text, tag("small", f" {message.count} times")]) if message.count > 1 else message.text,
             )
@@ -271,8 +281,7 @@ def events(run: RunFiles) -> Html:
 def _nonfinite(line: dict[str, Any]) -> tuple[Any, ...]:
     ranks = [table_of(each) for each in list_of(line.get("ranks"))]
     losses = ", ".join(f"{each.get('rank')}: {each.get('loss')}" for each in ranks[:8])
-    names = sorted({str(name) for each in ranks for name in list_of(each.get("parameters"))})
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = _few({str(name) for each in ranks for name in list_of(each.get("parameters"))})
     what = "update left out" if line.get("action") == "skip" else "the run ended"
     more = ", ..." if len(ranks) > 8 else ""
     return line.get("step"), what, line.get("grad_norm"), f"{losses}{more}", tag("code", text(shown)) if shown else ""

@@ -69,7 +69,7 @@ def tiles(run: RunFiles) -> Html:
     rated = [(loss, line["step"]) for line in run.validation if (loss := finite(line.get("val_loss"))) is not None]
     if rated:
         best, step = min(rated)
-        perplexity = f", perplexity {short(math.exp(best))}" if best < 300 else ""
+        perplexity = f", perplexity {math.exp(best):,.1f}" if best < 20 else ""
         found.append(("Validation loss", f"{best:.4f}", f"the best, at step {step:,}{perplexity}"))
     if tokens := values(run.train[-1:], "tokens"):
         found.append(("Tokens", short(tokens[0]), "labelled, trained on"))
@@ -112,12 +112,11 @@ def curves(run: RunFiles) -> list[Chart]:
         Chart("norm", "Gradient norm", [_series("norm", train, _of("grad_norm"), 0)], "before clipping", log=True),
         Chart("memory", "Memory of rank 0", [each for each in memory if each.points], unit="GiB", zero=True),
     ]
-    if any(finite(line.get("mfu")) is not None for line in train):
-        charts.append(Chart("mfu", "MFU", [_series("MFU", train, _of("mfu"), 0)], zero=True))
-    return charts
+    phases = _phase_chart(run)
+    return [*charts, phases] if any(series.points for series in phases.series) else charts
 
 
-def phase_chart(run: RunFiles) -> Chart:
+def _phase_chart(run: RunFiles) -> Chart:
     """Return the seconds of each phase of a step."""
     before = dict(zip((line["step"] for line in run.train[1:]), (line["step"] for line in run.train), strict=False))
 
@@ -129,7 +128,7 @@ def phase_chart(run: RunFiles) -> Chart:
         return seconds
 
     series = [_series(phase, run.train, of(phase), color) for color, phase in enumerate(OF_A_STEP)]
-    return Chart("phases", "Seconds of a step by phase", series, unit="s", zero=True)
+    return Chart("phases", "Seconds of a step by phase", series, unit="s", zero=True, cut=True)
 
 
 def phase_totals(run: RunFiles) -> dict[str, float]:
@@ -149,7 +148,7 @@ def headline(run: RunFiles) -> Html:
     start = run.attempts[-1].start
     parts = [start.get("model")]
     if (parameters := finite(start.get("parameters"))) is not None:
-        parts.append(f"{short(parameters)} parameters")
+        parts.append(f"{short(float(f'{parameters:.3g}'))} parameters")
     world = start.get("world_size")
     parts.append(f"{world} {'process' if world == 1 else 'processes'} on {start.get('device')}")
     parts.append(f"{start.get('dtype')}")
