@@ -42,7 +42,7 @@ class Watchdog:
         self._rank, self._timeout, self._operations = rank, timeout, operations
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
         self._connected = False
-        self._entered, self._spent = time.monotonic(), collections.Counter[str]()
+        self._entered, self._spent = time.monotonic(), collections.defaultdict[str, float](float)
         self._stopped = threading.Event()
         self._leaving: tuple[float, int, str] | None = None  # deadline (monotonic), status, text
         self._threads = [threading.Thread(target=self._watch, name="smp-watchdog", daemon=True)]
@@ -68,14 +68,18 @@ class Watchdog:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Record the phase of the main thread; the same step as before if none is given."""
-        moment = time.monotonic()
-        self._spent[self.place.phase] += moment - self._entered  # type: ignore[assignment]
-        self._entered = moment
+        self._count()
         self.place = Place(phase, self.place.step if step is None else step, time.time())
 
+    def _count(self) -> None:
+        moment = time.monotonic()
+        self._spent[self.place.phase] += moment - self._entered
+        self._entered = moment
+
     def spent(self) -> dict[str, float]:
-        """Return the main thread's seconds in each phase since the last call, up to its latest one."""
-        spent, self._spent = self._spent, collections.Counter()
+        """Return the main thread's seconds in each phase since the last call."""
+        self._count()
+        spent, self._spent = self._spent, collections.defaultdict(float)
         return {phase: round(seconds, 6) for phase, seconds in spent.items()}
 
     def leave(self, status: int, seconds: float, text: str = "") -> None:

@@ -123,7 +123,7 @@ class _Axis(NamedTuple):
 
 def _vertical(chart: Chart, values: list[float]) -> _Axis:
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if chart.log and low > 0 and math.log10(high) - math.log10(low) > _DECADES:
+    if chart.log and low > 1 / _INFINITE and math.log10(high) - math.log10(low) > _DECADES:
         return _Axis(math.floor(math.log10(low)), math.ceil(math.log10(high)), True)
     low = min(low, 0.0) if chart.zero else low
     if chart.cut and values:
@@ -188,7 +188,7 @@ def numbers(chart: Chart) -> list[dict[str, object]]:
             "name": series.name,
             "color": series.color,
             "points": [
-                [p.step, *([_digits(p.mean)] if p.low == p.high else map(_digits, (p.mean, p.low, p.high)))]
+                [p.step, *([_digits(p.mean)] if not p.low < p.high else map(_digits, (p.mean, p.low, p.high)))]
                 for p in series.points
             ],
         }

@@ -24,7 +24,7 @@ LAYERS = {
     "smp.faults": 4, "smp.data": 5, "smp.compat": 5,
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,
     "smp": 7, "smp.dry_run": 7, "smp.sagemaker": 8,
-    "smp.train": 8, "smp.doctor": 9, "smp.launch": 9,
+    "smp.train": 8, "smp.doctor": 9, "smp.launch": 9, "smp.report": 9,
     "smp.cli": 10, "smp.__main__": 11,
     "arguments": 12, "train_lib": 12, "data": 12,
 }  # fmt: skip
@@ -123,7 +123,8 @@ def test_only_runtime_reads_the_environment():
 
 def test_only_known_places_parse_a_command_line():
     allowed = {"smp.train.arguments", "smp.data.prepare", "data.sample.build", "smp.launch.local", "smp.plots"}
-    allowed |= {"smp.cli", *(f"smp.cli.{name}" for name in ("verify", "inspect", "export", "diff", "doctor", "launch"))}
+    commands = ("verify", "inspect", "export", "diff", "report", "doctor", "launch")
+    allowed |= {"smp.cli", *(f"smp.cli.{name}" for name in commands)}
     assert {module_name(p) for p in sources() if "argparse" in imports(p)} <= allowed
     assert {module_name(p) for p in sources() if "yaml" in imports(p)} <= {
         "smp.train.arguments",

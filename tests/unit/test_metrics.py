@@ -14,6 +14,7 @@ MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [
     "step", "loss", "lr", "grad_norm", "tokens", "samples_per_sec", "tokens_per_sec", "step_time_s",
     "model_tflops_per_device", "mfu", "mem_allocated_gib", "mem_peak_gib", "host_rss_gib",
+    "phase_s",
 ]  # fmt: skip
 
 
