@@ -106,7 +106,7 @@ def curves(run: RunFiles) -> list[Chart]:
         _series("process now", train, _of("host_rss_gib"), 2),
     ]
     charts = [
-        Chart("loss", "Loss", loss, unit="nats per token"),
+        Chart("loss", "Loss", loss, unit="nats per token", log=True),
         Chart("lr", "Learning rate", [_series("learning rate", train, _of("lr"), 0)], zero=True),
         Chart("speed", "Tokens per second", [_series("tokens/s", train, _of("tokens_per_sec"), 0)], zero=True),
         Chart("norm", "Gradient norm", [_series("norm", train, _of("grad_norm"), 0)], "before clipping", log=True),

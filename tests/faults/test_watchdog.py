@@ -162,6 +162,18 @@ def test_a_phase_has_its_time_and_the_next_one_its_own(monkeypatch, capfd):
     assert "--watchdog_timeout 2: rank 0 has been in 'forward' of step 1 for 2 s" in capfd.readouterr().err
 
 
+def test_the_seconds_of_each_phase_are_counted_once(monkeypatch):
+    monkeypatch.setattr(watchdog, "time", clock := Clock())
+    watched = Watchdog(0, timeout=0)
+    for phase, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("forward", 8.0)):
+        watched.enter(phase, 1)
+        clock.now += seconds
+    assert watched.spent() == {"start": 0.0, "data": 1.0, "forward": 10.0, "backward": 4.0}
+    clock.now += 0.5
+    watched.enter("optimizer")
+    assert watched.spent() == {"forward": 0.5, "optimizer": 0.0}
+
+
 def test_what_passes_while_the_process_is_stopped_counts_for_two_seconds(monkeypatch):
     def each(tick: int) -> None:
         if tick == 3:

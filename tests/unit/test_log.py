@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from smp.errors import UserError
-from smp.log import configure_logging, get_logger, redact
+from smp.log import configure_logging, get_logger, redact, redacted
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,18 @@ def test_secrets_are_hidden(text):
     shown = redact(text)
     assert SECRET not in shown and "with words" not in shown
     assert "***" in shown
+
+
+def test_json_keeps_its_shape_without_its_secrets():
+    value = {
+        "api_key": SECRET,
+        "tokens": 5,
+        "eos_token": "</s>",
+        "a": [{"url": f"https://u:{SECRET}@host/x"}, None, True],
+    }
+    assert redacted(value) == {
+        "api_key": "***", "tokens": 5, "eos_token": "</s>", "a": [{"url": "https://u:***@host/x"}, None, True],
+    }  # fmt: skip
 
 
 def test_aws_access_key_ids_are_hidden_without_a_name():
