@@ -71,7 +71,9 @@ class DataConfig(Section):
     document_mask: bool = setting(
         False, "Keep packed documents apart: attention and positions restart after each end-of-sequence token."
     )
-    validation_freq: int | None = setting(None, "Steps between validations; the first is before training. Default: none.", minimum=1)
+    validation_freq: int | None = setting(
+        None, "Steps between validations; the first is before training. Default: none.", minimum=1
+    )
     validation_batches: int | None = setting(
         None, "Batches per validation. Default: 10; with --evaluate_only 1 all.", minimum=1
     )
