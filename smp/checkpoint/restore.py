@@ -18,7 +18,7 @@ from smp.checkpoint.manifest import Manifest, problems_of_files
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.shards import local_part
-from smp.checkpoint.state import alike, clean_name, parameter_names, plain, state_tensors
+from smp.checkpoint.state import alike, clean_name, model_tensors, parameter_names, plain, state_tensors
 from smp.checkpoint.tagged_json import decode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
@@ -159,6 +159,15 @@ def restore(
     if seed is not None:
         same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(alike(model)))
         together(lambda: restore_generators(path, manifest, same_layout=same_layout, otherwise=seed))
+
+
+def restore_model(path: Path, manifest: Manifest, model: nn.Module) -> None:
+    """Fill the model from a checkpoint, whose other tensors are not read; collective. See :func:`restore`."""
+    tensors = model_tensors(model)
+    saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
+    together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))
+    together(lambda: fill(path, manifest, tensors))
+    restore_extra_states(model, manifest.run.get("extra_states", {}) if is_script(manifest.run) else {})
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None) -> None:

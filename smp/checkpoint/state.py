@@ -119,6 +119,13 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return names
 
 
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what :func:`state_tensors` does, without the optimizer's."""
+    reshard(model)
+    tensors = {f"model.{clean_name(name)}": parameter.detach() for name, parameter in model.named_parameters()}
+    return tensors | {f"model.{name}": buffer for name, buffer in buffers_of(model)}
+
+
 def _checked_state(key: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if "." in key:
         raise UserError(f"Checkpointer: the key {key!r} of the optimizer's state has a dot: use another name")

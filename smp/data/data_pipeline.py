@@ -71,13 +71,29 @@ class DataConfig(Section):
     document_mask: bool = setting(
         False, "Keep packed documents apart: attention and positions restart after each end-of-sequence token."
     )
-    validation_freq: int | None = setting(None, "Steps between validations. Default: none.", minimum=1)
-    validation_batches: int = setting(10, "Batches per validation.", minimum=1)
+    validation_freq: int | None = setting(
+        None, "Steps between validations; the first is before training. Default: none.", minimum=1
+    )
+    validation_batches: int | None = setting(
+        None, "Batches per validation. Default: 10; with --evaluate_only 1 all.", minimum=1
+    )
     val_batch_size: int = setting(4, "Validation samples per data rank and batch.", minimum=1)
-    fast_validation: bool = setting(True, "Validate on the last file of --test_dir only.")
+    fast_validation: bool | None = setting(
+        None, "Validate on the last file of --test_dir only. Default: 1; with --evaluate_only 1 0."
+    )
+    evaluate_only: bool = setting(
+        False,
+        "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop: "
+        "nothing is trained, and nothing written to the run directory.",
+    )
     preserve_np_state: bool = setting(
         False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
     )
+
+    @property
+    def validates_on_last_file(self) -> bool:
+        """True if the other files of ``test_dir`` are left out."""
+        return not self.evaluate_only if self.fast_validation is None else self.fast_validation
 
     def problems(self) -> list[str]:
         """Add settings that a source needs."""
@@ -94,11 +110,14 @@ class DataConfig(Section):
 
     def missing(self) -> list[str]:
         """Name data that is needed and not given, which hides no other problem."""
-        found = []
-        if self.training_dir is None and not self.use_synthetic_data:
+        found: list[str] = []
+        if self.use_synthetic_data:
+            return found
+        if self.training_dir is None and not self.evaluate_only:
             found.append(NO_DATA)
-        if self.validation_freq is not None and self.test_dir is None and not self.use_synthetic_data:
-            found.append(f"--validation_freq {self.validation_freq} needs validation data: set --test_dir")
+        if self.test_dir is None and (self.evaluate_only or self.validation_freq is not None):
+            flag = "--evaluate_only 1" if self.evaluate_only else f"--validation_freq {self.validation_freq}"
+            found.append(f"{flag} needs validation data: set --test_dir")
         return found
 
 
@@ -360,7 +379,7 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
     path = _path(config, split)
-    last_only = split == "validation" and config.fast_validation
+    last_only = split == "validation" and config.validates_on_last_file
     if config.dataset_type == "hf":
         source = open_hf(
             path, split, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir, last_only=last_only

@@ -30,12 +30,13 @@ def estimate_host_memory(
     held = shape.of_rank(shape.parameters, shape.layers, mesh.tp.size)
     shard = -(-held // mesh.shard.size) * fp32
     if config.cpu_offload:
-        needed |= {"parameters": shard, "gradients": shard, "optimizer state": 2 * shard}
-    if is_async:
+        needed["parameters"] = shard
+        needed |= {} if work.forward_only else {"gradients": shard, "optimizer state": 2 * shard}
+    if is_async and not work.forward_only:
         writers = 1 if is_local else mesh.replicas.size
         needed["checkpoint copy"] = 3 * shard // writers
     blocks = shape.layers - config.activation_loading_horizon
-    if config.offload_activations and config.offload_dir is None and blocks > 0:
+    if config.offload_activations and config.offload_dir is None and blocks > 0 and not work.forward_only:
         needed["offloaded activations"] = waiting_bytes(shape, mesh, work, blocks=blocks)
     return {**needed, "process": BASE_HOST_BYTES}
 

@@ -7,7 +7,7 @@ gathered units, logits) follow exactly from the shapes.
 from __future__ import annotations
 
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import ModelShape, Workload, block_bytes
 from smp.mesh import Mesh, lay_out
 from smp.parallel import parallelize
 
@@ -32,6 +32,9 @@ def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, 
     for technique in parallelize.TECHNIQUES:
         for category, size in technique.cost(shape, mesh, work).items():
             needed[category] = needed.get(category, 0) + size
+    if work.forward_only:  # of activations, those of one block at a time
+        needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
+        needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
         needed["checkpoint copy"] = needed["parameters"] + needed["optimizer state"]
     if work.unused_heap:

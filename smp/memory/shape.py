@@ -50,6 +50,7 @@ class Workload:
         settings: of the techniques; each reads its own.
         device_type: ``cpu`` or ``cuda``.
         attention_matrix: whether all attention scores exist at once (eager attention).
+        forward_only: whether the model is evaluated and not trained.
         checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
         unused_heap: free blocks of the C library's heap, as a fraction of the tensors' bytes: ``malloc.unused_heap()``.
     """
@@ -60,6 +61,7 @@ class Workload:
     settings: Settings = Settings()
     device_type: str = "cuda"
     attention_matrix: bool = False
+    forward_only: bool = False
     checkpoint_copy: bool = False
     unused_heap: float = 0.0
 
@@ -80,12 +82,14 @@ def workload(
     batch: int,
     compute_bytes: int,
     device_type: str,
+    forward_only: bool = False,
     is_async: bool = False,
 ) -> Workload:
     """Return the workload of one forward pass of a job.
 
     Args:
         batch: samples of a forward pass.
+        forward_only: whether the model is evaluated and not trained.
         is_async: whether checkpoints are written in the background, which on a CPU takes a copy.
     """
     on_cpu = device_type == "cpu"
@@ -96,7 +100,8 @@ def workload(
         settings=settings,
         device_type=device_type,
         attention_matrix=model.attn_implementation == "eager",
-        checkpoint_copy=is_async and on_cpu,
+        forward_only=forward_only,
+        checkpoint_copy=is_async and on_cpu and not forward_only,
         unused_heap=unused_heap() if on_cpu else 0.0,
     )
 

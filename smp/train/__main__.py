@@ -1,4 +1,4 @@
-"""Train, resume or finetune: ``torchrun --nproc_per_node N -m smp.train --model NAME ...``.
+"""Train, resume, finetune or evaluate: ``torchrun --nproc_per_node N -m smp.train --model NAME ...``.
 
 The run from top to bottom: read the flags, plan, join the group, build each part, train.
 """
@@ -10,30 +10,25 @@ import dataclasses
 import functools
 import sys
 
-import torch
-
 from smp.checkpoint.restore import restore
 from smp.checkpoint.saver import Saver
-from smp.cpu_bf16 import ensure_bf16_works
-from smp.environment import Launch, malloc, read_launch
+from smp.environment import Launch, read_launch
 from smp.errors import PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
 from smp.log import configure_logging, get_logger
-from smp.memory.limits import agree_on_memory
 from smp.memory.tracker import MemoryTracker
-from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
-from smp.parallel.choices import agree_on_choices
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
 from smp.train.arguments import parse_args
+from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
 from smp.train.report import announce, arguments_table, begin_files, changes_since
-from smp.train.run_plan import RunPlan, choose_settings, dry_run, make_plan, planned_launch, refuse_too_large
-from smp.train.start import agree_on_start
+from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
+from smp.train.start import agree_on_start, prepare_device
 from smp.train.trainer import Trainer, finish, train
 
 logger = get_logger("train")
@@ -50,17 +45,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         start = agree_on_start(plan)
         guard.refuse_crash_loop(start.progress.step)
-        if plan.device.type == "cpu":
-            malloc.keep_freed_memory()
-            if plan.dtype == torch.bfloat16:
-                ensure_bf16_works()
-        else:
-            available = agree_on_memory(plan.device, launch.local_world_size)
-            together(functools.partial(refuse_too_large, plan, available))  # what hosts have left may differ
-            choices = choose_settings(plan, available, batch=start.global_batch_size)
-            plan.choices.extend(agree_on_choices(plan.settings, choices))
-            if plan.settings[AllocatorConfig].expandable_segments:
-                use_expandable_segments()
+        prepare_device(plan, batch=start.global_batch_size)
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         memory = MemoryTracker(plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
         mesh = plan.mesh.join(plan.device.type)
@@ -130,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         timeout=config.comm.distributed_timeout,
     )
     with guard:
-        return run_to_end(plan, guard, functools.partial(run, plan, guard))
+        return run_to_end(plan, guard, functools.partial(evaluate if config.data.evaluate_only else run, plan, guard))
 
 
 def log_to_console() -> None:

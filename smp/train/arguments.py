@@ -50,21 +50,21 @@ CHANNELS = {"training_dir": "train", "test_dir": "test"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The whole configuration, one section per concern."""
+    """The whole configuration, one section per concern; first what most runs set. ``--help`` keeps the order."""
 
-    run: RunConfig
     model: ModelConfig
+    data: DataConfig
+    run: RunConfig
+    optim: OptimConfig
+    lr: LRConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
     parallel: ParallelConfig
     precision: PrecisionConfig
     activation: ActivationConfig
     loss: LossConfig
     comm: CommConfig
-    optim: OptimConfig
-    lr: LRConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
     faults: FaultConfig
-    logging: LoggingConfig
     allocator: AllocatorConfig
     given: frozenset[str] = frozenset()  # settings named by a flag or the file
 
@@ -223,6 +223,19 @@ def read_yaml(path: str) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
+_USAGE = """python -m smp.train --model NAME --training_dir DIR [--flag VALUE ...]
+
+  on N processes   python -m smp.launch.local --nproc_per_node N -m smp.train --model llama_tiny --training_dir DIR
+  finetune         python -m smp.train --hf_pretrained_model_name_or_dir DIR --training_dir DIR
+  resume           the same command with --resume_from_checkpoint latest
+  evaluate         python -m smp.train --hf_pretrained_model_name_or_dir DIR --test_dir DIR --evaluate_only 1"""
+
+
+class _Formatter(argparse.HelpFormatter):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or "")  # "X" for what argparse writes as "[X ...]"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
@@ -231,20 +244,28 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m smp.train",
-        description="Train, resume or finetune Llama, Mistral and GPT-NeoX models.",
+        usage=_USAGE,
+        description="Train, resume, finetune or evaluate Llama, Mistral and GPT-NeoX models.",
+        epilog="docs/flags.md has the same as a table.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+        formatter_class=lambda prog: _Formatter(prog, max_help_position=36, width=110),
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags stand above it")
-    groups = {name: parser.add_argument_group(name) for name in SECTIONS}
+    groups = {name: parser.add_argument_group(f"{name}: {_title(cls).rstrip('.')}") for name, cls in SECTIONS.items()}
     for name, flag in FLAGS.items():
         if name == flag.field.name:
             names = [f"--{n}" for n in (name, *flag.field.metadata["aliases"])]
-            text = f"{flag.field.metadata['help']} ({flag.allowed}; default {_default_text(flag)})"
+            default = "" if flag.field.default is None else f"; default {_default_text(flag)}"
+            text = f"{flag.field.metadata['help']} ({flag.allowed}{default})"
+            metavar = "X ..." if flag.is_list else "X"
             groups[flag.section].add_argument(
-                *names, dest=name, nargs="*", metavar="X", default=argparse.SUPPRESS, help=text.replace("%", "%%")
+                *names, dest=name, nargs="*", metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")
             )
     return parser
+
+
+def _title(section: type[Section]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
 
 
 def _default_text(flag: Flag) -> str:
@@ -329,7 +350,7 @@ def flags_markdown() -> str:
         "refuses others with a sentence.",
     ]
     for section, cls in SECTIONS.items():
-        lines += ["", f"## {section}", "", (cls.__doc__ or "").strip().splitlines()[0], ""]
+        lines += ["", f"## {section}", "", _title(cls), ""]
         lines += ["| flag | value | default | class | meaning |", "|---|---|---|---|---|"]
         for name, flag in FLAGS.items():
             if flag.section == section and name == flag.field.name:

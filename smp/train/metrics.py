@@ -106,7 +106,7 @@ class MetricsLogger:
             folders = [run_dir / "tensorboard"]
         if not folders:
             logger.info("No TensorBoard curves: %s to have them.", GET_TENSORBOARD)
-        self.writers = Writers(folders, first_step=self._step + 1)
+        self.writers = Writers(folders, first_step=self._step + 1 if self._step else 0)
         if bandwidths:
             self.writers.scalar("NCCLTest/len", len(bandwidths), self._step)
             self.writers.scalars("NCCLTest/stats", _spread(bandwidths), self._step)
@@ -201,13 +201,12 @@ class MetricsLogger:
 
     def validation(self, step: int, *, loss: float) -> None:
         """Report a validation after ``step`` updates; ``loss`` is the mean over its valid tokens."""
-        # Beyond 709, as in a diverged run, exp overflows a double.
-        perplexity = math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
-        self._write({"step": step, "val_loss": loss, "val_ppl": perplexity})
+        ppl = perplexity(loss)
+        self._write({"step": step, "val_loss": loss, "val_ppl": ppl})
         self.writers.scalar("Loss/val", loss, step)
-        self.writers.scalar("Loss/perplexity", perplexity, step)
+        self.writers.scalar("Loss/perplexity", ppl, step)
         logger.info("Batch %d Validation loss: %s", step, f"{loss:.5f}")
-        logger.info("Batch %d Validation perplexity: %s", step, f"{perplexity:.4f}")
+        logger.info("Batch %d Validation perplexity: %s", step, f"{ppl:.4f}")
 
     def finish(self) -> None:
         """Write the run's seconds, in total and in training steps, and close the files."""
@@ -217,8 +216,7 @@ class MetricsLogger:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        values = {key: _strict(value) for key, value in record.items()}
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.write(json_line(record) + "\n")
         self._file.flush()
 
 
@@ -230,14 +228,15 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
-            if keep_until is None:
+            if keep_until is None and not _began_only(path):
                 raise UserError(
                     f"{path} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
                     f"or choose another --output_dir"
                 )
             shortened = path.with_name(path.name + ".tmp")
             with path.open(encoding="utf-8", errors="replace") as old, shortened.open("w", encoding="utf-8") as new:
-                new.writelines(line for line in old if 0 < _step_of(line) <= keep_until)
+                # A start at step 0 is a new one: the validation before its first step is made again.
+                new.writelines(line for line in old if keep_until and 0 <= _step_of(line) <= keep_until)
                 new.flush()
                 os.fsync(new.fileno())
             shortened.replace(path)
@@ -251,20 +250,32 @@ def last_logged_step(path: Path) -> int:
     if not path.is_file():
         return 0
     with path.open(encoding="utf-8", errors="replace") as file:
-        return max((_step_of(line) for line in file), default=0)
+        return max((0, *(_step_of(line) for line in file)))
+
+
+def _began_only(path: Path) -> bool:
+    """Tell whether a run ended before its first step was logged: nothing is lost with its lines."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return all(_step_of(line) == 0 for line in file)
 
 
 def _step_of(line: str) -> int:
-    """Return the step of a line; 0 for one that a crash has truncated."""
+    """Return the step of a line; -1 for one that a crash has truncated."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 0
+        return -1
 
 
-def _strict(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by strings that ``float`` reads back."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def perplexity(loss: float) -> float:
+    """Return ``exp(loss)``; infinity where that overflows a double, as in a diverged run."""
+    return math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Format a record; NaN and infinity, which JSON lacks, are strings that ``float`` reads back."""
+    values = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(values, allow_nan=False)
 
 
 def _memory_text(memory: Mapping[str, float | None]) -> str:

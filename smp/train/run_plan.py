@@ -82,7 +82,7 @@ class RunPlan(Job):
 
     run_dir: Path
     checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
-    train_data: DataPipeline
+    train_data: DataPipeline  # with evaluate_only the validation data, as no other is opened
     validation_data: DataPipeline | None
 
     def close(self) -> None:
@@ -125,7 +125,8 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     if model is None:
         raise ConfigError(problems)
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
-    attempt(check_output, config, run_dir)
+    if not config.data.evaluate_only:  # which writes nothing there
+        attempt(check_output, config, run_dir)
     if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
@@ -133,7 +134,7 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
         job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
     misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
-    size = attempt(check_global_batch, config.run.global_batch_size or batch_of_flags(config, mesh), mesh)
+    size = attempt(check_global_batch, planned_batch(config, mesh), mesh)
     # A GPU's memory is asked for when the group runs: that takes some of it.
     if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":
         attempt(refuse_too_large, job, available_memory(device, launch.local_world_size))
@@ -159,15 +160,16 @@ def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
         ConfigError: with every problem of either.
     """
     problems, config = _Problems(), job.config
-    train = problems.attempt(create_data_pipeline, config.data, split="train", batch=shape)
-    validation = None
-    if config.data.validation_freq is not None:
+    train = validation = None
+    if not config.data.evaluate_only:
+        train = problems.attempt(create_data_pipeline, config.data, split="train", batch=shape)
+    if config.data.evaluate_only or config.data.validation_freq is not None:
         size = config.data.val_batch_size
         rows = dataclasses.replace(shape, global_batch_size=size * shape.data_size, micro_batch_size=size)
         validation = problems.attempt(create_data_pipeline, config.data, split="validation", batch=rows)
     if problems:
         raise ConfigError(problems)
-    return {"train_data": train, "validation_data": validation}
+    return {"train_data": train or validation, "validation_data": validation}
 
 
 def check_output(config: TrainConfig, run_dir: Path) -> None:
@@ -241,6 +243,13 @@ def batch_of_flags(config: TrainConfig, mesh: Mesh) -> int:
     return config.run.train_batch_size * mesh.data.size * config.run.gradient_accumulation_steps
 
 
+def planned_batch(config: TrainConfig, mesh: Mesh) -> int:
+    """Return the samples per step of a new run, or per batch of an evaluation, over all ranks."""
+    if config.data.evaluate_only:
+        return config.data.val_batch_size * mesh.data.size
+    return config.run.global_batch_size or batch_of_flags(config, mesh)
+
+
 def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
     return BatchShape(
         sequence_length=job.model.sequence_length,
@@ -262,12 +271,14 @@ def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
 
 def sizes(job: Job) -> tuple[ModelShape, Workload]:
     """Return the sizes that decide the memory of a rank."""
+    evaluates = job.config.data.evaluate_only
     work = workload(
         job.model,
         job.setup.settings,
-        batch=job.config.run.train_batch_size,
+        batch=job.config.data.val_batch_size if evaluates else job.config.run.train_batch_size,
         compute_bytes=job.dtype.itemsize,
         device_type=job.device.type,
+        forward_only=evaluates,
         is_async=job.config.checkpoint.is_async,
     )
     return model_shape(job.model), work
@@ -348,7 +359,7 @@ def dry_run(plan: RunPlan) -> None:
     """Print the report of a dry run."""
     if plan.launch.rank == 0:
         available = available_memory(plan.device, plan.launch.local_world_size)
-        batch = plan.config.run.global_batch_size or batch_of_flags(plan.config, plan.mesh)
+        batch = planned_batch(plan.config, plan.mesh)
         plan.choices.extend(choose_settings(plan, available, batch=batch))
         shape, work = sizes(plan)
         others = (Choice(name, value, "nothing to choose here") for name, value in plan.settings.undecided().items())

@@ -8,6 +8,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import torch
+
 from smp.checkpoint.layout import (
     LATEST,
     TEMPORARY,
@@ -20,12 +22,17 @@ from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kind
 from smp.checkpoint.manifest import Manifest, read_manifest
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script
 from smp.checkpoint.saver import MEASURED_STEPS
+from smp.cpu_bf16 import ensure_bf16_works
+from smp.environment import malloc
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
 from smp.log import get_logger
+from smp.memory.limits import agree_on_memory
+from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
+from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.metrics import last_logged_step
-from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch
+from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
 from smp.train.state import TrainState
 
 logger = get_logger("train")
@@ -196,17 +203,48 @@ def read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
     Raises:
         UserError: it is damaged, needs ``reset``, or is of the other kind.
     """
+    manifest = read_usable(path, local=local)
+    if is_script(manifest.run):
+        _check_script(path, manifest, reset=reset)
+    return dataclasses.replace(manifest, run={"progress": TrainState().state_dict()}) if reset else manifest
+
+
+def read_usable(path: Path, *, local: bool) -> Manifest:
+    """Return the manifest of a job's or a script's checkpoint.
+
+    Raises:
+        UserError: it is damaged, or of the other kind.
+    """
     manifest = read_manifest(path)
     if not (is_script(manifest.run) or _is_job(manifest)) or not isinstance(manifest.model.get("config"), dict):
         raise DamagedCheckpointError(path, ["its manifest does not say how far the run was"])
-    if is_script(manifest.run):
-        _check_script(path, manifest, reset=reset)
     if (manifest.kind == "local") != local:
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one: resume with --checkpoint_type {manifest.kind} or "
             f"async_{manifest.kind}"
         )
-    return dataclasses.replace(manifest, run={"progress": TrainState().state_dict()}) if reset else manifest
+    return manifest
+
+
+def prepare_device(plan: RunPlan, *, batch: int) -> None:
+    """Make the device ready, and choose the settings that are ``auto`` by the memory that it has; collective.
+
+    Args:
+        batch: samples of a step over all ranks.
+
+    Raises:
+        UserError: on every rank; a GPU has too little memory.
+    """
+    if plan.device.type == "cpu":
+        malloc.keep_freed_memory()
+        if plan.dtype == torch.bfloat16:
+            ensure_bf16_works()
+        return
+    available = agree_on_memory(plan.device, plan.launch.local_world_size)
+    together(functools.partial(refuse_too_large, plan, available))  # what hosts have left may differ
+    plan.choices.extend(agree_on_choices(plan.settings, choose_settings(plan, available, batch=batch)))
+    if plan.settings[AllocatorConfig].expandable_segments:
+        use_expandable_segments()
 
 
 def require_agreement(plan: RunPlan, start: Start) -> None:

@@ -87,9 +87,13 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
     """Run the steps; returns the exit status."""
     plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
     batches, lag = iter(plan.train_data), LAG[plan.device.type]
-    watch, guard = Stopwatch(state.step), trainer.guard
+    guard = trainer.guard
     guard.enter("data", state.step + 1)
     guard.watchdog.spent()  # what came before was no step
+    if config.data.validation_freq is not None and state.step == 0:  # what training begins from
+        _validate(trainer)
+        guard.enter("data", state.step + 1)
+    watch = Stopwatch(state.step)
     pending: collections.deque[_Done] = collections.deque()
     asked: collections.deque[Callable[[], dict[str, int]]] = collections.deque()
     while state.step < start.max_steps:
@@ -103,10 +107,8 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
         while len(pending) > keep:
             _settle(trainer, pending.popleft(), watch)
         if validates:
-            guard.enter("validation")
             with watch.paused():
-                trainer.val_loss = validate(plan, trainer.model, trainer.mesh, enter=guard.enter)
-                trainer.metrics.validation(step, loss=trainer.val_loss)
+                trainer.val_loss = _validate(trainer)
         with watch.paused():
             asked.append(guard.ask(**trainer.saver.flags()))
             counts = dict.fromkeys(("stop", "save_ended", "save_failed"), 0)
@@ -127,6 +129,13 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
         trainer.val_loss = None
         collect_if_due(step, collect_every)
     return 0
+
+
+def _validate(trainer: Trainer) -> float:
+    trainer.guard.enter("validation")
+    loss = validate(trainer.plan, trainer.model, trainer.mesh, enter=trainer.guard.enter).loss
+    trainer.metrics.validation(trainer.state.step, loss=loss)
+    return loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,21 @@ from smp.parallel.sharding import reshard
 from smp.train.run_plan import RunPlan
 from smp.train.step import forward
 
+# Of a validation during training, unless --validation_batches is given.
+BATCHES = 10
+
+
+class Validation(NamedTuple):
+    """Mean loss over the valid tokens, their number, and the number of samples; of all ranks."""
+
+    loss: float
+    tokens: int
+    samples: int
+
 
 @torch.no_grad()
-def validate(plan: RunPlan, model: nn.Module, mesh: Mesh, *, enter: Callable[[str], None]) -> float:
-    """Return the mean loss over the valid tokens of the first ``validation_batches``; collective.
+def validate(plan: RunPlan, model: nn.Module, mesh: Mesh, *, enter: Callable[[str], None]) -> Validation:
+    """Return the loss on the first ``validation_batches``, or on all with ``evaluate_only``; collective.
 
     Args:
         plan: of the run, with its validation data.
@@ -25,12 +37,13 @@ def validate(plan: RunPlan, model: nn.Module, mesh: Mesh, *, enter: Callable[[st
         mesh: joined.
         enter: called after each batch, for the watchdog.
     """
-    assert plan.validation_data is not None  # validation_freq is refused without validation data
+    assert plan.validation_data is not None  # what needs validation data is refused without
     settings = plan.config.data
     # The stream is endless; rows past its end would count twice, and are masked.
     rows = settings.val_batch_size * plan.mesh.data.size
     samples = plan.validation_data.samples_per_epoch
-    batches = min(settings.validation_batches, -(-samples // rows))
+    limit = settings.validation_batches or (samples if settings.evaluate_only else BATCHES)
+    batches = min(limit, -(-samples // rows))
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=plan.device)
     for _, batch in zip(range(batches), plan.validation_data, strict=False):
@@ -42,4 +55,4 @@ def validate(plan: RunPlan, model: nn.Module, mesh: Mesh, *, enter: Callable[[st
     model.train()
     reshard(model)
     dist.all_reduce(total, group=mesh.loss.group)
-    return float(total[0] / total[1])
+    return Validation(float(total[0] / total[1]), int(total[1]), min(samples, batches * rows))

@@ -326,8 +326,8 @@ def test_each_batch_of_a_validation_has_the_time_of_a_phase(tmp_path):
     words = [*JOB, "--max_steps", 1, "--validation_freq", 1, "--validation_batches", 10]
     run_job(*words, "--output_dir", tmp_path / "run", prepare=prepare).succeeded()
     forwards = [line.split() for line in seen.read_text().splitlines()]
-    assert [phase for phase, _ in forwards] == ["forward"] + ["validation"] * 10
-    assert len({count for _, count in forwards}) == 11
+    assert [phase for phase, _ in forwards] == ["validation"] * 10 + ["forward"] + ["validation"] * 10
+    assert len({count for _, count in forwards}) == 21
 
 
 PARENT = """

@@ -86,7 +86,7 @@ def test_curve_and_counts_are_those_of_one_process(processes, words, one, rows, 
     run_job(*job, world_size=processes).succeeded()
     assert losses(run) == pytest.approx(losses(one), rel=1e-5) and losses(run)[-1] < losses(run)[0]
     assert (
-        lines(run, "val_loss") == pytest.approx(lines(one, "val_loss"), rel=1e-5) and len(lines(run, "val_loss")) == 2
+        lines(run, "val_loss") == pytest.approx(lines(one, "val_loss"), rel=1e-5) and len(lines(run, "val_loss")) == 3
     )
     assert lines(run, "tokens") == lines(one, "tokens") and len(losses(run)) == 12
     for got, expected in zip(read_metrics(run), read_metrics(one), strict=True):

@@ -19,6 +19,7 @@ from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.faults import watchdog
 from smp.train import step as one_step
 from smp.train import trainer
+from smp.train.validation import Validation
 from tests.clock import HANG_SECONDS, Clock, wait_until
 from tests.faults.disk import fail
 from tests.faults.jobs import wrapped, writes_end_first
@@ -216,8 +217,8 @@ def test_a_local_checkpoint_can_be_named(tmp_path):
 
 def test_the_best_by_validation_loss_is_kept(tmp_path):
     def prepare(rank: int) -> None:
-        values = iter([3.0, 1.0, 2.0, 4.0, 5.0])
-        trainer.validate = lambda *_, **__: next(values)
+        values = iter([0.5, 3.0, 1.0, 2.0, 4.0, 5.0])  # the first of step 0, which has no checkpoint
+        trainer.validate = lambda *_, **__: Validation(next(values), 1, 1)
 
     words = [
         *JOB, "--max_steps", 5, "--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--keep_best", 2,

@@ -211,6 +211,18 @@ def test_help_names_every_flag(capsys):
     assert [name for name in FLAGS if f"--{name}" not in shown] == [] and "--config" in shown
 
 
+def test_help_begins_with_what_a_user_needs(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    shown = capsys.readouterr().out
+    usage, _, rest = shown.partition("\n\nTrain, resume")
+    assert len(usage.splitlines()) <= 8 and usage.startswith("usage: python -m smp.train --model NAME --training_dir")
+    titles = re.findall(r"^(\w+): (\w.*):$", rest, re.M)
+    assert [name for name, _ in titles] == [*SECTIONS] and titles[0][0] == "model" and titles[-1][0] == "allocator"
+    assert dict(titles)["data"] == "Sources of samples and their loading"
+    assert "[X" not in shown and "  --checkpoint_dir X ..." in shown and "  --lr X  " in shown
+
+
 def test_any_words_give_a_configuration_or_a_sentence():
     rng = random.Random(0)
     values = [

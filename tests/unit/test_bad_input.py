@@ -227,6 +227,19 @@ def test_no_data_and_no_validation_data(refused):
     expect(lines, "no training data: set --training_dir, or --use", "--validation_freq 5 needs .*set --test_dir")
 
 
+@pytest.mark.full
+def test_evaluation(refused, finished, tmp_path):
+    expect(refused(*LLAMA, "--evaluate_only", 1), "--evaluate_only 1 needs validation data: set --test_dir")
+    (tmp_path / "test.jsonl").write_text(ROW)
+    words = [*LLAMA, "--evaluate_only", 1, "--test_dir", tmp_path, "--resume_from_checkpoint"]
+    expect(refused(*words, "latest"), "no checkpoint of llama_v2 in .*run/checkpoints: name the run by --output_dir")
+    expect(refused(*words, tmp_path), "is not a complete checkpoint")
+    other = [*NEOX, *words[len(LLAMA) :], finished / "checkpoints" / "llama_v2-1steps"]
+    expect(refused(*other), "is of another model: .*model_type llama there, gpt_neox here")
+    (tmp_path / "test.jsonl").write_text(json.dumps({"input_ids": [1]}) + "\n")
+    expect(refused(*words[:-1]), "holds no token that follows another: nothing to evaluate on")
+
+
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [

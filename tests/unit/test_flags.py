@@ -253,7 +253,16 @@ def test_validation(files, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
     for count in (10, 3):
         train(["--validation_freq", 1, "--validation_batches", count], tmp_path / f"v{count}", steps=1)
-    assert forwards == [True, *[False] * 10, True, *[False] * 3]
+    one = lambda count: [*[False] * count, True, *[False] * count]  # noqa: E731
+    assert forwards == [*one(10), *one(3)]
+
+
+@check("evaluate_only")
+def test_evaluation(files, tmp_path, capsys):
+    words = [*LLAMA, "--test_dir", files.test, "--output_dir", tmp_path / "run", "--data_cache_dir", tmp_path / "cache"]
+    assert train_lib.main([str(word) for word in [*words, "--evaluate_only", 1]]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["samples"] == 7 and not (tmp_path / "run").exists()
 
 
 @check("checkpoint_freq", "num_kept_checkpoints", "checkpoint_dir", "resume_from_checkpoint", "save_final_model",
@@ -291,8 +300,8 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     rare = train([*auto, "--checkpoint_overhead", 0.0001], tmp_path / "d", steps=3)
     often = train([*auto, "--checkpoint_overhead", 1], tmp_path / "e", steps=3)
     assert len(names(rare)) == 2 and len(names(often)) == 3
-    losses = iter([-1.0, -1 / 2, -1 / 3])
-    monkeypatch.setattr(trainer, "validate", lambda *_, **__: next(losses))
+    losses = iter([-2.0, -1.0, -1 / 2, -1 / 3])
+    monkeypatch.setattr(trainer, "validate", lambda *_, **__: validation.Validation(next(losses), 1, 1))
     every = ["--checkpoint_freq", 1, "--num_kept_checkpoints", 1, "--validation_freq", 1]
     assert names(train([*every, "--keep_best", 1], tmp_path / "f", steps=3)) == ["llama_v2-1steps", "llama_v2-3steps"]
     reads: list[int] = []

@@ -49,6 +49,16 @@ def test_states_follow_from_the_parameter_count():
     assert needed["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
 
 
+def test_an_evaluation_needs_no_gradients_and_no_optimizer_state():
+    _, shape = shape_of("llama70b")
+    train, evaluate = (
+        estimate_memory(shape, lay_out(1, 64), dataclasses.replace(WORK, forward_only=only)) for only in (False, True)
+    )
+    gone = ("gradients", "optimizer state", "gradients before reduction")
+    assert all(train[name] and not evaluate[name] for name in gone)
+    assert 0 < evaluate["activations"] < train["activations"] and evaluate["parameters"] == train["parameters"]
+
+
 def test_buffers_of_smddp_on_gpus():
     _, shape = shape_of("llama70b")
     smddp = Settings((*WORK.settings.sections, CommConfig(distributed_backend="smddp")))

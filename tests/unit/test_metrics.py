@@ -8,7 +8,7 @@ import pytest
 from smp.errors import ConfigError, UserError
 from smp.train import logging_config, metrics
 from smp.train.logging_config import LoggingConfig
-from smp.train.metrics import MetricsLogger, NullMetricsLogger
+from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [
@@ -110,6 +110,30 @@ def test_the_console_line_keeps_smp_wording(tmp_path, lines):
         "Batch 1 Validation loss: 2.00000",
         "Batch 1 Validation perplexity: 7.3891",
     ]
+
+
+def test_a_validation_before_the_first_step_survives_a_resume(tmp_path, lines):
+    logger = make(tmp_path)
+    logger.validation(0, loss=3.0)
+    report(logger, 1)
+    logger.finish()
+    make(tmp_path, resume_from=Position(1, 8, 400)).finish()
+    assert [(r["step"], r.get("val_loss")) for r in read(tmp_path)] == [(0, 3.0), (1, None)]
+    assert last_logged_step(tmp_path / "metrics.jsonl") == 1
+    with pytest.raises(UserError, match="already holds the metrics of a run"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("begin", [None, Position(0, 0, 0)], ids=["start", "latest"])
+def test_a_run_that_ended_before_its_first_step_is_begun_again(begin, tmp_path, lines):
+    logger = make(tmp_path)
+    logger.validation(0, loss=3.0)
+    logger.finish()
+    logger = make(tmp_path, resume_from=begin)
+    logger.validation(0, loss=3.0)
+    logger.finish()
+    assert [r["step"] for r in read(tmp_path)] == [0]
+    assert scalars(tmp_path / "tensorboard")["Loss/val"] == [(0, 3.0)]
 
 
 def test_one_slow_step_does_not_move_the_time_left(tmp_path, lines):

@@ -1,0 +1,130 @@
+"""Evaluation: loss and perplexity of a model or a checkpoint on the validation data. No file is written."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from smp.checkpoint.layout import LATEST, choose_checkpoint
+from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
+from smp.checkpoint.restore import check_architecture, first_whole, restore_model
+from smp.errors import UserError
+from smp.faults.agreement import together
+from smp.faults.guard import Guard
+from smp.log import configure_logging, get_logger
+from smp.parallel.parallelize import prepare_model
+from smp.runtime import process_group
+from smp.train.metrics import json_line, perplexity
+from smp.train.run_plan import RunPlan, planned_batch
+from smp.train.start import Start, prepare_device, read_usable, require_agreement
+from smp.train.state import TrainState
+from smp.train.validation import Validation, validate
+
+logger = get_logger("train")
+
+
+def evaluate(plan: RunPlan, guard: Guard) -> int:
+    """Print the validation loss of the model, or of the checkpoint that is named; returns the exit status.
+
+    A run that goes on in the same directory is not disturbed: nothing there is locked or changed.
+    """
+    config, launch = plan.config, plan.launch
+    guard.stop.__exit__()  # there is nothing to save: a signal ends the process at once
+    with (
+        process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
+        guard.connected(),
+    ):
+        configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
+        start = agree_on_checkpoint(plan)
+        prepare_device(plan, batch=start.global_batch_size)
+        mesh = plan.mesh.join(plan.device.type)
+        model = prepare_model(
+            plan.model,
+            mesh=mesh,
+            settings=plan.setup.settings,
+            dtype=plan.dtype,
+            device=plan.device,
+            seed=config.run.seed,
+            load_weights=start.checkpoint is None,
+        )
+        if start.checkpoint is not None and start.saved is not None:
+            restore_model(start.checkpoint, start.saved, model)
+        guard.enter("validation")
+        result = validate(plan, model, mesh, enter=guard.enter)
+        if not result.tokens:
+            raise UserError(f"{config.data.test_dir} holds no token that follows another: nothing to evaluate on")
+        if launch.is_main:
+            _report(plan, start, result)
+        plan.close()
+        guard.part(0)
+    return 0
+
+
+def agree_on_checkpoint(plan: RunPlan) -> Start:
+    """Choose the checkpoint that is named and that all ranks have found whole, or none; collective.
+
+    With ``latest``, a damaged checkpoint is passed over for the newest one before it.
+
+    Raises:
+        UserError: on every rank; it is damaged, of another model or kind, or there is none.
+    """
+    settings = plan.config.checkpoint
+    latest = settings.resume_from_checkpoint == LATEST
+
+    def candidate(damaged: set[Path]) -> Start:
+        choose = _chosen_by_all if latest and settings.is_local else _chosen
+        chosen = together(functools.partial(choose, plan, damaged))
+        start = together(functools.partial(_resolve, plan, chosen))
+        require_agreement(plan, start)
+        return start
+
+    return first_whole(candidate, latest=latest, content=settings.verify_checkpoint == "full")
+
+
+def _chosen_by_all(plan: RunPlan, damaged: set[Path]) -> Path | None:
+    """Return the newest local checkpoint that every rank has; collective."""
+    return common_start(plan.checkpoint_dirs, plan.model.name, damaged)
+
+
+def _chosen(plan: RunPlan, damaged: set[Path]) -> Path | None:
+    wanted = plan.config.checkpoint.resume_from_checkpoint
+    if wanted is None:
+        return None
+    if wanted != LATEST and plan.config.checkpoint.is_local:
+        wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
+    return choose_checkpoint(wanted, plan.checkpoint_dirs, plan.model.name, damaged=damaged)
+
+
+def _resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
+    """Return the checkpoint with its manifest.
+
+    Raises:
+        UserError: there is none though one was asked for, or it is damaged, or of another model or kind.
+    """
+    settings, saved = plan.config.checkpoint, None
+    if checkpoint is not None:
+        saved = read_usable(checkpoint, local=settings.is_local)
+        check_architecture(checkpoint, saved.model["config"], plan.model.hf_config)
+    elif settings.resume_from_checkpoint is not None:
+        shared = [each.parent if settings.is_local else each for each in plan.checkpoint_dirs]
+        refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
+        raise UserError(
+            f"no checkpoint of {plan.model.name} in {', '.join(map(str, shared))}: name the run by --output_dir, or "
+            f"leave out --resume_from_checkpoint to evaluate the model itself"
+        )
+    return Start(checkpoint, saved, TrainState(), planned_batch(plan.config, plan.mesh), 0)
+
+
+def _report(plan: RunPlan, start: Start, result: Validation) -> None:
+    """Log the result, and print it as a line of JSON, the last of the output."""
+    model, step = plan.model.weights or plan.model.name, start.saved.step if start.saved else None
+    untrained = start.checkpoint is None and plan.model.weights is None
+    logger.info(
+        "Evaluated %s%s on %d samples, %d tokens",
+        start.checkpoint or model, " with its initial values" if untrained else "", result.samples, result.tokens,
+    )  # fmt: skip
+    ppl = perplexity(result.loss)
+    logger.info("Validation loss: %s", f"{result.loss:.5f}")
+    logger.info("Validation perplexity: %s", f"{ppl:.4f}")
+    record = {"model": str(start.checkpoint or model), "step": step, "val_loss": result.loss, "val_ppl": ppl}
+    print(json_line({**record, "tokens": result.tokens, "samples": result.samples}), flush=True)
