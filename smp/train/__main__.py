@@ -96,7 +96,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard)
         announce(plan, start)
         metrics.writers.text("Arguments", arguments_table(config))
-        with saver.finishing(guard.enter):
+        with metrics.trackers, saver.finishing(guard.enter):
             status = train(trainer)
         finish(trainer, status)
     return status
