@@ -35,8 +35,8 @@ _RULES = [
     (re.compile(rf"(?<![\w.-])({_SECRET_NAME}[\"']?\s*(?:=|:(?!//))\s*){_NOT_SECRET}{_VALUE}", re.IGNORECASE), True),
     # --name value
     (re.compile(rf"((?<![\w.-])--(?=[a-z]){_SECRET_NAME}\s+){_NOT_SECRET}(?!--){_VALUE}", re.IGNORECASE), True),
-    # scheme://user:password@host
-    (re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)"), True),
+    # scheme://user:password@host; keys of AWS have slashes, a port before one is none
+    (re.compile(r"(\w://[^\s/:@]*:)(?!\d+/)[^\s@]{1,256}+(?=@)"), True),
     # Authorization: Bearer value
     (re.compile(r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?Basic\s+)[\w.~+/=-]+", re.IGNORECASE), True),
     # Tokens of Hugging Face, AWS and GitHub, known by their prefix.

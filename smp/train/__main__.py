@@ -84,7 +84,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         metrics.writers.text("Arguments", arguments_table(config))
         changes = changes_since(start.saved.run if start.saved else {}, plan, start)
         with recorded(plan, start, state, guard, changes=changes) as ended:
-            with saver.finishing(guard.enter):
+            with metrics.trackers, saver.finishing(guard.enter):
                 status = train(trainer)
             finish(trainer, status)
             ended(status)

@@ -34,6 +34,7 @@ from smp.config import (
 from smp.data.data_pipeline import DataConfig
 from smp.errors import ConfigError, UserError
 from smp.faults.config import FaultConfig
+from smp.log import redact
 from smp.models.model_config import ModelConfig
 from smp.parallel.allocator import AllocatorConfig
 from smp.runtime import data_channel, own_arguments
@@ -181,6 +182,11 @@ def _convert(name: str, values: list[Any]) -> Any:
     converted = []
     for value in values:
         text = "null" if value is None else str(value)
+        if (shown := redact(text)) != text:
+            raise UserError(
+                f"--{name} {shown} holds a secret, which config.yaml and the checkpoints would keep: give it by the "
+                f"environment (such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN)"
+            )
         try:
             if value is None or isinstance(value, (dict, list)):  # types that only YAML has
                 raise ValueError

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from smp.errors import ConfigError, PeerError, RankError, RunError, UserError
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
+from smp.log import redact
 from smp.memory.profile import is_out_of_memory
 from smp.train.report import print_out_of_memory
 from smp.train.run_plan import RunPlan
@@ -64,4 +65,4 @@ def print_problems(error: UserError) -> None:
     """Print every problem on a line of its own."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(redact(f"error: {problem}"), file=sys.stderr)

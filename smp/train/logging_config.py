@@ -6,11 +6,17 @@ import dataclasses
 import importlib.util
 import re
 from pathlib import Path
+from typing import Literal
 
 from smp.config import Section, setting
 from smp.errors import UserError
 
 GET_TENSORBOARD = "pip install tensorboard"
+
+# Those of accelerate.tracking; TensorBoard's curves are our own.
+Tracker = Literal[
+    "none", "tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "swanlab", "aim", "clearml", "dvclive"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +33,11 @@ class LoggingConfig(Section):
     tensorboard_dir: tuple[str, ...] = setting(
         (), "TensorBoard folders, each with all the curves. Default: tensorboard/ in --output_dir if it is installed."
     )
+    report_to: tuple[Tracker, ...] = setting(
+        (), "Experiment trackers that get the metrics and the settings; each takes its own environment variables."
+    )
+    project: str = setting("smp", "Project (MLflow: experiment) of the run in trackers.")
+    run_name: str | None = setting(None, "Name of the run in trackers. Default: that of the run directory.")
     enable_memory_profiling: bool = setting(
         False, "Log memory at marked places of the first steps, and what holds it at the peak of the first two."
     )
@@ -39,6 +50,7 @@ class LoggingConfig(Section):
         found = super().problems()
         if self.tensorboard_dir and not has_tensorboard():
             found.append(f"--tensorboard_dir needs TensorBoard: {GET_TENSORBOARD}, or leave the flag out")
+        found += self._tracker_problems()
         for name in ("memory_profiling_all_ranks", "memory_snapshot"):
             if getattr(self, name) and not self.enable_memory_profiling:
                 found.append(f"--{name} 1 needs --enable_memory_profiling 1: set it, or leave --{name} out")
@@ -47,6 +59,25 @@ class LoggingConfig(Section):
         except UserError as error:
             found.append(str(error))
         return found
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that accelerate runs, each once."""
+        return tuple(dict.fromkeys(name for name in self.report_to if name not in ("none", "tensorboard")))
+
+    def _tracker_problems(self) -> list[str]:
+        if "none" in self.report_to and len(set(self.report_to)) > 1:
+            return [f"--report_to {' '.join(self.report_to)} has none and a tracker: leave one out"]
+        missing = [GET_TENSORBOARD] if "tensorboard" in self.report_to and not has_tensorboard() else []
+        if self.trackers:
+            from accelerate.tracking import get_available_trackers
+
+            installed = {str(kind) for kind in get_available_trackers()}
+            missing += [f"pip install {name}" for name in self.trackers if name not in installed]
+        return [
+            f"--report_to {get.split()[-1]} needs a package that is not installed: {get}, or leave it out"
+            for get in missing
+        ]
 
     def due(self, step: int, *, max_steps: int) -> bool:
         """Return whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""

@@ -17,7 +17,7 @@ from smp.errors import UserError
 from smp.log import get_logger
 from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, has_tensorboard, nccl_bandwidths
 from smp.train.state import TrainState
-from smp.train.writers import Writers
+from smp.train.writers import Trackers, Writers
 
 logger = get_logger(__name__)
 
@@ -52,6 +52,7 @@ class NullMetricsLogger:
 
     def __init__(self) -> None:
         self.writers = Writers([], 0)
+        self.trackers = Trackers()
 
     def train_step(self, step: int, **values: Any) -> None:
         """Do nothing."""
@@ -75,6 +76,7 @@ class MetricsLogger:
         max_steps: the run's length in updates.
         resume_from: progress at which the run resumes; lines of later steps are dropped. None: a new run, which must
             not find a ``metrics.jsonl``.
+        trackers: get what ``metrics.jsonl`` gets.
 
     Raises:
         UserError: ``metrics.jsonl`` exists in a new run, ``run_dir`` cannot be written, or the nccl-tests log is
@@ -91,7 +93,9 @@ class MetricsLogger:
         world_size: int,
         max_steps: int,
         resume_from: TrainState | None = None,
+        trackers: Trackers | None = None,
     ):
+        self.trackers = trackers or Trackers()
         self._config = config
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
@@ -218,6 +222,7 @@ class MetricsLogger:
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json_line(record) + "\n")
         self._file.flush()
+        self.trackers.log(record)
 
 
 def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:

@@ -36,6 +36,7 @@ from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, sizes
 from smp.train.start import Start
 from smp.train.state import TrainState
+from smp.train.writers import Trackers
 
 logger = get_logger("train")
 
@@ -147,8 +148,10 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
     (plan.run_dir / "config.yaml").write_text(head + text, encoding="utf-8")
     device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
     continues = plan.config.checkpoint.resume_from_checkpoint is not None
+    settings = plan.config.logging
+    run_name = settings.run_name or plan.run_dir.name
     return MetricsLogger(
-        plan.config.logging,
+        settings,
         run_dir=plan.run_dir,
         flops_per_token=flops.total,
         peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
@@ -156,6 +159,13 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
         max_steps=start.max_steps,
         # "latest" without a checkpoint starts anew, over the metrics of a run that died before its first one.
         resume_from=start.progress if continues else None,
+        trackers=Trackers(
+            settings.trackers,
+            project=settings.project,
+            run_name=run_name,
+            config=plan.config.flat(),
+            run_dir=plan.run_dir,
+        ),
     )
 
 

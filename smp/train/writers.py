@@ -1,12 +1,30 @@
-"""Writers of curves beside ``metrics.jsonl``."""
+"""Writers of curves beside ``metrics.jsonl``: TensorBoard, and the trackers that ``accelerate`` knows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from smp.log import redact
+from smp.log import get_logger, redact
+
+logger = get_logger(__name__)
+
+# What each tracker's constructor calls the name of a run; accelerate has no word for all.
+RUN_NAME = {
+    "wandb": "name",
+    "trackio": "name",
+    "mlflow": "run_name",
+    "swanlab": "experiment_name",
+    "clearml": "task_name",
+}
+# Records that wait for a tracker, of a few hundred bytes each; what comes beyond is not sent.
+MAX_WAITING = 10_000
+FINISH_SECONDS = 30.0
 
 
 class Writers:
@@ -43,3 +61,113 @@ class Writers:
         """Flush and close."""
         for writer in self._writers:
             writer.close()
+
+
+class Trackers:
+    """Experiment trackers, each with a thread of its own: its network never stalls or ends training.
+
+    A context manager: trackers begin on entering and are finished on leaving, also by an error.
+
+    Args:
+        names: as in ``accelerate.tracking``; none makes an object that does nothing.
+        project: to which the run belongs.
+        run_name: of the run in its project.
+        config: every setting by name.
+        run_dir: for a tracker that asks for a folder.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...] = (),
+        *,
+        project: str = "",
+        run_name: str = "",
+        config: Mapping[str, Any] | None = None,
+        run_dir: Path | None = None,
+    ):
+        self._names, self._project, self._run_name, self._run_dir = names, project, run_name, run_dir
+        self._config = {name: _redacted(value) for name, value in (config or {}).items()}
+        self._feeds: dict[str, tuple[threading.Thread, queue.Queue[dict[str, Any] | None]]] = {}
+        self._warned: set[str] = set()
+
+    def __enter__(self) -> Trackers:
+        if self._names:
+            from accelerate import PartialState
+
+            PartialState()  # accelerate's logging wants it; in a process group that exists it starts nothing
+        for name in self._names:
+            records: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+            thread = threading.Thread(target=self._serve, args=(name, records), name=f"tracker-{name}", daemon=True)
+            self._feeds[name] = thread, records
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        end = time.monotonic() + FINISH_SECONDS
+        for thread, records in self._feeds.values():
+            if thread.is_alive():
+                with contextlib.suppress(queue.Full):
+                    records.put(None, timeout=max(0.0, end - time.monotonic()))
+        for name, (thread, _) in self._feeds.items():
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                logger.warning(
+                    "--report_to %s: not finished after %g s, its last values are lost", name, FINISH_SECONDS
+                )
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Queue a line of ``metrics.jsonl``: ``loss`` is sent as ``train/loss``, ``val_loss`` as ``val/loss``."""
+        for name, (thread, records) in self._feeds.items():
+            if thread.is_alive():
+                try:
+                    records.put_nowait(dict(record))
+                except queue.Full:
+                    self._warn(name, f"{MAX_WAITING} records wait; those that follow are dropped")
+
+    def _serve(self, name: str, records: queue.Queue[dict[str, Any] | None]) -> None:
+        """Start a tracker, send it what is queued, and finish it."""
+        tracker = self._attempt(name, lambda: self._start(name))
+        while tracker is not None and (record := records.get()) is not None:
+            step = record.pop("step")
+            values = {_curve(key): value for key, value in record.items() if value is not None}
+            self._attempt(name, lambda: tracker.log(values, step=step))  # noqa: B023  called at once
+        if tracker is not None:
+            self._attempt(name, tracker.finish)
+
+    def _start(self, name: str) -> Any:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        options = {RUN_NAME[name]: self._run_name} if name in RUN_NAME else {}
+        if kind.requires_logging_directory:
+            options["logging_dir"] = str(self._run_dir)
+        tracker = kind(self._project, **options)
+        tracker.main_process_only = False  # this is rank 0
+        tracker.start()
+        tracker.store_init_configuration(self._config)
+        return tracker
+
+    def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Call; None, and for the first time a warning, where that fails."""
+        try:
+            return call()
+        except Exception as error:
+            self._warn(name, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return None
+
+    def _warn(self, name: str, reason: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning("--report_to %s: %s. Training goes on; metrics.jsonl has every value.", name, reason)
+
+
+def _curve(key: str) -> str:
+    """Return a tracker's name for a key of ``metrics.jsonl``."""
+    return f"val/{key.removeprefix('val_')}" if key.startswith("val_") else f"train/{key}"
+
+
+def _redacted(value: Any) -> Any:
+    """Redact a setting's text, or each text of a list."""
+    if isinstance(value, list):
+        return [_redacted(item) for item in value]
+    return redact(value) if isinstance(value, str) else value

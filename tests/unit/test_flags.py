@@ -23,7 +23,8 @@ import torch
 import smp.memory.tracker
 import tests.unit.test_choices
 import tests.unit.test_flags_faults
-import tests.unit.test_flags_model  # noqa: F401
+import tests.unit.test_flags_model
+import tests.unit.test_trackers  # noqa: F401
 import train_lib
 from smp.checkpoint import background, saver
 from smp.checkpoint.hf_export import export_hf
