@@ -121,7 +121,8 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
     """Send smp's records to the console and to a file; a second call replaces the first.
 
     The console gets rank 0's lines from INFO on, and from the other hosts' local rank 0 warnings and errors, marked
-    with the rank. A terminal gets short lines, all else SMP v2's format. Every rank appends all its lines to ``log_dir/rank<k>.log``, with those from before the call.
+    with the rank; short lines on a terminal, elsewhere SMP v2's format. Every rank appends all its lines to
+    ``log_dir/rank<k>.log``, with those from before the call.
 
     Raises:
         UserError: the log file cannot be written.

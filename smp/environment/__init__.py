@@ -85,11 +85,8 @@ def starter(environment: Environment | None = None) -> str:
     env = os.environ if environment is None else environment
     if any(env.get(name) for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SM_HOSTS")):
         return "job"
-    if (
-        env.get("TORCHELASTIC_RUN_ID")
-        and env.get("GROUP_WORLD_SIZE") == "1"
-        and "ACCELERATE_MIXED_PRECISION" not in env
-    ):
+    one_host = env.get("GROUP_WORLD_SIZE") == "1"
+    if env.get("TORCHELASTIC_RUN_ID") and one_host and "ACCELERATE_MIXED_PRECISION" not in env:
         # smp.launch.local names a job by its own process.
         if env["TORCHELASTIC_RUN_ID"] != str(os.getppid()):
             return "torchrun"
