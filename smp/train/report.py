@@ -61,7 +61,7 @@ def announce(plan: RunPlan, start: Start) -> None:
     )  # fmt: skip
     length, samples = plan.model.sequence_length, plan.train_data.samples_per_epoch
     logger.info(
-        "Global batch: %d samples, %d tokens; an epoch: %d samples, %s tokens; training to step %d (%.3g epochs)",
+        "Global batch: %d samples, %d tokens; epoch: %d samples, %s tokens; to step %d (%.3g epochs)",
         start.global_batch_size, start.global_batch_size * length, samples, short(samples * length), start.max_steps,
         start.max_steps * start.global_batch_size / samples,
     )  # fmt: skip
