@@ -11,11 +11,17 @@ import logging
 import os
 import re
 import sys
+import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from smp.errors import UserError
+
+# `logger.info(..., extra=FILE_ONLY)`: a record for the log file, which the console leaves out.
+FILE_ONLY = {"file_only": True}
 
 LINE_FORMAT = "%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -74,8 +80,44 @@ class _Formatter(logging.Formatter):
         return redact(super().format(record))
 
 
+class _ForPeople(_Formatter):
+    """Lines of a terminal: the time of day and the message; the level where it is a warning or an error."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Format without what only a search of a log file needs."""
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.message}"
+
+
+class _Console(logging.StreamHandler[TextIO]):
+    """Standard output, without the records for the log file alone; on a terminal above any progress bar."""
+
+    def __init__(self, prefix: str):
+        super().__init__(sys.stdout)
+        self._terminal = sys.stdout.isatty()
+        formatter = _ForPeople() if self._terminal and not prefix else _Formatter(prefix + LINE_FORMAT, DATE_FORMAT)
+        self.setFormatter(formatter)
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line; a bar is cleared before, and drawn again below it."""
+        if not self._terminal:
+            super().emit(record)
+            return
+        with contextlib.suppress(OSError), tqdm.external_write_mode(self.stream):  # a terminal that has gone
+            super().emit(record)
+
+
+def begin_line() -> None:
+    """Erase a progress bar, of whichever process, from the terminal's line before a message to standard error."""
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, b"\r\033[K")
+
+
 def say(text: str) -> None:
     """Write a line to standard error without locks and buffers: for threads that may have to end the process."""
+    begin_line()
     with contextlib.suppress(OSError):  # a closed pipe or a full disk
         os.write(2, f"{text}\n".encode())
 
@@ -89,17 +131,16 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
     """Send smp's records to the console and to a file; a second call replaces the first.
 
     The console gets rank 0's lines from INFO on, and from the other hosts' local rank 0 warnings and errors, marked
-    with the rank. Every rank appends all its lines to ``log_dir/rank<k>.log``, with those from before the call.
+    with the rank; short lines on a terminal, elsewhere SMP v2's format. Every rank appends all its lines to
+    ``log_dir/rank<k>.log``, with those from before the call.
 
     Raises:
         UserError: the log file cannot be written.
     """
     handlers: list[logging.Handler] = []
     if local_rank == 0:
-        console = logging.StreamHandler(sys.stdout)
+        console = _Console("" if rank == 0 else f"[rank {rank}/{world_size}] ")
         console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-        prefix = "" if rank == 0 else f"[rank {rank}/{world_size}] "
-        console.setFormatter(_Formatter(prefix + LINE_FORMAT, DATE_FORMAT))
         handlers.append(console)
     if log_dir is not None:
         path = log_dir / f"rank{rank}.log"

@@ -45,8 +45,7 @@ def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.suptitle(metrics_jsonl.resolve().parent.name)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=120)
+    _save(figure, png)
 
 
 def plot_memory(
@@ -83,8 +82,15 @@ def plot_memory(
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside right upper")
+    _save(figure, png)
+
+
+def _save(figure: Any, png: Path) -> None:
+    """Replace the picture in one step: who looks at it meanwhile sees the old one whole."""
     png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=120)
+    new = png.with_name(f".{png.name}.tmp")
+    figure.savefig(new, dpi=120, format="png")
+    new.replace(png)
 
 
 def _draw(axes: Any, records: list[Mapping[str, Any]], key: str, *, title: str, color: str, label: str = "") -> None:

@@ -23,7 +23,7 @@ from smp.environment.mpi import port_of, port_of_mpi, read_mpi
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
 
-__all__ = ["Launch", "read_launch", "rendezvous", "sagemaker_hosts"]
+__all__ = ["Launch", "read_launch", "rendezvous", "sagemaker_hosts", "starter"]
 
 _SAGEMAKER = "SageMaker"
 _SAGEMAKER_PORT = 7777
@@ -73,6 +73,25 @@ def read_launch(environment: Environment | None = None) -> Launch:
     launch = Launch(rank, world_size, local_rank, local_world_size, attempt, launcher)
     refuse_impossible(NamedLaunch(launch, NAMES))
     return launch
+
+
+def starter(environment: Environment | None = None) -> str:
+    """Return what started this process, for hints on what to type next.
+
+    Returns:
+        ``make`` or ``smp.launch.local`` on one host, ``torchrun`` on one host, ``python`` for one process by hand,
+        ``job`` inside a scheduler or a container's platform, or an empty string for any other launcher.
+    """
+    env = os.environ if environment is None else environment
+    if any(env.get(name) for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SM_HOSTS")):
+        return "job"
+    one_host = env.get("GROUP_WORLD_SIZE") == "1"
+    if env.get("TORCHELASTIC_RUN_ID") and one_host and "ACCELERATE_MIXED_PRECISION" not in env:
+        # smp.launch.local names a job by its own process.
+        if env["TORCHELASTIC_RUN_ID"] != str(os.getppid()):
+            return "torchrun"
+        return "make" if "MAKELEVEL" in env else "smp.launch.local"
+    return "python" if read_launch(env) == Launch() and "RANK" not in env else ""
 
 
 def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[str, int]:

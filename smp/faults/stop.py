@@ -93,6 +93,8 @@ class StopRequest:
         name, now = signal.Signals(number).name, time.monotonic()
         if self.signal is None:
             self.signal, self._since = number, now
+            if number == signal.SIGINT and self._rank:  # Ctrl-C reaches every rank, and one of them says so
+                return
             say(
                 f"rank {self._rank}: {name}: all ranks stop at the next step boundary, with a checkpoint; "
                 f"a second signal ends this one at once"

@@ -46,7 +46,6 @@ from smp.memory.categories import (
     shared_mappings,
 )
 from smp.memory.tracker import peak_rss_bytes
-from smp.plots import plot_memory
 
 MIB = 1024**2
 
@@ -210,6 +209,8 @@ class MemoryProfile(TorchDispatchMode):
         Raises:
             UserError: matplotlib is missing.
         """
+        from smp.plots import plot_memory  # here, so that `import smp` leaves smp.plots to `python -m smp.plots`
+
         timeline = self.timeline()
         plot_memory(timeline.seconds, timeline.categories, timeline.marks, png)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from smp.errors import ConfigError, PeerError, RankError, RunError, UserError
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
-from smp.log import redact
+from smp.log import begin_line, redact
 from smp.memory.profile import is_out_of_memory
 from smp.train.report import print_out_of_memory
 from smp.train.run_plan import RunPlan
@@ -37,7 +38,8 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
     The rank that failed prints everything, each other rank one line that it lost that rank.
     """
     try:
-        return run()
+        with _line_begun():
+            return run()
     except PeerError as error:
         if error.status != 2 and str(error):  # else the sentence of the rank that found it is enough
             print(f"error: {error}", file=sys.stderr)
@@ -59,6 +61,16 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
         failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])
     print_out_of_memory(plan, failure, tables)  # after the error is gone, with the frames that hold the memory
     return 1
+
+
+@contextlib.contextmanager
+def _line_begun() -> Iterator[None]:
+    """Leave no progress bar of rank 0 on the line to which an error is printed."""
+    try:
+        yield
+    except Exception:
+        begin_line()
+        raise
 
 
 def print_problems(error: UserError) -> None:

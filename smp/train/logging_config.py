@@ -43,6 +43,9 @@ class LoggingConfig(Section):
     )
     memory_profiling_all_ranks: bool = setting(False, "With --enable_memory_profiling 1, show it for every rank.")
     memory_snapshot: bool = setting(False, "With it, on GPUs: write the allocator's history of the second step.")
+    comm_report: bool = setting(
+        False, "Show the table of collectives of the smddp backend at the end; the log files have it always."
+    )
     nccl_test_log: str = setting("", "Output of nccl-tests whose average bus bandwidths TensorBoard shows.")
 
     def problems(self) -> list[str]:
@@ -82,6 +85,11 @@ class LoggingConfig(Section):
     def due(self, step: int, *, max_steps: int) -> bool:
         """Return whether step number ``step`` (1-based, updates done) is reported; the same on every rank."""
         return step % self.logging_freq == 0 or step == max_steps
+
+    def tensorboard_folders(self, run_dir: Path) -> list[Path]:
+        """Return the folders that TensorBoard's events go to; none where it is not installed."""
+        given = [Path(folder) for folder in self.tensorboard_dir]
+        return given or ([run_dir / "tensorboard"] if has_tensorboard() else [])
 
 
 def has_tensorboard() -> bool:

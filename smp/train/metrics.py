@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from smp.errors import UserError
-from smp.log import get_logger
-from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, has_tensorboard, nccl_bandwidths
+from smp.log import FILE_ONLY, get_logger
+from smp.train.curves import Curves
+from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, nccl_bandwidths
+from smp.train.progress_bar import ProgressBar
 from smp.train.state import TrainState
 from smp.train.writers import Trackers, Writers
 
@@ -53,8 +55,12 @@ class NullMetricsLogger:
     def __init__(self) -> None:
         self.writers = Writers([], 0)
         self.trackers = Trackers()
+        self.bar = ProgressBar(0, 0, wanted=False)
 
     def train_step(self, step: int, **values: Any) -> None:
+        """Do nothing."""
+
+    def redraw(self) -> None:
         """Do nothing."""
 
     def validation(self, step: int, *, loss: float) -> None:
@@ -71,6 +77,7 @@ class MetricsLogger:
         config: the settings.
         run_dir: the run directory; ``metrics.jsonl`` and ``tensorboard/`` go there.
         flops_per_token: model FLOPs of one token, forward and backward (``smp.train.flops``).
+        sequence_length: tokens of a sample that are computed, with padding and those without a label.
         peak_flops: FLOP/s one device can do in the format computed in; None, where it is unknown, makes ``mfu`` null.
         world_size: number of devices.
         max_steps: the run's length in updates.
@@ -89,6 +96,7 @@ class MetricsLogger:
         *,
         run_dir: Path,
         flops_per_token: float,
+        sequence_length: int,
         peak_flops: float | None,
         world_size: int,
         max_steps: int,
@@ -97,17 +105,17 @@ class MetricsLogger:
     ):
         self.trackers = trackers or Trackers()
         self._config = config
-        self._flops_per_token = flops_per_token
+        self._flops_per_token, self._sequence_length = flops_per_token, sequence_length
         self._peak_flops = peak_flops
         self._world_size = world_size
         self._max_steps = max_steps
         begin = resume_from or TrainState()
         self._step, self._samples, self._tokens = begin.step, begin.samples, begin.tokens
+        self.bar = ProgressBar(max_steps, begin.step)
+        self._curves = Curves(run_dir)
         bandwidths = nccl_bandwidths(config.nccl_test_log)
         self._file = _open_metrics(run_dir / "metrics.jsonl", keep_until=resume_from.step if resume_from else None)
-        folders = [Path(folder) for folder in config.tensorboard_dir]
-        if not folders and has_tensorboard():
-            folders = [run_dir / "tensorboard"]
+        folders = config.tensorboard_folders(run_dir)
         if not folders:
             logger.info("No TensorBoard curves: %s to have them.", GET_TENSORBOARD)
         self.writers = Writers(folders, first_step=self._step + 1 if self._step else 0)
@@ -141,7 +149,7 @@ class MetricsLogger:
             loss: mean over the valid tokens of the step's global batch.
             lr: the rate this update used.
             grad_norm: global gradient norm before clipping.
-            tokens: tokens consumed since the start of training, all ranks; padding does not count.
+            tokens: valid tokens since the start of training, all ranks: those with a label.
             samples: samples consumed since the start of training, all ranks.
             step_time_s: mean seconds per step since the last call, without validation and checkpoints.
             memory: what ``smp.memory.tracker.memory_stats`` returns.
@@ -150,7 +158,7 @@ class MetricsLogger:
         steps = step - self._step
         seconds = steps * step_time_s
         speed = _Speed(samples - self._samples, tokens - self._tokens, seconds)
-        tflops = self._tflops(speed)
+        processed, tflops = self._processed(speed), self._tflops(speed)
         record = {
             "step": step,
             "loss": loss,
@@ -159,6 +167,7 @@ class MetricsLogger:
             "tokens": tokens,
             "samples_per_sec": speed.samples_per_sec,
             "tokens_per_sec": speed.tokens_per_sec,
+            "processed_tokens_per_sec": processed,
             "step_time_s": step_time_s,
             "model_tflops_per_device": tflops,
             "mfu": None if self._peak_flops is None else tflops * 1e12 / self._peak_flops,
@@ -176,12 +185,18 @@ class MetricsLogger:
             self.writers.scalar(tag, value, step)
         self._recent.append(step_time_s)
         left = (self._max_steps - step) * statistics.median(self._recent)
+        differ = processed - speed.tokens_per_sec > 0.01 * processed
         logger.info(
-            "Batch %d Loss: %s, Speed: %.2f samples/sec, Model TFLOPS/GPU: %.2f, lr: %.6f, gradnorm: %.4f, "
-            "Tokens/sec: %.0f, %sTime left: %s",
-            step, f"{loss:.5f}", speed.samples_per_sec, tflops, lr, grad_norm,
+            "Batch %d Loss: %s, Speed: %.2f samples/sec, Model TFLOPS/GPU: %s, lr: %s, gradnorm: %s, "
+            "Tokens/sec: %.0f, %sTime left: %s%s",
+            step, f"{loss:.5f}", speed.samples_per_sec, digits(tflops, 2), digits(lr, 6), digits(grad_norm, 4),
             speed.tokens_per_sec, _memory_text(memory), _clock(left),
+            f", Processed tokens/sec: {processed:.0f}" if differ else "", extra=self._line,
         )  # fmt: skip
+        rate = speed.tokens_per_sec
+        shown = f"{processed:,.0f} tokens/s ({rate:,.0f} labelled)" if differ else f"{rate:,.0f} tokens/s"
+        memory_text = "" if memory.get("mem_allocated_gib") is None else f", {memory['mem_peak_gib']:.1f} GiB"
+        self.bar.tell(f"loss {loss:.4f}, {shown}{memory_text}")
         self._running_average(step, speed)
         self._train_seconds += seconds
         self._step, self._samples, self._tokens = step, samples, tokens
@@ -196,12 +211,26 @@ class MetricsLogger:
         every = self._config.logging_freq_for_avg
         if average.seconds and step // every > self._step // every:
             logger.info(
-                "Batch %d Running Avg Speed: %.2f samples/sec, Running Avg Model TFLOPS/GPU: %.2f (steps %d to %d)",
-                step, average.samples_per_sec, self._tflops(average), self._average_after + 1, step,
+                "Batch %d Running Avg Speed: %.2f samples/sec, Running Avg Model TFLOPS/GPU: %s (steps %d to %d)",
+                step, average.samples_per_sec, digits(self._tflops(average), 2), self._average_after + 1, step,
+                extra=self._line,
             )  # fmt: skip
 
+    @property
+    def _line(self) -> dict[str, bool] | None:
+        """Where SMP v2's line goes: a terminal has the bar instead."""
+        return FILE_ONLY if self.bar.shown else None
+
+    def _processed(self, speed: _Speed) -> float:
+        """Return the tokens per second that are computed, whether they have a label or not."""
+        return speed.samples_per_sec * self._sequence_length
+
     def _tflops(self, speed: _Speed) -> float:
-        return speed.tokens_per_sec * self._flops_per_token / self._world_size / 1e12
+        return self._processed(speed) * self._flops_per_token / self._world_size / 1e12
+
+    def redraw(self) -> None:
+        """Draw ``curves.png`` anew, if it is time; call it where no step is timed."""
+        self._curves.redraw()
 
     def validation(self, step: int, *, loss: float) -> None:
         """Report a validation after ``step`` updates; ``loss`` is the mean over its valid tokens."""
@@ -281,6 +310,13 @@ def json_line(record: Mapping[str, Any]) -> str:
     """Format a record; NaN and infinity, which JSON lacks, are strings that ``float`` reads back."""
     values = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(values, allow_nan=False)
+
+
+def digits(value: float, least: int) -> str:
+    """Format with ``least`` decimals, or with as many as show two digits that are not zero; never an exponent."""
+    if not math.isfinite(value) or not value or abs(value) >= 1:
+        return f"{value:.{least}f}"
+    return f"{value:.{max(least, 1 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _memory_text(memory: Mapping[str, float | None]) -> str:

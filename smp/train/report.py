@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,18 +19,20 @@ from smp import __version__ as smp_version
 from smp import comm
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.state import model_entry
+from smp.environment import starter
 from smp.errors import UserError
-from smp.log import configure_logging, get_logger
+from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text, changes_that_help
 from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.mesh import Mesh
 from smp.models.registry import count_parameters
 from smp.parallel.parallelize import find_problems
-from smp.plots import plot_metrics
 from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
+from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token, peak_flops
+from smp.train.hints import Results, next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, sizes
 from smp.train.start import Start
@@ -55,16 +56,18 @@ TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 def announce(plan: RunPlan, start: Start) -> None:
     """Log the model, the layout, the batch, and the changes of a resumed run."""
     parameters = count_parameters(plan.model.hf_config)
-    logger.info("Created model %s with total parameters: %d (%.2f B)", plan.model.name, parameters, parameters / 1e9)
+    logger.info("Created model %s with total parameters: %d (%s)", plan.model.name, parameters, short(parameters))
     logger.info(
         "World size = %d: %s on %s over %s, computing in %s",
         plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),
     )  # fmt: skip
-    tokens = start.global_batch_size * plan.model.sequence_length
+    length, samples = plan.model.sequence_length, plan.train_data.samples_per_epoch
     logger.info(
-        "Global batch: %d samples, %d tokens; %d samples per epoch; training to step %d",
-        start.global_batch_size, tokens, plan.train_data.samples_per_epoch, start.max_steps,
+        "Global batch: %d samples, %d tokens; epoch: %d samples, %s tokens; to step %d (%.3g epochs)",
+        start.global_batch_size, start.global_batch_size * length, samples, short(samples * length), start.max_steps,
+        start.max_steps * start.global_batch_size / samples,
     )  # fmt: skip
+    logger.info("Run directory: %s", shown(plan.run_dir))
     if plan.config.activation.cpu_offload and plan.device.type == "cuda":
         logger.info(
             "--cpu_offload 1: the update runs on %d thread(s) of each process (OMP_NUM_THREADS above 1 sets another "
@@ -88,10 +91,16 @@ def announce(plan: RunPlan, start: Start) -> None:
             logger.warning("Changed since the checkpoint: %s", change)
 
 
-def log_collectives() -> None:
-    """Log the ``smddp`` backend's collectives and, where it delegated some to another backend, why."""
+def log_collectives(*, on_console: bool) -> None:
+    """Log the ``smddp`` backend's collectives and, where it delegated some to another backend, why.
+
+    Args:
+        on_console: beside the log file.
+    """
     if report := comm.report():
-        logger.info("Collectives of this rank:\n%s", report)
+        logger.info("Collectives of this rank:\n%s", report, extra=None if on_console else FILE_ONLY)
+    elif on_console:
+        logger.info("No table of collectives: only smddp has one, and this job ran over %s.", dist.get_backend())
 
 
 def changes_since(saved: dict[str, Any], plan: RunPlan, start: Start) -> list[str]:
@@ -154,6 +163,7 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
         settings,
         run_dir=plan.run_dir,
         flops_per_token=flops.total,
+        sequence_length=plan.model.sequence_length,
         peak_flops=peak_flops(device_name, plan.dtype, tf32=torch.get_float32_matmul_precision() != "highest"),
         world_size=plan.launch.world_size,
         max_steps=start.max_steps,
@@ -174,26 +184,20 @@ def arguments_table(config: TrainConfig) -> str:
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in config.flat().items())])
 
 
-def draw_curves(plan: RunPlan) -> None:
-    """Write ``curves.png``, or log why there is none."""
-    try:
-        plot_metrics(plan.run_dir / "metrics.jsonl", plan.run_dir / "curves.png")
-    except UserError as error:  # no matplotlib, or a run that ended before its first logged step
-        logger.info("No curves.png: %s", error)
-
-
 def log_next_commands(plan: RunPlan, start: Start, step: int, final: Path | None) -> None:
-    """Log the commands a user is likely to want next; ``final`` is the exported model, if there is one."""
-    run_dir = _shown(plan.run_dir)
-    logger.info("Done: step %d of %d. What next (with make train, flags go into ARGS='...'):", step, start.max_steps)
-    logger.info("  curves:    %s/curves.png, or tensorboard --logdir %s/tensorboard", run_dir, run_dir)
-    logger.info("  train on:  the same command with --max_steps %d --resume_from_checkpoint latest", 2 * step)
-    if final is not None:
-        logger.info(
-            "  finetune:  python -m smp.launch.local --nproc_per_node %d -m smp.train "
-            "--hf_pretrained_model_name_or_dir %s --training_dir DATA --output_dir runs/finetuned",
-            plan.launch.local_world_size, _shown(final),
-        )  # fmt: skip
+    """Draw the curves, and log the commands a user is likely to want next; ``final`` is the exported model, if any."""
+    failure = write_curves(plan.run_dir)
+    if failure:
+        logger.info("No curves.png: %s", failure)
+    logger.info("Done: step %d of %d. What next:", step, start.max_steps)
+    found = Results(
+        curves=None if failure else plan.run_dir / "curves.png",
+        tensorboard=plan.config.logging.tensorboard_folders(plan.run_dir),
+        final=final,
+    )
+    resumes = plan.config.checkpoint.resume_from_checkpoint == "latest"
+    for line in next_commands(starter(), plan.launch, found, max_steps=2 * step, resumes=resumes):
+        logger.info("  %s", line)
 
 
 @contextlib.contextmanager
@@ -291,8 +295,3 @@ def print_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
     )
     lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
     print("\n".join([*lines, *(tables or [predicted]), advice_text(changes)]), file=sys.stderr)
-
-
-def _shown(path: Path) -> str:
-    """Format a path relative to the working directory, if it is inside."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

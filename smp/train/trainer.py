@@ -31,7 +31,6 @@ from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.report import (
     describe,
-    draw_curves,
     log_collectives,
     log_next_commands,
     profile_step,
@@ -79,7 +78,7 @@ def train(trainer: Trainer) -> int:
         logger.info("Already at step %d of %d: raise --max_steps to train on.", state.step, start.max_steps)
         return 0
     collect_every = cast(int, plan.settings[RunConfig].gc_freq)
-    with collected_together() if collect_every else contextlib.nullcontext():
+    with collected_together() if collect_every else contextlib.nullcontext(), trainer.metrics.bar:
         return _steps(trainer, collect_every)
 
 
@@ -120,6 +119,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
                 _settle(trainer, pending.popleft(), watch)
             guard.enter("checkpoint")
             _save_if_due(trainer, counts=counts, stop=status != 0)
+            trainer.metrics.redraw()
         if status and step < start.max_steps:
             logger.warning(
                 "Stopped on request at step %d, with a checkpoint: run again with --resume_from_checkpoint latest.",
@@ -218,6 +218,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             memory=memory_stats(trainer.plan.device),
             phase_s=trainer.guard.watchdog.spent(),
         )
+    trainer.metrics.bar.reach(done.step)
 
 
 def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> None:
@@ -250,7 +251,7 @@ def finish(trainer: Trainer, status: int) -> None:
     if plan.validation_data is not None:
         plan.validation_data.close()
     trainer.guard.part(status)
+    if not status:
+        log_collectives(on_console=plan.config.logging.comm_report)
     if plan.launch.is_main and not status:
-        draw_curves(plan)
-        log_collectives()
         log_next_commands(plan, trainer.start, trainer.state.step, final if settings.save_final_model else None)

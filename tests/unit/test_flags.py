@@ -48,7 +48,7 @@ from tests.job import LLAMA, read_metrics, run_job
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch):
     """Leave out what only costs time here: curves, and the walk over all tensors."""
-    monkeypatch.setattr(trainer, "draw_curves", lambda plan: None)
+    monkeypatch.setattr("smp.train.report.write_curves", lambda run_dir: "")
     monkeypatch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)
 
 
@@ -333,6 +333,15 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
             train(words, tmp_path / f"j{len(words)}", steps=2)
         captured = capsys.readouterr()
         assert said in captured.out + captured.err and ("Batch 2" in captured.out) is (words is go_on)
+
+
+@check("comm_report")
+def test_comm_report(tmp_path, capsys):
+    shown = []
+    for words in ([], ["--comm_report", 1]):
+        train(words, tmp_path / str(len(words)), steps=1)
+        shown.append("ollectives" in capsys.readouterr().out)
+    assert shown == [False, True]
 
 
 @check("logging_freq", "logging_freq_for_avg", "enable_memory_profiling", "tensorboard_dir", "nccl_test_log")

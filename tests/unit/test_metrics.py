@@ -8,11 +8,12 @@ import pytest
 from smp.errors import ConfigError, UserError
 from smp.train import logging_config, metrics
 from smp.train.logging_config import LoggingConfig
-from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
+from smp.train.metrics import MetricsLogger, NullMetricsLogger, digits, last_logged_step
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [
-    "step", "loss", "lr", "grad_norm", "tokens", "samples_per_sec", "tokens_per_sec", "step_time_s",
+    "step", "loss", "lr", "grad_norm", "tokens", "samples_per_sec", "tokens_per_sec",
+    "processed_tokens_per_sec", "step_time_s",
     "model_tflops_per_device", "mfu", "mem_allocated_gib", "mem_peak_gib", "host_rss_gib",
     "phase_s",
 ]  # fmt: skip
@@ -40,10 +41,10 @@ def lines(monkeypatch):
     metrics.logger.setLevel(level)
 
 
-def make(run_dir, *, config=None, max_steps=100, resume_from=None, peak_flops=1e12):
+def make(run_dir, *, config=None, max_steps=100, resume_from=None, peak_flops=1e12, sequence_length=50):
     return MetricsLogger(
         config or LoggingConfig(), run_dir=run_dir, flops_per_token=1e9, peak_flops=peak_flops, world_size=2,
-        max_steps=max_steps, resume_from=resume_from,
+        max_steps=max_steps, resume_from=resume_from, sequence_length=sequence_length,
     )  # fmt: skip
 
 
@@ -81,6 +82,31 @@ def test_a_line_has_the_agreed_keys_and_numbers(tmp_path):
     assert first["mfu"] == pytest.approx(0.4)
     assert first["mem_allocated_gib"] is None and first["mem_peak_gib"] == 1.5
     assert (second["step"], second["tokens"], second["tokens_per_sec"]) == (3, 1200, 800.0)
+
+
+def test_flops_are_of_all_tokens_that_are_computed_and_the_line_ends_with_their_rate(tmp_path, lines):
+    logger = make(tmp_path, sequence_length=80)  # 8 x 80 tokens a step, 400 of them with a label
+    report(logger, 1)
+    (line,) = read(tmp_path)
+    assert (line["tokens_per_sec"], line["processed_tokens_per_sec"]) == (800.0, 1280.0)
+    assert line["model_tflops_per_device"] == pytest.approx(0.64) == line["mfu"]
+    assert lines[-1].endswith("Tokens/sec: 800, Memory: 1.50 GiB, Time left: 0:00:50, Processed tokens/sec: 1280")
+
+
+def test_one_rate_is_enough_where_they_hardly_differ(tmp_path, lines):
+    report(make(tmp_path, sequence_length=50.4), 1)  # 0.8 %, as where each 127th token has no label
+    assert lines[-1].endswith("Time left: 0:00:50")
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "text"),
+    [
+        (0.40, 2, "0.40"), (0.0243, 2, "0.024"), (1.24e-5, 2, "0.000012"), (123.456, 2, "123.46"), (0.0, 2, "0.00"),
+        (1e-5, 6, "0.000010"), (3e-8, 6, "0.000000030"), (math.nan, 4, "nan"), (math.inf, 2, "inf"),
+    ],
+)  # fmt: skip
+def test_small_numbers_keep_two_digits_and_read_as_floats(value, least, text):
+    assert digits(value, least) == text and float(text) == pytest.approx(value, rel=0.05, nan_ok=True)
 
 
 def test_mfu_is_null_where_the_peak_is_unknown(tmp_path):
@@ -217,8 +243,7 @@ def test_tensorboard_hides_the_lost_stretch_after_a_resume(tmp_path):
 
 
 def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, lines, monkeypatch):
-    for module in (metrics, logging_config):
-        monkeypatch.setattr(module, "has_tensorboard", lambda: False)
+    monkeypatch.setattr(logging_config, "has_tensorboard", lambda: False)
     report(make(tmp_path), 1)
     assert [line for line in lines if "pip install" in line] == [
         "No TensorBoard curves: pip install tensorboard to have them."

@@ -1,0 +1,91 @@
+"""What a user is likely to want next, as commands that fit how the job was started."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from smp.environment import Launch
+
+DEMO = ["--config", "configs/demo.yaml"]  # what `make train` begins with
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a run has written: only what is there is named."""
+
+    curves: Path | None
+    tensorboard: Sequence[Path]
+    final: Path | None  # the exported model
+
+
+def next_commands(started: str, launch: Launch, found: Results, *, max_steps: int, resumes: bool) -> Iterator[str]:
+    """Yield the lines: where the curves are, how to train on, how to finetune.
+
+    Args:
+        started: what ``smp.environment.starter`` returns.
+        launch: ranks and world size.
+        found: what there is to look at.
+        max_steps: to train on to.
+        resumes: whether the same settings resume this run anyway.
+    """
+    folder = shown(Path(sys.executable).parent)
+    given = sys.argv[1:]
+    make = started == "make" and given[: len(DEMO)] == DEMO
+    activated = shutil.which("python") == sys.executable
+    places = [shown(found.curves)] if found.curves else []
+    if found.tensorboard:
+        tensorboard = "tensorboard" if activated else f"{folder}/tensorboard"
+        places.append(f"{tensorboard} --logdir {shown(found.tensorboard[0])}")
+    if places:
+        yield f"curves:    {', or '.join(places)}"
+    more = [] if resumes else ["--resume_from_checkpoint", "latest"]
+    kept = without(given[len(DEMO) :], "--max_steps") if make else []
+    further = shlex.join([*kept, "--max_steps", str(max_steps), *more])
+    processes = "" if launch.world_size == 2 else f" NPROC={launch.world_size}"
+    same = "the same job" if started == "job" else "the same command"
+    yield "train on:  " + (f'make train{processes} ARGS="{further}"' if make else f"{same} with {further}")
+    if found.final is None:
+        return
+    script = Path(sys.argv[0])
+    program = "-m smp.train" if script.parts[-2:] == ("train", "__main__.py") else shown(script)
+    python = "python" if activated else shown(Path(sys.executable))
+    local = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} {program}"
+    commands = {
+        "make": local,
+        "smp.launch.local": local,
+        "torchrun": f"torchrun --nproc_per_node {launch.world_size} {program}",
+        "python": f"{python} {program}",
+    }
+    yield (
+        f"finetune:  {commands.get(started, 'a job like this one,')} "
+        f"--hf_pretrained_model_name_or_dir {shown(found.final)} --training_dir DATA --output_dir runs/finetuned"
+    )
+
+
+def without(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words without ``flag`` and its value, as one word or two."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word != flag and not word.startswith(f"{flag}="):
+            kept.append(word)
+        skip = word == flag
+    return kept
+
+
+def short(count: float) -> str:
+    """Format a count with three digits: 950, 2.08 M, 6.74 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def shown(path: Path) -> str:
+    """Format a path relative to the working directory, if it is inside."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

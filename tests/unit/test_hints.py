@@ -1,0 +1,109 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from smp.environment import Launch, starter
+from smp.train.hints import Results, next_commands, short, without
+
+ELASTIC = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+OURS = ELASTIC | {"TORCHELASTIC_RUN_ID": str(os.getppid())}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {
+    f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({}, "python"),
+        (OURS, "smp.launch.local"),
+        (OURS | {"MAKELEVEL": "1"}, "make"),
+        (ELASTIC | {"TORCHELASTIC_RUN_ID": "none", "MAKELEVEL": "1"}, "torchrun"),
+        (ELASTIC | {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"}, ""),
+        (OURS | {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, ""),  # two hosts
+        (OURS | {"SLURM_JOB_ID": "7"}, "job"),
+        (OURS | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "job"),
+        (ELASTIC, ""),
+        (OPEN_MPI, ""),
+    ],
+)
+def test_what_started_the_job_is_read_from_what_it_leaves(env, name):
+    assert starter(env) == name
+
+
+def hints(monkeypatch, started, *words, processes=2, resumes=False, found=None):
+    monkeypatch.setattr(sys, "argv", ["/x/smp/train/__main__.py", *words])
+    monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: sys.executable)
+    launch = Launch(0, processes, 0, processes)
+    found = found or Results(Path("/r/curves.png"), [Path("/r/tensorboard")], Path("/r/final"))
+    return list(next_commands(started, launch, found, max_steps=80, resumes=resumes))
+
+
+TUNED = "--hf_pretrained_model_name_or_dir /r/final --training_dir DATA --output_dir runs/finetuned"
+
+
+def test_make_train_is_told_its_own_command_with_the_flags_that_were_given(monkeypatch):
+    words = ("--config", "configs/demo.yaml", "--max_steps", "40", "--output_dir", "runs/a b")
+    assert hints(monkeypatch, "make", *words, processes=4, resumes=True) == [
+        "curves:    /r/curves.png, or tensorboard --logdir /r/tensorboard",
+        "train on:  make train NPROC=4 ARGS=\"--output_dir 'runs/a b' --max_steps 80\"",
+        f"finetune:  python -m smp.launch.local --nproc_per_node 4 -m smp.train {TUNED}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("started", "again", "program"),
+    [
+        ("make", "the same command", "python -m smp.launch.local --nproc_per_node 2 -m smp.train"),  # another makefile
+        ("smp.launch.local", "the same command", "python -m smp.launch.local --nproc_per_node 2 -m smp.train"),
+        ("torchrun", "the same command", "torchrun --nproc_per_node 2 -m smp.train"),
+        ("python", "the same command", "python -m smp.train"),
+        ("job", "the same job", "a job like this one,"),
+        ("", "the same command", "a job like this one,"),
+    ],
+)
+def test_other_starts_are_told_theirs(monkeypatch, started, again, program):
+    _, on, finetune = hints(monkeypatch, started, "--model", "llama_tiny")
+    assert on == f"train on:  {again} with --max_steps 80 --resume_from_checkpoint latest"
+    assert finetune == f"finetune:  {program} {TUNED}"
+
+
+def test_only_what_is_there_is_named(monkeypatch):
+    (on,) = hints(monkeypatch, "python", found=Results(None, [], None))
+    assert on.startswith("train on:")
+
+
+def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/x/train_lib.py"])
+    monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
+    found = Results(None, [Path("/r/t")], Path("/r/final"))
+    curves, _, finetune = next_commands("python", Launch(), found, max_steps=2, resumes=False)
+    assert curves == "curves:    .venv/bin/tensorboard --logdir /r/t"
+    assert finetune == f"finetune:  .venv/bin/python /x/train_lib.py {TUNED}"
+
+
+def test_a_flag_is_left_out_in_both_forms():
+    assert without(["--a", "1", "--max_steps", "2", "--b", "--max_steps=3", "c"], "--max_steps") == [
+        "--a",
+        "1",
+        "--b",
+        "c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (950, "950"),
+        (2_077_920, "2.08 M"),
+        (999_600, "1 M"),
+        (468_224, "468 K"),
+        (6_738_415_616, "6.74 B"),
+        (3.2e12, "3.2 T"),
+    ],
+)
+def test_counts_have_three_digits(count, text):
+    assert short(count) == text
