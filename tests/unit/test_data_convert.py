@@ -140,7 +140,7 @@ def test_all_cores_write_the_bytes_that_one_writes(tmp_path, monkeypatch, cores,
             tokenizer=lambda: TextTokenizer(str(HERE / "tokenizer")), cache_dir=str(tmp_path / str(count)), what="data",
         )  # fmt: skip
         assert (count == 1) == (submitted == [])
-    assert submitted.count("_open_here") == 4 and submitted.count("_convert_here") >= 3
+    assert submitted.count("_open_here") == 4 and submitted.count("_convert_here") >= 2
     alone, together = content(tmp_path / "1"), content(tmp_path / "3")
     assert alone == together and len(alone) >= 15
 
