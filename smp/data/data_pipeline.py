@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -19,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from smp.config import Section, setting
-from smp.data.hf import open_hf
-from smp.data.jsonl import open_jsonl
-from smp.data.packing import Collator, Row, RowSource
+from smp.config import AUTO, Section, setting
+from smp.data.convert import end_with_parent
+from smp.data.packing import Collator, PackedRows, Row, RowSource
 from smp.data.sampler import PADDING, samples_at, step_positions
-from smp.data.storage import JSONL, TEXT, list_files
+from smp.data.source import find_data, open_rows
 from smp.data.synthetic import SyntheticRows
-from smp.data.text import TextTokenizer, open_text
+from smp.data.text import TextTokenizer
 from smp.errors import UserError
 
 Split = Literal["train", "validation"]
@@ -42,9 +40,9 @@ NO_DATA = "no training data: set --training_dir, or --use_synthetic_data 1 for r
 class DataConfig(Section):
     """Sources of samples and their loading."""
 
-    dataset_type: Literal["gpt_jsonl", "hf", "text"] = setting(
-        "gpt_jsonl",
-        "Format of the data: JSON lines with input_ids, a saved Hugging Face dataset or parquet, or raw text.",
+    dataset_type: Literal["auto", "gpt_jsonl", "hf", "text"] = setting(
+        AUTO,
+        "Files to read: JSON lines; a saved Hugging Face dataset, parquet or Arrow; text. auto: whatever is there.",
     )
     use_synthetic_data: bool = setting(False, "Train on random tokens; no data is read.")
     synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1, maximum=1 << 40)
@@ -56,7 +54,7 @@ class DataConfig(Section):
         None, "Which files of a folder to read: 1 only .gz, 0 only uncompressed. Default: both (SMP v2: only .gz)."
     )
     tokenizer_name_or_dir: str | None = setting(
-        None, "Local tokenizer directory, for --dataset_type text and --document_mask 1."
+        None, "Local tokenizer directory, for text and --document_mask 1. Default: the model directory's."
     )
     text_document_separator: str | None = setting(
         None, "Line that separates documents in a text file; '' is a blank line. Default: a file is one document."
@@ -96,16 +94,12 @@ class DataConfig(Section):
         return not self.evaluate_only if self.fast_validation is None else self.fast_validation
 
     def problems(self) -> list[str]:
-        """Add settings that a source needs."""
+        """Add settings that contradict each other."""
         found = super().problems()
         if self.use_synthetic_data:
             return found
-        if self.dataset_type == "text" and self.tokenizer_name_or_dir is None:
-            found.append("--dataset_type text needs --tokenizer_name_or_dir, a local tokenizer directory")
-        if self.dataset_type != "text" and self.text_document_separator is not None:
-            found.append(
-                f"--text_document_separator is for --dataset_type text, which is {self.dataset_type}: leave it out"
-            )
+        if self.dataset_type not in (AUTO, "text") and self.text_document_separator is not None:
+            found.append(f"--text_document_separator is for text, not --dataset_type {self.dataset_type}: leave it out")
         return found
 
     def missing(self) -> list[str]:
@@ -134,6 +128,7 @@ class BatchShape:
         seed: of the order, and of random tokens; at least 0.
         pin_memory: put batches in page-locked memory, for faster copies to a GPU.
         eos_token_id: ends a document, for data without a tokenizer.
+        tokenizer_dir: of the model, for text without --tokenizer_name_or_dir.
         pad_token_id: pads short rows; it is never in the loss. Default: the end-of-sequence id, or 0.
     """
 
@@ -147,6 +142,7 @@ class BatchShape:
     pin_memory: bool = False
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    tokenizer_dir: str | None = None
 
 
 @dataclasses.dataclass
@@ -210,24 +206,6 @@ class _Order:
             start += len(ahead) * self.global_batch_size
 
 
-def _end_with_parent(worker: int) -> None:
-    """End a worker as soon as the training process has ended, even by SIGKILL.
-
-    DataLoader watches the worker's parent, which here is the fork server, which waits for its workers. Signals that ask
-    the job to stop are ignored: the training process acts on them at the end of its step.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 class DataPipeline:
     """Endless steps of data, from any position of the stream at once.
 
@@ -276,7 +254,7 @@ class DataPipeline:
             batch_size=None,
             num_workers=workers,
             multiprocessing_context=context,
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=end_with_parent,
             prefetch_factor=2 * len(step) if workers else None,
             pin_memory=batch.pin_memory,
             # Starting an iteration draws a number, which must not come from dropout's generator.
@@ -340,7 +318,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     source, eos = _open_source(config, split, batch)
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:
-        raise UserError(f"{_path(config, split)} holds no tokens: nothing to train on")
+        raise UserError(f"the {split} data holds no tokens: nothing to train on")
     if config.document_mask and eos is None:
         raise UserError(
             "--document_mask 1 needs to know which token ends a document: set --tokenizer_name_or_dir, or leave it at 0"
@@ -359,45 +337,37 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     )
 
 
-def _path(config: DataConfig, split: Split) -> str:
-    path = config.training_dir if split == "train" else config.test_dir
-    if path is None:
-        raise UserError(f"no {split} data: set --{'training_dir' if split == 'train' else 'test_dir'}")
-    return path
-
-
 def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[RowSource, int | None]:
     """Open the rows of one split; returns them, and the id that ends a document where the source knows it."""
     length, vocab = batch.sequence_length, batch.vocab_size
-    tokenizer = None
-    if config.tokenizer_name_or_dir is not None and (config.dataset_type == "text" or config.document_mask):
-        tokenizer = TextTokenizer(config.tokenizer_name_or_dir)
-    eos = None if tokenizer is None else tokenizer.eos_token_id
+    directory = config.tokenizer_name_or_dir or batch.tokenizer_dir
+    flag = "training_dir" if split == "train" else "test_dir"
+    path = config.training_dir if split == "train" else config.test_dir
+
+    @functools.cache
+    def tokenizer() -> TextTokenizer:
+        if directory is None:
+            raise UserError(f"{path} is text: set --tokenizer_name_or_dir, a local tokenizer directory, to convert it")
+        return TextTokenizer(directory)
+
+    eos = tokenizer().eos_token_id if config.document_mask and directory is not None else None
     if config.use_synthetic_data:
-        if split == "train" and config.training_dir is not None:
-            log.info("--use_synthetic_data 1: %s is not read", config.training_dir)
+        if split == "train" and path is not None:
+            log.info("--use_synthetic_data 1: %s is not read", path)
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
-    path = _path(config, split)
-    last_only = split == "validation" and config.validates_on_last_file
-    if config.dataset_type == "hf":
-        source = open_hf(
-            path, split, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir, last_only=last_only
-        )
-        return source, eos
-    if config.dataset_type == "gpt_jsonl":
-        files = list_files(path, extensions=JSONL, zipped=config.zipped_data)[-1 if last_only else 0 :]
-        return open_jsonl(files, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir), eos
-    if config.dataset_type == "text":
-        files = list_files(path, extensions=TEXT, zipped=config.zipped_data)[-1 if last_only else 0 :]
-        assert tokenizer is not None  # DataConfig refuses text without one
-        tokenizer.require_below(vocab)
-        text = open_text(
-            files,
-            tokenizer,
-            sequence_length=length,
-            separator=config.text_document_separator,
-            cache_dir=config.data_cache_dir,
-        )
-        return text, eos
-    raise ValueError(f"unknown dataset_type {config.dataset_type!r}")
+    if path is None:
+        raise UserError(f"no {split} data: set --{flag}")
+    found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
+    if split == "validation" and config.validates_on_last_file and not found.saved:
+        found = dataclasses.replace(found, files=found.files[-1:])
+    source = open_rows(
+        found,
+        sequence_length=length,
+        vocab_size=vocab,
+        tokenizer=tokenizer,
+        cache_dir=config.data_cache_dir,
+        what="training data" if split == "train" else "validation data",
+        separator=config.text_document_separator,
+    )
+    return source, eos if eos is not None or not isinstance(source, PackedRows) else tokenizer().eos_token_id

@@ -1,22 +1,26 @@
-"""Hugging Face datasets saved with ``save_to_disk``, and parquet files: columns input_ids, attention_mask, labels.
+"""Hugging Face datasets saved with ``save_to_disk``, parquet and arrow files.
 
-Local saved datasets are memory mapped as they are; parquet, which is compressed, and remote ones are converted once
-to token files. Neither makes a Python object per row.
+They have columns input_ids, attention_mask and labels, or a column of texts.
+
+Local arrow files with ids are memory mapped as they are; parquet, which is compressed, texts, and remote files are
+converted once to token files. None of them makes a Python object per token.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from smp.data.convert import Rows, token_files
 from smp.data.jsonl import beyond_vocabulary
 from smp.data.packing import WindowRows
-from smp.data.progress import Progress
-from smp.data.storage import PARQUET, DataFile, filesystem_of, list_files, open_file, reading
-from smp.data.token_cache import IGNORED, Columns, TokenWriter, cached, digest_of, recorded, token_dtype
+from smp.data.storage import ARROW, DataFile, filesystem_of, list_files, open_file, reading
+from smp.data.text import TextTokenizer, tokenized_texts
+from smp.data.token_cache import IGNORED, Columns, digest_of, recorded, token_dtype
 from smp.errors import UserError
 from smp.json_input import MAX_JSON, strict_json
 
@@ -49,7 +53,10 @@ def rows_of(batch: Any, where: str, first_row: int) -> Columns:
     """
     names = batch.schema.names
     if "input_ids" not in names:
-        raise UserError(f"{where}: has no column input_ids; columns found: {', '.join(names) or 'none'}")
+        raise UserError(
+            f"{where}: has no column input_ids; columns found: {', '.join(names) or 'none'}; name the one with token "
+            f"ids input_ids, or the one with texts text"
+        )
     tokens, lengths = _flat(batch.column("input_ids"), "input_ids", where, first_row)
     if len(empty := np.flatnonzero(lengths == 0)):
         raise UserError(f"{where}, row {first_row + empty[0] + 1}: input_ids is empty; leave the row out")
@@ -157,54 +164,133 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
     return MappedRows(stores, sequence_length, identity, (files, sequence_length, vocab_size, cache_dir))
 
 
-def _batches(file: DataFile) -> Iterator[Any]:
-    """Yield the record batches of a parquet or arrow stream file on any file system."""
+@contextmanager
+def _table(file: DataFile) -> Iterator[tuple[Any, BinaryIO]]:
+    """Open a parquet or arrow file on any file system; yields the reader, and the stored file for its position."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open_file(file) as (content, raw), Progress(f"reading {file.name}", file.size) as progress:
+    with open_file(file) as (content, raw):
         try:
-            if file.name.endswith(".arrow"):
-                batches: Any = pa.ipc.open_stream(content)
+            if not file.name.removesuffix(".gz").endswith(".arrow"):
+                yield pq.ParquetFile(content), raw
             else:
-                parquet = pq.ParquetFile(content)
-                wanted = [name for name in COLUMNS if name in parquet.schema_arrow.names]
-                # Without input_ids every column is read, for the error to name them.
-                batches = parquet.iter_batches(batch_size=1024, columns=wanted if "input_ids" in wanted else None)
-            for batch in batches:
-                yield batch
-                progress.reach(raw.tell())
+                yield pa.ipc.open_stream(content), raw
         except pa.ArrowInvalid as error:
             raise UserError(f"{file.url} is not a readable file of its kind ({error}); write it again") from error
 
 
-def _convert(file: DataFile, vocab_size: int, writer: TokenWriter) -> None:
-    for batch in _batches(file):
-        if len(batch) == 0:
-            continue
-        rows = rows_of(batch, file.url, writer.rows)
-        check_rows(rows, extremes_of(rows), where=file.url, first_row=writer.rows, vocab_size=vocab_size)
-        writer.add(rows.tokens, rows.offsets[1:], mask=rows.mask, labels=rows.labels)
-    if writer.rows == 0:
-        raise UserError(f"{file.url} holds no rows: remove it, or write it again")
+def column_names(file: DataFile) -> list[str]:
+    """Return the names of a parquet or arrow file's columns."""
+    with _table(file) as (table, _):
+        return (table.schema_arrow if hasattr(table, "schema_arrow") else table.schema).names
+
+
+def _batches(file: DataFile, columns: tuple[str, ...], rows: int) -> Iterator[tuple[tuple[int, Any], int]]:
+    """Yield record batches, each with the number of rows before it, and the file's bytes read so far.
+
+    Args:
+        columns: to read; without the first of them every column is, for the error to name them.
+        rows: most in a batch of a parquet file.
+    """
+    with _table(file) as (table, raw):
+        if hasattr(table, "schema_arrow"):
+            names = table.schema_arrow.names
+            wanted = [name for name in columns if name in names] if columns[0] in names else None
+            table = table.iter_batches(batch_size=rows, columns=wanted)
+        first = 0
+        for batch in table:
+            if len(batch):
+                yield (first, batch), raw.tell()
+            first += len(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableIds:
+    """Format of parquet and arrow files with ``input_ids`` below ``vocab_size``."""
+
+    vocab_size: int
+    name = "hf"
+    content = "rows"
+    key = ()
+
+    @property
+    def dtype(self) -> str:
+        """Return the number format of the ids."""
+        return token_dtype(self.vocab_size)
+
+    def chunks(self, file: DataFile) -> Iterator[tuple[tuple[int, Any], int]]:
+        """Yield record batches."""
+        return _batches(file, COLUMNS, 1024)
+
+    def convert(self, file: DataFile, chunk: tuple[int, Any]) -> list[Rows]:
+        """Return the rows of a record batch."""
+        first, batch = chunk
+        rows = rows_of(batch, file.url, first)
+        check_rows(rows, extremes_of(rows), where=file.url, first_row=first, vocab_size=self.vocab_size)
+        return [Rows(rows.tokens.astype(self.dtype), rows.offsets[1:], rows.mask, rows.labels)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableText:
+    """Format of parquet and arrow files with a column of texts, each a document."""
+
+    tokenizer: TextTokenizer
+    text_key: str
+    name = "hf_text"
+    content = "text"
+
+    @property
+    def key(self) -> list[Any]:
+        """Return what the tokens depend on besides the file."""
+        return [self.tokenizer.digest, self.text_key]
+
+    @property
+    def dtype(self) -> str:
+        """Return the number format of the ids."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    def chunks(self, file: DataFile) -> Iterator[tuple[tuple[int, Any], int]]:
+        """Yield record batches."""
+        for (first, batch), position in _batches(file, (self.text_key,), 128):
+            yield (first, self._texts(batch, file, first)), position
+
+    def _texts(self, batch: Any, file: DataFile, first: int) -> list[str]:
+        import pyarrow as pa
+
+        if self.text_key not in batch.schema.names:
+            raise UserError(
+                f"{file.url}: has no column {self.text_key}; columns found: {', '.join(batch.schema.names) or 'none'}"
+            )
+        texts = batch.column(self.text_key)
+        if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
+            raise UserError(f"{file.url}: column {self.text_key} must hold strings, it holds {texts.type}")
+        if texts.null_count:
+            row = texts.to_pylist().index(None)
+            raise UserError(f"{file.url}, row {first + row + 1}: has no {self.text_key}; leave the row out")
+        try:
+            return texts.to_pylist()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{file.url}, rows {first + 1} to {first + len(batch)}: {self.text_key} is not UTF-8 ({error.reason}); "
+                f"convert the file"
+            ) from error
+
+    def convert(self, file: DataFile, chunk: tuple[int, list[str]]) -> list[Rows]:
+        """Return the documents of a record batch."""
+        first, texts = chunk
+        where = ((text, f"{file.url}, row {row}") for row, text in enumerate(texts, first + 1))
+        return tokenized_texts(where, self.tokenizer)
 
 
 def open_converted(
-    files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None
+    files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None, what: str = "data"
 ) -> WindowRows:
-    """Convert parquet or remote arrow files, unless they are cached, and cut their rows into windows."""
-    stores = []
-    for file in files:
-        store = cached(
-            cache_dir,
-            file.name,
-            ["hf", file.url, file.size, file.stamp],
-            functools.partial(_convert, file, vocab_size),
-            dtype=token_dtype(vocab_size),
-        )
+    """Convert parquet or remote arrow files with ids, unless they are cached, and cut their rows into windows."""
+    stores = token_files(files, TableIds(vocab_size), what=what, cache_dir=cache_dir)
+    for file, store in zip(files, stores, strict=True):
         extremes = [[0, store.highest], [0, store.highest_label]]
         check_rows(store, extremes, where=file.url, first_row=0, vocab_size=vocab_size)
-        stores.append(store)
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
     return WindowRows(stores, sequence_length, identity)
 
@@ -230,7 +316,7 @@ def saved_files(path: str, split: str) -> list[DataFile] | None:
     entries = entries if isinstance(entries, list) else []
     listed = [each.get("filename") if isinstance(each, dict) else None for each in entries]
     names = _plain_names(f"{path}/state.json", listed)
-    return [list_files(f"{path.rstrip('/')}/{name}", extensions=(".arrow",))[0] for name in names]
+    return [list_files(f"{path.rstrip('/')}/{name}", extensions=ARROW)[0] for name in names]
 
 
 def _described(path: str, name: str) -> dict[str, Any] | None:
@@ -267,24 +353,3 @@ def _plain_names(where: str, names: Any) -> list[str]:
                 f"{where} lists {str(name)[:80]!r}, which is no name of a file beside it: save the dataset again"
             )
     return names
-
-
-def open_hf(
-    path: str, split: str, *, sequence_length: int, vocab_size: int, cache_dir: str | None, last_only: bool = False
-) -> WindowRows:
-    """Open a saved dataset, a saved DatasetDict (its ``split``), or parquet files.
-
-    Args:
-        path: folder, parquet file, glob or URL.
-        split: ``train`` or ``validation``.
-        last_only: read the last parquet file only; a saved dataset is one.
-
-    Raises:
-        UserError: nothing is there, or it is unusable; with file and row.
-    """
-    files = saved_files(path, split)
-    if files is not None and "://" not in path:
-        return open_mapped(files, sequence_length, vocab_size, cache_dir)
-    if files is None:
-        files = list_files(path, extensions=PARQUET)[-1 if last_only else 0 :]
-    return open_converted(files, sequence_length=sequence_length, vocab_size=vocab_size, cache_dir=cache_dir)

@@ -1,59 +1,85 @@
-"""JSON lines: ``{"input_ids": [...], "attention_mask": [...], "labels": [...]}``, the last two optional."""
+"""JSON lines: ``{"input_ids": [...], "attention_mask": [...], "labels": [...]}``, the last two optional, or
+``{"text": "..."}``.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from smp.data.convert import Rows, joined, token_files
 from smp.data.packing import WindowRows
-from smp.data.progress import Progress
 from smp.data.storage import DataFile, open_file
-from smp.data.token_cache import TokenFile, TokenWriter, cached, digest_of, token_dtype
+from smp.data.text import TextTokenizer, tokenized_texts
+from smp.data.token_cache import TokenFile, digest_of, token_dtype
 from smp.errors import UserError
 
+CHUNK = 1 << 20  # bytes that are converted at once
 BOM = b"\xef\xbb\xbf"
 # A row of more than ten million tokens. Without a bound, a small compressed file could hold one line of many gigabytes.
 MAX_LINE = 64 << 20
 
 
-def read_objects(file: DataFile, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a JSON lines file with their line numbers (from 1), without blank lines.
+def read_lines(file: DataFile) -> Iterator[tuple[tuple[int, bytes], int]]:
+    """Yield a file in blocks of whole lines: (number of the first line, lines), and the file's bytes read so far.
 
     Raises:
-        UserError: a line is not JSON, not UTF-8, not an object or longer than ``MAX_LINE`` bytes.
+        UserError: a line is longer than ``MAX_LINE`` bytes.
     """
-    with Progress(f"{what} {file.name}", file.size) as progress, open_file(file) as (content, raw):
-        for number in itertools.count(1):
-            line = content.readline(MAX_LINE + 1)
-            if not line:
-                return
-            if len(line) > MAX_LINE:
-                raise UserError(
-                    f"{file.url}, line {number}: has more than {MAX_LINE >> 20} MiB; cut the row into several"
-                )
-            if number == 1 and line.startswith(BOM):
-                line = line[len(BOM) :]
-            if not line.strip():
-                continue
-            try:
-                found = json.loads(line.decode())
-            except UnicodeDecodeError as error:
-                raise UserError(f"{file.url}, line {number}: not UTF-8 ({error.reason}); convert the file") from error
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{file.url}, line {number}: not valid JSON: {error}") from error
-            if not isinstance(found, dict):
-                raise UserError(
-                    f"{file.url}, line {number}: holds a {type(found).__name__}; each line must be one object "
-                    f'such as {{"input_ids": [1, 2, 3]}}'
-                )
-            yield number, found
-            if number % 64 == 0:
-                progress.reach(raw.tell())
+    with open_file(file) as (content, raw):
+        number = 1
+        while block := content.read(CHUNK):
+            if not block.endswith(b"\n"):
+                block += content.readline(MAX_LINE + 1)
+            if len(block) > MAX_LINE:
+                _refuse_long(file, number, block)
+            yield (number, block), raw.tell()
+            number += block.count(b"\n")
+
+
+def _refuse_long(file: DataFile, number: int, block: bytes) -> None:
+    for at, line in enumerate(block.split(b"\n"), number):
+        if len(line) > MAX_LINE:
+            raise UserError(f"{file.url}, line {at}: has more than {MAX_LINE >> 20} MiB; cut the row into several")
+
+
+def objects_of(file: DataFile, first: int, block: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of lines, each with its file and line for messages, without blank lines.
+
+    Args:
+        first: number of the block's first line, from 1.
+
+    Raises:
+        UserError: a line is not JSON, not UTF-8 or not an object.
+    """
+    if first == 1:
+        block = block.removeprefix(BOM)
+    for number, line in enumerate(block.split(b"\n"), first):
+        if not line.strip():
+            continue
+        where = f"{file.url}, line {number}"
+        try:
+            found = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise UserError(
+                f"{where}: holds a {type(found).__name__}; each line must be one object "
+                f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}'
+            )
+        yield where, found
+
+
+def read_objects(file: DataFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a JSON lines file as :func:`objects_of`."""
+    for chunk, _ in read_lines(file):
+        yield from objects_of(file, *chunk)
 
 
 def integers(values: Any, key: str, where: str) -> np.ndarray:
@@ -86,7 +112,10 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
         UserError: a key is missing or has unusable content.
     """
     if "input_ids" not in found:
-        raise UserError(f"{where}: has no input_ids; keys found: {', '.join(found) or 'none'}")
+        raise UserError(
+            f"{where}: has no input_ids; keys found: {', '.join(found) or 'none'}; every row must have them, as the "
+            f"first one has, or every row a text"
+        )
     ids = integers(found["input_ids"], "input_ids", where)
     if (lowest := int(ids.min())) < 0:
         raise UserError(f"{where}: token id {lowest} is negative; ids must be in [0, {vocab_size})")
@@ -117,36 +146,88 @@ def beyond_vocabulary(where: str, token: int, vocab_size: int, *, name: str = "t
     )
 
 
-def _convert(file: DataFile, vocab_size: int, writer: TokenWriter) -> None:
-    for number, found in read_objects(file, "reading"):
-        ids, mask, labels = checked_row(found, f"{file.url}, line {number}", vocab_size)
-        writer.add(ids, [len(ids)], mask=mask, labels=labels)
-    if writer.rows == 0:
-        raise UserError(f"{file.url} holds no rows: remove it, or write it again")
+@dataclasses.dataclass(frozen=True)
+class JsonIds:
+    """Format of JSON lines with ``input_ids`` below ``vocab_size``."""
+
+    vocab_size: int
+    name = "jsonl"
+    content = "rows"
+    key = ()
+    chunks = staticmethod(read_lines)
+
+    @property
+    def dtype(self) -> str:
+        """Return the number format of the ids."""
+        return token_dtype(self.vocab_size)
+
+    def convert(self, file: DataFile, chunk: tuple[int, bytes]) -> list[Rows]:
+        """Return the rows of lines."""
+        found = []
+        for where, row in objects_of(file, *chunk):
+            ids, mask, labels = checked_row(row, where, self.vocab_size)
+            found.append(Rows(ids.astype(self.dtype), np.array([len(ids)]), mask, labels))
+        return joined(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonText:
+    """Format of JSON lines with a text under ``text_key``, each a document."""
+
+    tokenizer: TextTokenizer
+    text_key: str
+    name = "jsonl_text"
+    content = "text"
+    chunks = staticmethod(read_lines)
+
+    @property
+    def key(self) -> list[Any]:
+        """Return what the tokens depend on besides the file."""
+        return [self.tokenizer.digest, self.text_key]
+
+    @property
+    def dtype(self) -> str:
+        """Return the number format of the ids."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    def convert(self, file: DataFile, chunk: tuple[int, bytes]) -> list[Rows]:
+        """Return the documents of lines."""
+        texts = ((text_of(row, self.text_key, where), where) for where, row in objects_of(file, *chunk))
+        return tokenized_texts(texts, self.tokenizer)
+
+
+def text_of(row: dict[str, Any], key: str, where: str) -> str:
+    """Return the text of an object.
+
+    Raises:
+        UserError: there is none under ``key``.
+    """
+    if key not in row:
+        raise UserError(
+            f"{where}: has no {key}; keys found: {', '.join(row) or 'none'}; every row must have its text there, as "
+            f"the first one has, or every row input_ids (python -m smp.data.prepare --text_key KEY reads another key)"
+        )
+    if not isinstance(row[key], str):
+        raise UserError(f"{where}: {key} must be a string, it is a {type(row[key]).__name__}; leave the row out")
+    return row[key]
 
 
 def _refuse_beyond_vocabulary(file: DataFile, store: TokenFile, vocab_size: int) -> None:
     """Read the file of a cache that was made for a larger vocabulary again, to name the line that does not fit."""
     if max(store.highest, store.highest_label) >= vocab_size:
-        for number, found in read_objects(file, "checking"):
-            checked_row(found, f"{file.url}, line {number}", vocab_size)
+        for where, found in read_objects(file):
+            checked_row(found, where, vocab_size)
 
 
-def open_jsonl(files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None) -> WindowRows:
-    """Convert files, unless they are cached, and cut every row into windows, in the order of files and lines.
+def open_jsonl(
+    files: list[DataFile], *, sequence_length: int, vocab_size: int, cache_dir: str | None, what: str = "data"
+) -> WindowRows:
+    """Convert files with ids, unless they are cached, and cut every row into windows, in the order of files and lines.
 
     Raises:
         UserError: a file or one of its lines is unusable, or an id is not in the vocabulary.
     """
-    stores = []
-    for file in files:
-        store = cached(
-            cache_dir,
-            file.name,
-            ["jsonl", file.url, file.size, file.stamp],
-            functools.partial(_convert, file, vocab_size),
-            dtype=token_dtype(vocab_size),
-        )
+    stores = token_files(files, JsonIds(vocab_size), what=what, cache_dir=cache_dir)
+    for file, store in zip(files, stores, strict=True):
         _refuse_beyond_vocabulary(file, store, vocab_size)
-        stores.append(store)
     return WindowRows(stores, sequence_length, digest_of("jsonl", sequence_length, [file.identity for file in files]))

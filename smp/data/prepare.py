@@ -1,4 +1,4 @@
-"""Turns text or JSON lines into a packed token dataset with a disjoint validation split.
+"""Turns data of any kind that the job reads into a packed token dataset with a disjoint validation split.
 
     python -m smp.data.prepare --input corpus/*.txt --output tokens --tokenizer tokenizer_dir --sequence_length 2048
 
@@ -10,25 +10,26 @@ be shorter. Input is streamed: memory does not grow with it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from smp.data.jsonl import checked_row, read_objects
 from smp.data.sampler import mix64
-from smp.data.storage import JSONL, TEXT, DataFile, list_files
-from smp.data.text import TextTokenizer, read_text, tokenized
+from smp.data.source import find_data, open_rows
+from smp.data.text import TextTokenizer
+from smp.data.token_cache import Columns
 from smp.errors import UserError
 
-EXTENSIONS = {"text": TEXT, "jsonl": JSONL}
+TYPES = {"auto": "auto", "text": "text", "jsonl": "gpt_jsonl", "hf": "hf"}  # as --dataset_type
 ROWS_PER_BATCH = 1000
 SPLITS = ("train", "validation")
 
@@ -91,41 +92,12 @@ class SplitWriter:
         (self.folder / "state.json").write_text(json.dumps(state, indent=2))
 
 
-def _text_of(file: DataFile, key: str) -> Iterator[tuple[str, bool]]:
-    for number, found in read_objects(file, "tokenizing"):
-        text = found.get(key)
-        if not isinstance(text, str):
-            raise UserError(
-                f"{file.url}, line {number}: has no text under {key!r}; keys found: {', '.join(found) or 'none'}; "
-                f"name the right one with --text_key"
-            )
-        yield text, True
-
-
-def _ids_of(file: DataFile, tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
-    for number, found in read_objects(file, "reading"):
-        ids = checked_row(found, f"{file.url}, line {number}", tokenizer.vocab_size)[0]
-        yield ids if ids[-1] == tokenizer.eos_token_id else np.append(ids, tokenizer.eos_token_id), True
-
-
-def _holds_ids(file: DataFile) -> bool:
-    return "input_ids" in next((found for _, found in read_objects(file, "opening")), {})
-
-
-def documents(
-    files: list[DataFile], tokenizer: TextTokenizer, *, input_type: str, text_key: str, separator: str | None
-) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield every document's ids in parts, as :func:`smp.data.text.tokenized` does, in the order of files.
-
-    JSON lines hold ``input_ids`` or text under ``text_key``, as the first line of each file does.
-    """
-    for file in files:
-        if input_type == "text":
-            yield from tokenized(read_text(file, separator), tokenizer)
-        elif _holds_ids(file):
-            yield from _ids_of(file, tokenizer)
-        else:
-            yield from tokenized(_text_of(file, text_key), tokenizer)
+def documents(stores: Sequence[Columns], eos_token_id: int) -> Iterator[np.ndarray]:
+    """Yield the ids of every row of token files, each with the end-of-sequence token behind it."""
+    for store in stores:
+        for start, stop in itertools.pairwise(store.offsets.tolist()):
+            ids = store.tokens[start:stop]
+            yield ids if ids[-1] == eos_token_id else np.append(ids, eos_token_id)
 
 
 def in_validation(document: int, fraction: float) -> bool:
@@ -134,7 +106,7 @@ def in_validation(document: int, fraction: float) -> bool:
 
 
 def write_splits(
-    parts: Iterator[tuple[np.ndarray, bool]], folder: Path, *, sequence_length: int, validation_fraction: float
+    found: Iterator[np.ndarray], folder: Path, *, sequence_length: int, validation_fraction: float
 ) -> list[SplitWriter]:
     """Distribute documents over the splits and write them under ``folder``.
 
@@ -144,11 +116,10 @@ def write_splits(
     names = SPLITS if validation_fraction > 0 else SPLITS[:1]
     writers = [SplitWriter(folder / name, name, sequence_length) for name in names]
     document = 0
-    for ids, ends in parts:
-        writer = writers[in_validation(document, validation_fraction)]
+    for document, ids in enumerate(found, 1):
+        writer = writers[in_validation(document - 1, validation_fraction)]
         writer.add(ids)
-        writer.documents += ends
-        document += ends
+        writer.documents += 1
     for writer in writers:
         writer.close()
         if writer.documents == 0:
@@ -175,8 +146,7 @@ def prepare(args: argparse.Namespace) -> list[SplitWriter]:
     output = Path(args.output).expanduser().absolute()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty: choose another --output, or remove it")
-    extensions = EXTENSIONS[args.input_type]
-    files = [file for path in args.input for file in list_files(path, extensions=extensions)]
+    found = find_data(args.input, "train", dataset_type=TYPES[args.input_type])
     tokenizer = TextTokenizer(args.tokenizer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -184,12 +154,23 @@ def prepare(args: argparse.Namespace) -> list[SplitWriter]:
     except OSError as error:
         raise UserError(f"cannot write {output}: {error}; choose another --output") from error
     try:
-        parts = documents(
-            files, tokenizer, input_type=args.input_type, text_key=args.text_key, separator=args.text_document_separator
+        source = open_rows(
+            found,
+            sequence_length=args.sequence_length,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=lambda: tokenizer,
+            cache_dir=str(partial / "tokens"),
+            what="input",
+            separator=args.text_document_separator,
+            text_key=args.text_key,
         )
         writers = write_splits(
-            parts, partial, sequence_length=args.sequence_length, validation_fraction=args.validation_fraction
+            documents(source.stores, tokenizer.eos_token_id),
+            partial,
+            sequence_length=args.sequence_length,
+            validation_fraction=args.validation_fraction,
         )
+        shutil.rmtree(partial / "tokens")
         partial.chmod(0o755)  # mkdtemp makes it private
         os.replace(partial, output)
     finally:
@@ -207,8 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", required=True, help="local tokenizer directory")
     parser.add_argument("--sequence_length", type=int, required=True, help="tokens per row")
     parser.add_argument("--validation_fraction", type=float, default=0.01, help="share of documents; 0: no split")
-    parser.add_argument("--input_type", choices=sorted(EXTENSIONS), default="text")
-    parser.add_argument("--text_key", default="text", help="key of the text in JSON lines")
+    parser.add_argument("--input_type", choices=sorted(TYPES), default="auto", help="which files to read")
+    parser.add_argument("--text_key", default="text", help="key or column of the text in JSON lines and tables")
     parser.add_argument("--text_document_separator", help="line that separates documents in a text file")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -1,4 +1,4 @@
-"""Progress of a long conversion: a bar on a terminal, a log line now and then elsewhere."""
+"""Progress of a conversion: one line per source, rewritten in place on a terminal, else logged now and then."""
 
 from __future__ import annotations
 
@@ -12,35 +12,63 @@ log = logging.getLogger("smp.data")
 
 
 class Progress:
-    """Progress of a job of known size.
+    """Progress through the files of a source.
 
     Args:
-        what: the job, such as "tokenizing train.txt".
-        total: its size in bytes.
+        what: the source, such as "training data".
+        files: their number.
+        total: their bytes, as stored.
+
+    Attributes:
+        done_files: those that are done.
     """
 
-    def __init__(self, what: str, total: int):
-        self.what, self.total = what, total
+    def __init__(self, what: str, files: int, total: int):
+        self.what, self.files, self.total = what, files, total
+        self.done_files = self._done_bytes = self._tokens = 0
+        self._began = self._logged = time.monotonic()
         self._bar = None
-        self._logged = time.monotonic()
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr)
+            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False)
 
     def __enter__(self) -> Progress:
         return self
 
-    def reach(self, done: int) -> None:
-        """Show that ``done`` bytes are processed."""
+    def add(self, tokens: int, *, inside: int = 0) -> None:
+        """Count tokens; ``inside`` is the number of bytes read of the file in work."""
+        self._tokens += tokens
+        self._show(min(self._done_bytes + inside, self.total))
+
+    def end_file(self, size: int) -> None:
+        """Count a file of ``size`` bytes."""
+        self.done_files += 1
+        self._done_bytes += size
+        self._show(self._done_bytes)
+
+    def _show(self, done: int) -> None:
+        now = time.monotonic()
+        seconds = max(now - self._began, 1e-9)
         if self._bar is not None:
+            rate = f"{self.done_files / seconds:.1f} files/s"
+            counts = f"{self.done_files}/{self.files} files, {rate}, {self._tokens:,} tokens"
+            self._bar.set_postfix_str(counts, refresh=False)
             self._bar.update(done - self._bar.n)
-        elif (now := time.monotonic()) - self._logged >= SECONDS_BETWEEN_LINES:
+        elif now - self._logged >= SECONDS_BETWEEN_LINES:
             self._logged = now
-            log.info("%s: %d of %d MB", self.what, done / 1e6, self.total / 1e6)
+            left = seconds * (self.total - done) / max(done, 1)
+            log.info("%s, %.0f s left", self._line(done, seconds), left)
+
+    def _line(self, done: int, seconds: float) -> str:
+        return (
+            f"{self.what}: {self.done_files}/{self.files} files, {done / 1e6:.1f} of {self.total / 1e6:.1f} MB in "
+            f"{seconds:.1f} s ({self.done_files / seconds:.1f} files/s, {done / 1e6 / seconds:.1f} MB/s), "
+            f"{self._tokens:,} tokens"
+        )
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif kind is None:
-            log.info("%s: done (%.1f MB)", self.what, self.total / 1e6)
+        if kind is None:
+            log.info("%s", self._line(self._done_bytes, max(time.monotonic() - self._began, 1e-9)))

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from smp.errors import UserError, hub_advice
 
-JSONL, TEXT, PARQUET = (".json", ".jsonl"), (".txt",), (".parquet",)
+JSONL, TEXT, PARQUET, ARROW = (".json", ".jsonl"), (".txt",), (".parquet",), (".arrow",)
 GLOB_CHARACTERS = "*?["
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import functools
 import hashlib
-import itertools
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from smp.data.convert import Rows, joined, token_files
 from smp.data.packing import PackedRows
-from smp.data.progress import Progress
 from smp.data.storage import DataFile, open_file
-from smp.data.token_cache import TokenWriter, cached, digest_of, token_dtype
+from smp.data.token_cache import digest_of, token_dtype
 from smp.errors import UserError, hub_advice
 
 MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PART = 256_000  # characters that are tokenised at once; longer documents are split at a line end
-BATCH = 8_000_000  # characters that are tokenised in parallel, on all cores
+BATCH = 1_000_000  # characters that are tokenised at once: their encodings take some hundred times as many bytes
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
 
 
@@ -61,14 +62,18 @@ class TextTokenizer:
         content = b"".join(each.name.encode() + each.read_bytes() for each in files)
         if _keep_documents_whole(tokenizer):
             content += b"documents whole"  # not the digest of caches made while documents were truncated
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.digest = hashlib.sha256(content).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens around them."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        if self._backend is not None:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a worker process would import transformers for."""
+        return {**self.__dict__, "_tokenizer": self._tokenizer if self._backend is None else None}
 
     def require_below(self, vocab_size: int) -> None:
         """Refuse a tokenizer with ids outside the model's vocabulary.
@@ -141,73 +146,109 @@ def read_documents(lines: Iterable[bytes], separator: str | None, name: str) -> 
     yield "".join(held), True
 
 
-def read_text(file: DataFile, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """Read the documents of one file as :func:`read_documents`, with progress."""
-    with Progress(f"tokenizing {file.name}", file.size) as progress, open_file(file) as (content, raw):
-
-        def lines() -> Iterator[bytes]:
-            while line := content.readline(PART):
-                yield line
-                progress.reach(raw.tell())
-
-        yield from read_documents(lines(), separator, file.url)
+def read_text(file: DataFile, separator: str | None) -> Iterator[tuple[tuple[str, bool], int]]:
+    """Read the documents of one file as :func:`read_documents`; each part with the file's bytes read so far."""
+    with open_file(file) as (content, raw):
+        lines = iter(functools.partial(content.readline, PART), b"")
+        for part in read_documents(lines, separator, file.url):
+            yield part, raw.tell()
 
 
-def tokenized(parts: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Tokenise parts of documents in parallel, and end each document with the end-of-sequence token.
-
-    Documents of white space only are left out.
+def batches(parts: Iterable[tuple[tuple[str, bool], Any]]) -> Iterator[tuple[list[tuple[str, bool]], Any]]:
+    """Collect parts of documents for the tokenizer, leaving out documents of white space only.
 
     Args:
-        parts: (text, whether its document ends there).
+        parts: (text, whether its document ends there), and the position.
 
     Yields:
-        (ids, whether the document ends there), ids (n,) int64.
+        Some parts, and the position of the last one.
     """
     batch: list[tuple[str, bool]] = []
-    size, begun = 0, False
-    for part in itertools.chain(parts, [None]):
-        if part is not None:
-            if not begun and not part[0].strip():
-                continue
-            batch.append(part)
-            begun = not part[1]
-            size += len(part[0])
-        if batch and (part is None or size >= BATCH or len(batch) >= MOST_DOCUMENTS):
-            for ids, (_, ends) in zip(tokenizer([text for text, _ in batch]), batch, strict=True):
-                yield np.array([*ids, tokenizer.eos_token_id] if ends else ids, np.int64), ends
+    size, begun, position = 0, False, None
+    for part, position in parts:
+        if not begun and not part[0].strip():
+            continue
+        batch.append(part)
+        begun = not part[1]
+        size += len(part[0])
+        if size >= BATCH or len(batch) >= MOST_DOCUMENTS:
+            yield batch, position
             batch, size = [], 0
+    if batch:
+        yield batch, position
 
 
-def _convert(file: DataFile, tokenizer: TextTokenizer, separator: str | None, writer: TokenWriter) -> None:
-    for ids, ends in tokenized(read_text(file, separator), tokenizer):
-        writer.add(ids, [len(ids)] if ends else [])
-    if writer.rows == 0:
-        raise UserError(f"{file.url} holds no text: remove it, or write it again")
+def tokenized(batch: list[tuple[str, bool]], tokenizer: TextTokenizer) -> list[Rows]:
+    """Tokenise parts of documents, and end each document with the end-of-sequence token."""
+    dtype, found = token_dtype(tokenizer.vocab_size), []
+    for words, (_, ends) in zip(tokenizer([text for text, _ in batch]), batch, strict=True):
+        ids = np.array([*words, tokenizer.eos_token_id] if ends else words, dtype)
+        found.append(Rows(ids, np.array([len(ids)] if ends else [], np.int64)))
+    return joined(found)
+
+
+def tokenized_texts(texts: Iterable[tuple[str, str]], tokenizer: TextTokenizer) -> list[Rows]:
+    """Tokenise documents as the same text in a file of its own would be.
+
+    Args:
+        texts: text, and where it is from, for messages.
+
+    Raises:
+        UserError: a text is no valid Unicode.
+    """
+
+    def parts() -> Iterator[tuple[tuple[str, bool], None]]:
+        for text, where in texts:
+            try:
+                content = io.BytesIO(text.encode())
+            except UnicodeEncodeError as error:
+                raise UserError(f"{where}: the text is no Unicode ({error.reason}); leave the row out") from error
+            lines = iter(functools.partial(content.readline, PART), b"")
+            yield from ((part, None) for part in read_documents(lines, None, where))
+
+    return joined([rows for batch, _ in batches(parts()) for rows in tokenized(batch, tokenizer)])
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFiles:
+    """Format of text files: a file is a document, or ``separator`` lines separate several."""
+
+    tokenizer: TextTokenizer
+    separator: str | None
+    name = "text"
+    content = "text"
+
+    @property
+    def key(self) -> list[Any]:
+        """Return what the tokens depend on besides the file."""
+        return [self.tokenizer.digest, self.separator]
+
+    @property
+    def dtype(self) -> str:
+        """Return the number format of the ids."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    def chunks(self, file: DataFile) -> Iterator[tuple[list[tuple[str, bool]], int]]:
+        """Yield parts of documents."""
+        return batches(read_text(file, self.separator))
+
+    def convert(self, file: DataFile, chunk: list[tuple[str, bool]]) -> list[Rows]:
+        """Return the tokens of parts."""
+        return tokenized(chunk, self.tokenizer)
 
 
 def open_text(
-    files: list[DataFile],
-    tokenizer: TextTokenizer,
-    *,
-    sequence_length: int,
-    separator: str | None,
-    cache_dir: str | None,
+    files: list[DataFile], form: Any, *, sequence_length: int, cache_dir: str | None, what: str = "data"
 ) -> PackedRows:
-    """Tokenise files, unless they are cached, and pack all of them, in the order given.
+    """Tokenise files, unless they are cached, and pack all documents, in the order given.
+
+    Args:
+        files: all of one kind.
+        form: their format, with a tokenizer.
 
     Raises:
         UserError: a file is unreadable, not UTF-8 or without text.
     """
-    stores = [
-        cached(
-            cache_dir,
-            file.name,
-            ["text", file.url, file.size, file.stamp, tokenizer.digest, separator],
-            functools.partial(_convert, file, tokenizer, separator),
-            dtype=token_dtype(tokenizer.vocab_size),
-        )
-        for file in files
-    ]
-    identity = ("text", tokenizer.digest, separator, [file.identity for file in files])
+    stores = token_files(files, form, what=what, cache_dir=cache_dir)
+    identity = (form.name, *form.key, [file.identity for file in files])
     return PackedRows(stores, sequence_length, digest_of(sequence_length, *identity))

@@ -13,24 +13,27 @@ It is written beside its final name, flushed to disk and renamed, so a folder of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from smp.data.progress import SECONDS_BETWEEN_LINES
 from smp.errors import UserError
 from smp.json_input import read_json, read_object
 
 FORMAT = 1
 TOKEN_DTYPES = ("uint16", "uint32")
 IGNORED = -100  # a label that is not in the loss
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)  # of opening a damaged file
 T = TypeVar("T")
 log = logging.getLogger("smp.data")
 
@@ -213,6 +216,42 @@ def cached(
     return _make_once(cache_dir, name, [dtype, *key], fill, TokenFile.open)
 
 
+def look_up(cache_dir: str | None, name: str, key: list[Any], *, dtype: str) -> TokenFile | None:
+    """Open the token file of ``key`` if it is there and whole; arguments as for :func:`cached`."""
+    with contextlib.suppress(*DAMAGE):
+        return TokenFile.open(_place(cache_dir, name, [dtype, *key]))
+    return None
+
+
+@contextlib.contextmanager
+def one_at_a_time(cache_dir: str | None, key: list[Any], what: str, done: Callable[[], int]) -> Iterator[None]:
+    """Hold the lock of a source, which one process per cache folder has; those that wait log what is done.
+
+    Args:
+        cache_dir: see :func:`cached`.
+        key: of the source, a list with an entry for each file.
+        what: the source's name.
+        done: counts the files that are converted.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    root = _root(cache_dir)
+    with contextlib.ExitStack() as stack:
+        with _writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            lock, patience = FileLock(root / f"source-{digest_of(FORMAT, *key)}.lock"), 0.0
+            while not lock.is_locked:
+                try:
+                    stack.enter_context(lock.acquire(timeout=patience))
+                except Timeout:
+                    log.info("%s: another process converts it, this one waits: %d/%d files", what, done(), len(key))
+                    patience = SECONDS_BETWEEN_LINES
+        yield
+
+
 def recorded(cache_dir: str | None, name: str, key: list[Any], compute: Callable[[], Any]) -> Any:
     """Return a small result that is slow to compute, kept as JSON in the cache folder.
 
@@ -230,10 +269,9 @@ def _make_once(
     """
     from filelock import FileLock
 
-    root = Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "smp" / "tokens"
-    final = root / f"{name[:60]}-{digest_of(FORMAT, *key)}"
+    root, final = _root(cache_dir), _place(cache_dir, name, key)
     partial = final.with_name(f"{final.name}.partial")
-    try:
+    with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
         if (found := _open_whole(final, read)) is not None:  # without the lock: the folder may be read-only
             return found
@@ -248,6 +286,20 @@ def _make_once(
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             return read(final)
+
+
+def _root(cache_dir: str | None) -> Path:
+    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "smp" / "tokens"
+
+
+def _place(cache_dir: str | None, name: str, key: list[Any]) -> Path:
+    return _root(cache_dir) / f"{name[:60]}-{digest_of(FORMAT, *key)}"
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot write the token cache in {root}: {error}; choose another --data_cache_dir") from error
 
@@ -257,6 +309,6 @@ def _open_whole(path: Path, read: Callable[[Path], T]) -> T | None:
         return None
     try:
         return read(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except DAMAGE as error:
         log.warning("token cache %s is damaged (%s); it is built again", path, error)
         return None

@@ -30,3 +30,8 @@ def share_cores() -> None:
     dist.all_gather_object(everyone, mine := (socket.gethostname(), affinity))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, available_cores() // everyone.count(mine)))
+
+
+def use_one_tokenizer_thread() -> None:
+    """Convert texts one after the other in this process, one of many that do."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -260,6 +260,7 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
         data_size=job.mesh.data.size,
         seed=job.config.run.seed,
         pin_memory=torch.cuda.is_available(),
+        tokenizer_dir=str(job.model.tokenizer_dir) if job.model.tokenizer_dir else None,
     )
 
 

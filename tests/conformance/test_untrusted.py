@@ -619,7 +619,7 @@ def bomb(tmp_path_factory):
 def test_a_bomb_in_json_lines_is_refused(bomb, tmp_path):
     file = list_files(str(link(bomb, tmp_path / "bomb.jsonl.gz")), extensions=(".jsonl",))[0]
     sentence = rf"bomb\.jsonl\.gz, line 1: has more than {MAX_LINE >> 20} MiB"
-    in_child(lambda: refused_by(lambda: list(read_objects(file, "reading")), sentence), headroom=4 * MAX_LINE)
+    in_child(lambda: refused_by(lambda: list(read_objects(file)), sentence), headroom=4 * MAX_LINE)
 
 
 def link(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -631,7 +631,7 @@ def test_a_bomb_in_text_is_read_in_pieces(bomb, tmp_path):
     file = list_files(str(link(bomb, tmp_path / "bomb.txt.gz")), extensions=(".txt",))[0]
 
     def read() -> None:
-        assert sum(len(text) for text, _ in read_text(file, None)) == 200 << 20
+        assert sum(len(text) for (text, _), _ in read_text(file, None)) == 200 << 20
 
     in_child(read, headroom=50 << 20)
 
@@ -643,7 +643,7 @@ def test_json_lines_that_are_none_are_refused(tmp_path, line):
     (tmp_path / "a.jsonl").write_bytes(line + b"\n")
     file = list_files(str(tmp_path), extensions=(".jsonl",))[0]
     with pytest.raises(UserError, match=r"a\.jsonl, line 1: not valid JSON"):
-        list(read_objects(file, "reading"))
+        list(read_objects(file))
 
 
 @pytest.mark.parametrize(

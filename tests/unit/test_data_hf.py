@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from smp.data import hf as module
-from smp.data.hf import MappedRows, extremes_of, open_hf
+from smp.data.hf import MappedRows, extremes_of
+from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
 from smp.data.token_cache import Columns, cached, recorded
 from smp.errors import UserError
@@ -24,7 +25,14 @@ def save(path, columns, shards=1):
 
 
 def open_all(path, cache, split="train", width=4, vocab=100):
-    return open_hf(str(path), split, sequence_length=width, vocab_size=vocab, cache_dir=str(cache))
+    found = find_data([str(path)], split, dataset_type="hf")
+    return open_rows(
+        found, sequence_length=width, vocab_size=vocab, tokenizer=no_tokenizer, cache_dir=str(cache), what="data"
+    )
+
+
+def no_tokenizer():
+    raise UserError("this is text")
 
 
 def tokens_of(source):

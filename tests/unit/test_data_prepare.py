@@ -63,7 +63,7 @@ def test_the_split_is_a_fraction_and_only_grows_with_it():
 def test_json_lines_of_text_and_of_ids(tmp_path, folder):
     (folder / "a.jsonl").write_text("\n".join(json.dumps({"body": f"Text {i}."}) for i in range(9)))
     (folder / "b.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in ([5, 6], [7, EOS])))
-    assert run(tmp_path, "--input_type", "jsonl", "--text_key", "body", fraction=0) == 0
+    assert run(tmp_path, "--text_key", "body", fraction=0) == 0
     flat = [token for row in rows(tmp_path / "out" / "train") for token in row]
     assert flat[-5:] == [5, 6, EOS, 7, EOS] and flat.count(EOS) == 11
     assert not (tmp_path / "out" / "validation").exists()
@@ -98,8 +98,8 @@ def test_what_cannot_be_used_ends_with_a_sentence(tmp_path, folder, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     for options, changed, words in (
-        (["--input_type", "jsonl"], {}, "a.jsonl, line 2: has no text under 'text'; keys found: other"),
-        ([], {}, "the input has 1 document(s), and none fell to"),
+        (["--input_type", "jsonl"], {}, "a.jsonl, line 2: has no text; keys found: other"),
+        (["--input_type", "text"], {}, "the input has 1 document(s), and none fell to"),
         ([], {"output": "full"}, "full exists and is not empty"),
         ([], {"width": 0}, "--sequence_length must be at least 1"),
         (["--tokenizer", str(tmp_path)], {}, "no tokenizer in"),

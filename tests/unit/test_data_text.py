@@ -12,7 +12,7 @@ import pytest
 from data.sample.build import HERE
 from smp.data import text as module
 from smp.data.storage import list_files
-from smp.data.text import TextTokenizer, open_text, read_documents
+from smp.data.text import TextFiles, TextTokenizer, open_text, read_documents
 from smp.errors import UserError
 
 TOKENIZER = HERE / "tokenizer"
@@ -26,7 +26,7 @@ def tokenizer():
 
 def open_all(path, cache, tokenizer, width=8, separator=None):
     files = list_files(str(path), extensions=(".txt",))
-    return open_text(files, tokenizer, sequence_length=width, separator=separator, cache_dir=str(cache))
+    return open_text(files, TextFiles(tokenizer, separator), sequence_length=width, cache_dir=str(cache))
 
 
 def ids_of(source):
@@ -72,7 +72,7 @@ def test_large_documents_are_read_in_bounded_pieces(tmp_path, tokenizer, monkeyp
     monkeypatch.setattr(module, "PART", 17)
     monkeypatch.setattr(module, "BATCH", 40)
     (tmp_path / "a.txt").write_text(content)
-    pieces = [len(text) for text, _ in module.read_text(list_files(str(tmp_path), extensions=(".txt",))[0], None)]
+    pieces = [len(text) for (text, _), _ in module.read_text(list_files(str(tmp_path), extensions=(".txt",))[0], None)]
     assert max(pieces) <= 3 * 17 and len(pieces) > 2
     assert decoded(open_all(tmp_path, tmp_path, tokenizer), tokenizer)[0].lstrip() == content.lstrip()
 

@@ -1,0 +1,121 @@
+"""From a path to its rows: the kind of data is found from the files, and their content from the first row."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from smp.data.hf import TableText, column_names, open_converted, open_mapped, saved_files
+from smp.data.jsonl import JsonText, open_jsonl, read_objects
+from smp.data.packing import PackedRows, WindowRows
+from smp.data.storage import ARROW, JSONL, PARQUET, TEXT, DataFile, list_files
+from smp.data.text import TextFiles, TextTokenizer, open_text
+from smp.errors import UserError
+
+KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW}
+OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow"), "text": ("text",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The files of a source, in order.
+
+    Attributes:
+        path: as the user gave it.
+        kind: a key of ``KINDS``.
+        saved: they are a folder of ``save_to_disk``, which is one unit.
+    """
+
+    path: str
+    kind: str
+    files: list[DataFile]
+    saved: bool = False
+
+
+def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:
+    """Find the data files of paths, and their kind.
+
+    Args:
+        paths: files, folders, globs or URLs.
+        split: of a saved DatasetDict: ``train`` or ``validation``.
+        dataset_type: what to look for; ``auto`` is everything.
+        zipped: see :func:`smp.data.storage.list_files`.
+
+    Raises:
+        UserError: nothing is there, or data of more than one kind.
+    """
+    shown, kinds = " ".join(paths), OF_TYPE[dataset_type]
+    if "Arrow" in kinds and len(paths) == 1 and (saved := saved_files(paths[0], split)) is not None:
+        return Found(shown, "Arrow", saved, saved=True)
+    extensions = tuple(extension for kind in kinds for extension in KINDS[kind])
+    files = [file for path in paths for file in list_files(path, extensions=extensions, zipped=zipped)]
+    counts = collections.Counter(_kind(file, kinds) for file in files)
+    if len(counts) > 1:
+        held = " and ".join(f"{count} {kind} file(s)" for kind, count in sorted(counts.items()))
+        rarest = KINDS[min(counts, key=lambda kind: counts[kind])][0]
+        raise UserError(
+            f"{shown} holds {held}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
+            f"choose with --dataset_type gpt_jsonl, text or hf"
+        )
+    return Found(shown, next(iter(counts)), files)
+
+
+def _kind(file: DataFile, kinds: tuple[str, ...]) -> str:
+    """Return the kind that a file's name says; the first one that is looked for where it says none."""
+    name = file.name.removesuffix(".gz")
+    return next((kind for kind in kinds if name.endswith(KINDS[kind])), kinds[0])
+
+
+def open_rows(
+    found: Found,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    tokenizer: Callable[[], TextTokenizer],
+    cache_dir: str | None,
+    what: str,
+    separator: str | None = None,
+    text_key: str = "text",
+) -> WindowRows | PackedRows:
+    """Open the rows of files, converting first what is neither cached nor mapped.
+
+    Args:
+        found: the files.
+        sequence_length: most tokens per row.
+        vocab_size: ids must be below it.
+        tokenizer: called where the data is text.
+        cache_dir: see :func:`smp.data.token_cache.cached`.
+        what: the source, for progress.
+        separator: line between documents of a text file.
+        text_key: key or column of a document.
+
+    Raises:
+        UserError: a file is unusable, the tokenizer is missing, or an id is not in the vocabulary.
+    """
+    files, ids = found.files, {"sequence_length": sequence_length, "vocab_size": vocab_size, "cache_dir": cache_dir}
+    if found.kind != "text" and separator is not None:
+        raise UserError(
+            f"--text_document_separator is for text files, and {found.path} holds {found.kind}: leave it out"
+        )
+    if found.kind != "text" and not _is_text(found, text_key):
+        if found.kind == "JSON lines":
+            return open_jsonl(files, what=what, **ids)  # type: ignore[arg-type]
+        if found.kind == "Arrow" and not any("://" in file.url or file.zipped for file in files):
+            return open_mapped(files, sequence_length, vocab_size, cache_dir)
+        return open_converted(files, what=what, **ids)  # type: ignore[arg-type]
+    words = tokenizer()
+    words.require_below(vocab_size)
+    forms = {"text": TextFiles(words, separator), "JSON lines": JsonText(words, text_key)}
+    form = forms.get(found.kind, TableText(words, text_key))
+    return open_text(files, form, sequence_length=sequence_length, cache_dir=cache_dir, what=what)
+
+
+def _is_text(found: Found, text_key: str) -> bool:
+    """Return whether the first row has a text and no ids."""
+    first = found.files[0]
+    if found.kind == "JSON lines":
+        keys = [*next((row for _, row in read_objects(first)), {})]
+    else:
+        keys = column_names(first)
+    return "input_ids" not in keys and text_key in keys

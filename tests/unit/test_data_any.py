@@ -1,0 +1,220 @@
+"""Data of any kind, found from the files: what a user gives, and what trains."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data.sample.build import HERE
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.errors import UserError
+from tests.job import LLAMA, run_job
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = str(HERE / "tokenizer")
+# Documents with what containers and tokenizers may treat differently, the last one longer than is tokenised at once.
+TEXTS = [
+    "One day.\n\nAnother day.\n", "Naïve £5\r\nend", "\ufeffmarked", " \n", "a\u2028b\x0cc\x85d", "x" * 600_000,
+    "line of words\n" * 40_000,
+]  # fmt: skip
+
+
+def shape(width=8, vocab=2048, **more):
+    return BatchShape(
+        sequence_length=width, vocab_size=vocab, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1,
+        seed=0, **more,
+    )  # fmt: skip
+
+
+def opened(path, tmp_path, *, split="train", batch=None, tokenizer=TOKENIZER, **settings):
+    config = DataConfig(
+        training_dir=str(path), test_dir=str(path), tokenizer_name_or_dir=tokenizer,
+        data_cache_dir=str(tmp_path / "cache"), **settings,
+    )  # fmt: skip
+    return create_data_pipeline(config, split=split, batch=batch or shape())
+
+
+def tokens(path, tmp_path, **settings):
+    source = opened(path, tmp_path, **settings)._microbatches.source
+    return np.concatenate([row.tokens for row in source.rows(np.arange(len(source)))]).tolist()
+
+
+def save(path, columns):
+    import datasets
+
+    datasets.Dataset.from_dict(columns).save_to_disk(str(path), num_shards=2)
+
+
+def write(kind, folder, texts):
+    """Write documents in a container."""
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    match kind:
+        case "txt":
+            for number, text in enumerate(texts):
+                if text.strip():  # a file without text is refused
+                    (folder / f"{number}.txt").write_bytes(text.encode())
+        case "txt.gz":
+            for number, text in enumerate(texts):
+                if text.strip():
+                    (folder / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+        case "jsonl":
+            (folder / "a.jsonl").write_text(lines)
+        case "json.gz":
+            (folder / "a.json.gz").write_bytes(gzip.compress(lines.encode()))
+        case "parquet":
+            pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), folder / "a.parquet", row_group_size=2)
+        case "arrow":
+            table = pa.table({"text": pa.array(texts, pa.large_string())})
+            with pa.ipc.new_stream(str(folder / "a.arrow"), table.schema) as stream:
+                stream.write_table(table)
+        case "saved":
+            save(folder, {"text": texts})
+    return folder
+
+
+CONTAINERS = ["txt", "txt.gz", "jsonl", "json.gz", "parquet", "arrow", "saved"]
+
+
+@pytest.mark.parametrize("kind", CONTAINERS[1:])
+def test_the_same_documents_give_the_same_tokens_in_any_container(tmp_path, kind):
+    expected = tokens(write("txt", tmp_path / "txt", TEXTS), tmp_path)
+    assert expected.count(0) == len(TEXTS) - 1 and len(expected) > 100_000
+    assert tokens(write(kind, tmp_path / kind, TEXTS), tmp_path) == expected
+
+
+def test_ids_are_found_in_every_container(tmp_path):
+    ids = [[1, 2, 3], [4], [5, 6]]
+    (tmp_path / "j").mkdir()
+    (tmp_path / "j" / "a.jsonl").write_text("".join(json.dumps({"text": "x", "input_ids": row}) + "\n" for row in ids))
+    (tmp_path / "p").mkdir()
+    pq.write_table(pa.table({"input_ids": ids, "text": ["x"] * 3}), tmp_path / "p" / "a.parquet")
+    save(tmp_path / "s", {"input_ids": ids})
+    (tmp_path / "a").mkdir()
+    for arrow in (tmp_path / "s").glob("*.arrow"):
+        (tmp_path / "a" / arrow.name).write_bytes(arrow.read_bytes())
+    for folder in ("j", "p", "s", "a"):
+        assert tokens(tmp_path / folder, tmp_path, tokenizer=None) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_of_several_kinds_is_refused_unless_one_is_chosen(tmp_path):
+    folder = write("txt", tmp_path / "d", TEXTS[:2])
+    (folder / "a.jsonl").write_text('{"text": "One line."}\n')
+    with pytest.raises(
+        UserError,
+        match=r"d holds 1 JSON lines file\(s\) and 2 text file\(s\); .* such as 'FOLDER/\*.json'.*--dataset_type",
+    ):
+        opened(folder, tmp_path)
+    chosen = tokens(folder, tmp_path, dataset_type="gpt_jsonl")
+    assert chosen == tokens(folder / "*.jsonl", tmp_path) != tokens(folder, tmp_path, dataset_type="text")
+
+
+def test_the_models_own_tokenizer_is_used(tmp_path):
+    folder = write("jsonl", tmp_path / "d", TEXTS[:2])
+    own = shape(tokenizer_dir=TOKENIZER)
+    assert tokens(folder, tmp_path, tokenizer=None, batch=own) == tokens(folder, tmp_path)
+    with pytest.raises(UserError, match=r"d is text: set --tokenizer_name_or_dir, a local tokenizer directory"):
+        opened(folder, tmp_path, tokenizer=None)
+
+
+def test_validation_data_of_another_kind(tmp_path):
+    write("txt", tmp_path / "t", TEXTS[:2])
+    last = tokens(tmp_path / "t", tmp_path, split="validation")
+    assert last == tokens(tmp_path / "t" / "1.txt", tmp_path)
+    both = tokens(tmp_path / "t", tmp_path, split="validation", fast_validation=False)
+    assert both == tokens(write("parquet", tmp_path / "p", TEXTS[:2]), tmp_path, split="validation")
+
+
+def test_a_separator_is_for_text_files(tmp_path):
+    folder = write("jsonl", tmp_path / "d", TEXTS[:2])
+    with pytest.raises(UserError, match=r"--text_document_separator is for text files, and .*d holds JSON lines"):
+        opened(folder, tmp_path, text_document_separator="")
+
+
+ROW, IDS = '{"text": "fine"}\n', '{"input_ids": [1]}\n'
+BAD_LINES = [
+    (ROW + '{"body": "x"}\n', r"a.jsonl, line 2: has no text; keys found: body; every row must have its text"),
+    (ROW + IDS, "a.jsonl, line 2: has no text; keys found: input_ids; every row"),
+    (IDS + ROW, "a.jsonl, line 2: has no input_ids; keys found: text; every row"),
+    ('{"body": "x"}\n', "a.jsonl, line 1: has no input_ids; keys found: body; .* or every row a text"),
+    (ROW + '{"text": 5}\n', "a.jsonl, line 2: text must be a string, it is a int; leave the row out"),
+    (ROW + '{"text": null}\n', "a.jsonl, line 2: text must be a string"),
+    (ROW + '{"text": "\\ud800"}\n', r"a.jsonl, line 2: the text is no Unicode \(surrogates not allowed\)"),
+    (ROW + '{"text": "\udcff"}\n', "a.jsonl, line 2: not UTF-8"),
+    ('{"text": " "}\n', "a.jsonl holds no text: remove it"),
+    ("\n\n", "a.jsonl holds no rows: remove it"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), BAD_LINES)
+def test_a_bad_line_is_named(tmp_path, content, words):
+    (tmp_path / "a.jsonl").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=words):
+        opened(tmp_path / "a.jsonl", tmp_path)
+    assert not list((tmp_path / "cache").glob("a.jsonl-*/*"))
+
+
+BAD_TABLES = [
+    ({"text": ["a", None]}, "row 2: has no text; leave the row out"),
+    ({"text": [1, 2]}, "column text must hold strings, it holds int64"),
+    ({"body": ["a"]}, "has no column input_ids; columns found: body; name .* or the one with texts text"),
+]
+
+
+@pytest.mark.parametrize(("columns", "words"), BAD_TABLES)
+def test_a_bad_row_of_a_table_is_named(tmp_path, columns, words):
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=f"a.parquet.*{words}"):
+        opened(tmp_path / "a.parquet", tmp_path)
+
+
+def test_a_second_table_without_texts_is_named(tmp_path):
+    folder = write("parquet", tmp_path / "d", ["One."])
+    pq.write_table(pa.table({"body": ["a"]}), folder / "b.parquet")
+    with pytest.raises(UserError, match=r"b.parquet: has no column text; columns found: body"):
+        opened(folder, tmp_path)
+
+
+def job(tmp_path, folder, *more):
+    return [
+        *LLAMA, "--vocab_size", "2048", "--max_steps", "2", "--training_dir", str(folder), "--output_dir",
+        str(tmp_path / "run"), "--data_cache_dir", str(tmp_path / "cache"), "--tokenizer_name_or_dir", TOKENIZER, *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_a_folder_of_151_texts_trains_and_shows_one_line(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(151):
+        (folder / f"{number}.txt").write_text(f"Text number {number}, of a few words.\n" * 20)
+    held = write("jsonl", tmp_path / "held", ["A held-out text of a few words.\n" * 60])
+    words = job(tmp_path, folder, "--test_dir", str(held), "--validation_freq", "2", "--validation_batches", "1",
+                "--val_batch_size", "1")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "smp.train", *words], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = [line for line in (done.stdout + done.stderr).splitlines() if "files/s" in line or ".txt" in line]
+    assert len(shown) == 2, shown
+    assert re.search(
+        r"training data: 151/151 files, 0.1 of 0.1 MB in .* files/s, .* MB/s\), \d\d,\d{3} tokens", shown[0]
+    )
+    assert re.search(r"validation data: 1/1 files", shown[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_texts_in_a_container_train_with_one_command(tmp_path, kind):
+    folder = write(kind, tmp_path / "texts", ["Some words that are trained on.\n" * 50] * 3)
+    run_job(*job(tmp_path, folder)).succeeded()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 1
