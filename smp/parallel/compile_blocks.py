@@ -27,6 +27,10 @@ logger = get_logger(__name__)
 
 Forward = Callable[..., Any]
 
+# Graphs of one code, for all blocks: training or validation, with a mask or without, another batch size or number of
+# documents. torch's 8 would end a run at a validation.
+GRAPHS = 64
+
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Compile where Triton and a compiler are there."""
@@ -51,7 +55,8 @@ class _Compiler:
         self.chosen, self.split = chosen, split
         self.given_up = False
         self.compiler_failed = exc.BackendCompilerFailed
-        self.failures = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+        self.limit_hit = exc.FailOnRecompileLimitHit
+        self.failures = (exc.TorchDynamoException, self.limit_hit)
 
     def compile(self, block: nn.Module) -> Forward:
         """Return a forward that is compiled; one compilation serves all blocks of the same code."""
@@ -85,6 +90,8 @@ class _Compiler:
         """
         failed = isinstance(error, self.compiler_failed)
         cause = getattr(error, "inner_exception", error)  # of the compiler
+        if isinstance(error, self.limit_hit):
+            cause = error.__cause__ or error  # names the limit
         reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         what = f"torch.compile cannot compile {name}{_place(error)}: {reason}"
         if not self.chosen or (self.split and failed):
@@ -133,6 +140,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
     # Split layers hand tensors on in attributes during a forward; nothing is to be done again in backward.
     tracing.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    tracing.recompile_limit = max(tracing.recompile_limit, GRAPHS)
     # Backward is compiled with forward, so that a failure is known before anything has run.
     lowering.force_non_lazy_backward_lowering = True
     compiler = _Compiler(chosen="compile" in setup.settings.chosen, split=setup.mesh.tp.size > 1)

@@ -113,23 +113,20 @@ class _LinearLoss(Function):
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             logits = _logits(part, weight, bias, exact)
-            converts = _converts(logits, hidden.dtype)
-            slopes = torch.empty_like(logits, dtype=hidden.dtype) if converts else logits
+            slopes = None
+            if any(needs[:3]):
+                slopes = torch.empty_like(logits, dtype=hidden.dtype) if _converts(logits, hidden.dtype) else logits
             loss += loss_sum_(
-                logits,
-                labels[start : start + chunk],
-                first=first,
-                group=group,
-                z_loss=z_loss,
-                slopes=slopes if any(needs[:3]) else None,
+                logits, labels[start : start + chunk], first=first, group=group, z_loss=z_loss, slopes=slopes
             )
-            if into_bias is not None:
-                into_bias += slopes.sum(0, dtype=exact)
-            slopes = slopes.to(hidden.dtype)
-            if into_tokens is not None:
-                torch.mm(slopes, weight, out=into_tokens[start : start + chunk])
-            if into_weight is not None:
-                _add_product(into_weight, slopes, part)
+            if slopes is not None:
+                if into_bias is not None:
+                    into_bias += slopes.sum(0, dtype=exact)
+                slopes = slopes.to(hidden.dtype)
+                if into_tokens is not None:
+                    torch.mm(slopes, weight, out=into_tokens[start : start + chunk])
+                if into_weight is not None:
+                    _add_product(into_weight, slopes, part)
             del logits, slopes  # before the next chunk's are made
         if into_tokens is not None:
             if chosen is None:
@@ -224,6 +221,8 @@ def linear_cross_entropy(
     _check_chunk(chunk_tokens)
     targets = labels if isinstance(labels, Targets) else targets_of(labels, hidden.device)
     check_labels(targets.labels, vocabulary or weight.shape[0])
+    if not torch.is_grad_enabled():  # autograd asks a function for the gradients of parameters all the same
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     return _LinearLoss.apply(hidden, weight, bias, *targets, chunk_tokens, split, z_loss)
 
 

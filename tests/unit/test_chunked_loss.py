@@ -64,6 +64,27 @@ def test_nothing_counts():
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._opname in ("mm", "addmm", "addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_validation_computes_no_gradient(dtype):
+    """The weight is a parameter, and autograd's functions are told so without gradients, too."""
+    hidden, weight, bias, labels = inputs(dtype, bias=True)
+    expected = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=5)
+    with torch.no_grad(), Products() as products:
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=5)
+    assert torch.equal(loss, expected)
+    assert products.count == -(-int((labels[:, 1:] != -100).sum()) // 5)  # the logits of each chunk
+
+
 def gradients(labels, *, chunk=5):
     """Loss, and its gradients by hidden states and weight, in fp64."""
     hidden, weight, _, _ = inputs(torch.float64)

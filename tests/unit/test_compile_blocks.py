@@ -130,6 +130,29 @@ def test_one_graph_and_what_it_computes_again(name, mode, graphs):
     assert 3 * again <= products(eager) - products(reference)
 
 
+def run_kinds_of_batches(model):
+    """Run batches as training and validations have them: with a mask of documents or without."""
+    for training, documents in ((True, False), (True, True), (False, False)):
+        ids, positions = torch.randint(0, 64, (2, 16)), torch.arange(16).expand(2, 16)
+        with torch.set_grad_enabled(training):
+            positions = positions % 5 if documents else positions
+            model.train(training)(input_ids=ids, position_ids=positions, use_cache=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("allowed", [64, 1])
+@torch._dynamo.config.patch(recompile_limit=1)  # less than there are kinds
+def test_kinds_of_batches_do_not_end_a_run(allowed, graphs, monkeypatch):
+    monkeypatch.setattr(compile_blocks, "GRAPHS", allowed)
+    model = prepared(build_reference("llama_gqa", torch.float64))
+    if allowed == 1:
+        with pytest.raises(UserError, match="recompile limit exceeded"):
+            run_kinds_of_batches(model)
+    else:
+        run_kinds_of_batches(model)
+        assert counters["stats"]["unique_graphs"] == 3
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_inductor(mode):
