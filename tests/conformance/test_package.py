@@ -48,8 +48,8 @@ def run(target, folder, *command):
 def test_what_the_wheel_holds(installed):
     names = set(zipfile.ZipFile(installed[0]).namelist())
     assert {
-        "smp/py.typed", "smp/comm/kernel.c", "smp/launch/templates/slurm.sh", "smp/models/presets/llama7b.yaml", "smp/report/page.html",
-        "smp/train/__main__.py", "smp/data/prepare.py",
+        "smp/py.typed", "smp/comm/kernel.c", "smp/launch/templates/slurm.sh", "smp/models/presets/llama7b.yaml",
+        "smp/report/page.html", "smp/train/__main__.py", "smp/data/prepare.py",
     } <= names  # fmt: skip
     assert {name.split("/")[0] for name in names} == {"smp", "smp-0.1.0.dist-info"}
 

@@ -32,7 +32,8 @@ def in_metrics_file(run: pathlib.Path) -> Kept:
     found = {}
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         step = line.pop("step")
-        for key, value in line.items():
+        phases = line.pop("phase_s", {})
+        for key, value in (line | {f"phase_s/{phase}": seconds for phase, seconds in phases.items()}).items():
             curve = key.replace("val_", "val/") if "val_" in key else f"train/{key}"
             if value is not None:
                 found[curve, step] = float(value)
