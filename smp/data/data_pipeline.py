@@ -82,18 +82,11 @@ class DataConfig(Section):
         None, "Validate on the last file of --test_dir only. Default: 1; with --evaluate_only 1 0."
     )
     evaluate_only: bool = setting(
-        False,
-        "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop: "
-        "nothing is trained, and nothing written to the run directory.",
+        False, "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop."
     )
     preserve_np_state: bool = setting(
         False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
     )
-
-    @property
-    def validates_on_last_file(self) -> bool:
-        """True if the other files of ``test_dir`` are left out."""
-        return not self.evaluate_only if self.fast_validation is None else self.fast_validation
 
     def problems(self) -> list[str]:
         """Add settings that a source needs."""
@@ -379,7 +372,8 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
     path = _path(config, split)
-    last_only = split == "validation" and config.validates_on_last_file
+    fast = not config.evaluate_only if config.fast_validation is None else config.fast_validation
+    last_only = split == "validation" and fast
     if config.dataset_type == "hf":
         source = open_hf(
             path, split, sequence_length=length, vocab_size=vocab, cache_dir=config.data_cache_dir, last_only=last_only

@@ -11,7 +11,7 @@ from smp.checkpoint.background import PendingWrite
 from smp.faults import peers, propagate, watchdog
 from smp.train import __main__ as train_main
 from smp.train import step as one_step
-from smp.train import trainer
+from smp.train import trainer, validation
 from tests.clock import HANG_SECONDS, SharedClock, wait_until
 from tests.job import LLAMA, read_metrics, running_job
 
@@ -22,14 +22,15 @@ LONG = [*JOB, "--max_steps", 100_000, "--checkpoint_freq", 100_000]
 
 def wrapped(name: str, before: Callable[[], None]) -> None:
     """Call ``before`` each time the job calls its part ``name``; for ``prepare`` of a job."""
-    module = next(m for m in (one_step, trainer, train_main) if name in vars(m))
-    inner = getattr(module, name)
+    modules = [m for m in (one_step, validation, trainer, train_main) if name in vars(m)]
+    inner = getattr(modules[0], name)
 
     def call(*args, **kwargs):
         before()
         return inner(*args, **kwargs)
 
-    setattr(module, name, call)
+    for module in modules:
+        setattr(module, name, call)
 
 
 def at_call(number: int, then: Callable[[], None]) -> Callable[[], None]:
