@@ -80,18 +80,11 @@ class DataConfig(Section):
         None, "Validate on the last file of --test_dir only. Default: 1; with --evaluate_only 1 0."
     )
     evaluate_only: bool = setting(
-        False,
-        "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop: "
-        "nothing is trained, and nothing written to the run directory.",
+        False, "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop."
     )
     preserve_np_state: bool = setting(
         False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
     )
-
-    @property
-    def validates_on_last_file(self) -> bool:
-        """True if the other files of ``test_dir`` are left out."""
-        return not self.evaluate_only if self.fast_validation is None else self.fast_validation
 
     def problems(self) -> list[str]:
         """Add settings that contradict each other."""
@@ -358,8 +351,9 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         return rows, eos
     if path is None:
         raise UserError(f"no {split} data: set --{flag}")
+    fast = not config.evaluate_only if config.fast_validation is None else config.fast_validation
     found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
-    if split == "validation" and config.validates_on_last_file and not found.saved:
+    if split == "validation" and fast and not found.saved:
         found = dataclasses.replace(found, files=found.files[-1:])
     source = open_rows(
         found,
