@@ -62,11 +62,12 @@ def test_the_split_is_a_fraction_and_only_grows_with_it():
 
 def test_json_lines_of_text_and_of_ids(tmp_path, folder):
     (folder / "a.jsonl").write_text("\n".join(json.dumps({"body": f"Text {i}."}) for i in range(9)))
-    (folder / "b.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in ([5, 6], [7, EOS])))
     assert run(tmp_path, "--text_key", "body", fraction=0) == 0
     flat = [token for row in rows(tmp_path / "out" / "train") for token in row]
-    assert flat[-5:] == [5, 6, EOS, 7, EOS] and flat.count(EOS) == 11
-    assert not (tmp_path / "out" / "validation").exists()
+    assert flat.count(EOS) == 9 and not (tmp_path / "out" / "validation").exists()
+    (folder / "a.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in ([5, 6], [7, EOS])))
+    assert run(tmp_path, fraction=0, output="ids") == 0
+    assert [token for row in rows(tmp_path / "ids" / "train") for token in row] == [5, 6, EOS, 7, EOS]
 
 
 def test_a_truncation_saved_with_the_tokenizer_cuts_nothing(tmp_path, folder):
@@ -102,7 +103,7 @@ def test_what_cannot_be_used_ends_with_a_sentence(tmp_path, folder, capsys):
         (["--input_type", "text"], {}, "the input has 1 document(s), and none fell to"),
         ([], {"output": "full"}, "full exists and is not empty"),
         ([], {"width": 0}, "--sequence_length must be at least 1"),
-        (["--tokenizer", str(tmp_path)], {}, "no tokenizer in"),
+        (["--input_type", "text", "--tokenizer", str(tmp_path)], {}, "no tokenizer in"),
     ):
         assert run(tmp_path, *options, **changed) == 2
         assert words in capsys.readouterr().err
