@@ -131,7 +131,7 @@ def test_batch(tmp_path):
 @check("distributed_backend", "shared_buffers")
 def test_exchange(tmp_path):
     def output(*words):
-        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", *words]
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", "--comm_report", 1, *words]
         return run_job(*job, "--output_dir", tmp_path / f"run{'_'.join(map(str, words))}", world_size=2).output
 
     shared, private, gloo = output(), output("--shared_buffers", 0), output("--distributed_backend", "gloo")
