@@ -392,7 +392,7 @@ def test_tp_overlap(tmp_path):
 @check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
 def test_tensor_parallelism(tmp_path):
     def calls(*words):
-        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--activation_checkpointing", 0, *words]
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--activation_checkpointing", 0, "--comm_report", 1, *words]
         output = run_job(*job, "--output_dir", tmp_path / f"run{len(list(tmp_path.iterdir()))}", world_size=2).output
         found = collections.Counter()
         for operation, number in re.findall(r"^(all_gather|reduce_scatter|all_reduce) +\S+ \S+ +(\d+) ", output, re.M):
