@@ -132,7 +132,7 @@ def test_batch(tmp_path):
 @check("distributed_backend", "shared_buffers")
 def test_exchange(tmp_path):
     def output(*words):
-        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", *words]
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", "--comm_report", 1, *words]
         return run_job(*job, "--output_dir", tmp_path / f"run{'_'.join(map(str, words))}", world_size=2).output
 
     shared, private, gloo = output(), output("--shared_buffers", 0), output("--distributed_backend", "gloo")
@@ -402,7 +402,7 @@ def test_tp_overlap(tmp_path):
 @check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
 def test_tensor_parallelism(tmp_path):
     def calls(*words):
-        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--activation_checkpointing", 0, *words]
+        job = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--activation_checkpointing", 0, "--comm_report", 1, *words]
         output = run_job(*job, "--output_dir", tmp_path / f"run{len(list(tmp_path.iterdir()))}", world_size=2).output
         found = collections.Counter()
         for operation, number in re.findall(r"^(all_gather|reduce_scatter|all_reduce) +\S+ \S+ +(\d+) ", output, re.M):
