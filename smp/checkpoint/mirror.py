@@ -142,7 +142,7 @@ class Upload:
         mirror.store.remove(f"{name}/{MANIFEST_FILE}")  # before anything of it is replaced
         if written.get("uploading") != content:
             mirror.store.remove_folder(name)
-            mirror.store.write(mirror.writer, json.dumps(written | {"uploading": content}).encode())
+            mirror.announce(content)
         return True
 
     def _follow_in(self, data: bytes, content: list[str]) -> bool:
@@ -230,7 +230,7 @@ class Mirror:
     def __init__(self, store: ObjectStore, model_name: str):
         self.store, self.model_name, self.writer = store, model_name, f"{model_name}.writer.json"
         self.rated: dict[str, Rated] = {}
-        self._id = ""
+        self._id = self._since = ""
         self._current: Upload | None = None
         self._next: Upload | None = None
         self._failed: tuple[Upload, str] | None = None  # unless a newer one has been uploaded
@@ -268,9 +268,13 @@ class Mirror:
             raise RunError(f"checkpoints cannot be uploaded: {said[1]}")
 
     def _take(self) -> None:
-        mine = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "since": now()}
-        left = _parsed(self.store.read(self.writer)).get("uploading")
-        self.store.write(self.writer, json.dumps(mine | {"uploading": left}).encode())
+        self._since = now()
+        self.announce(_parsed(self.store.read(self.writer)).get("uploading"))
+
+    def announce(self, content: list[str] | None) -> None:
+        """Say who writes, and of which content the objects without a manifest are; for rank 0."""
+        mine = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "since": self._since}
+        self.store.write(self.writer, json.dumps(mine | {"uploading": content}).encode())
 
     def require_own(self) -> dict[str, Any]:
         """Return what ``writer.json`` says.
@@ -279,11 +283,11 @@ class Mirror:
             StoreError: another job has begun to write to the URL.
         """
         written = _parsed(self.store.read(self.writer))
-        if written.get("id") != self._id:
+        # Nothing there: on a store whose writes are not atomic, such as a disk, rank 0 is writing it.
+        if written.get("id", self._id) != self._id:
             who = " ".join(f"{key} {written[key]}" for key in ("host", "pid", "since") if key in written)
             raise StoreError(
-                f"another job writes to {self.store} ({who or 'its writer.json is gone'}): end one of them, or give "
-                f"each a URL of its own"
+                f"another job writes to {self.store} ({who}): end one of them, or give each a URL of its own"
             )
         return written
 
