@@ -57,7 +57,7 @@ class CheckpointConfig(Section):
         "schedule and generators anew.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
-    model_dir: str | None = setting(None, "Where the final model goes. Default: <output_dir>/final.")
+    model_dir: str | None = setting(None, "Directory or URL where the final model goes. Default: <output_dir>/final.")
 
     @property
     def is_local(self) -> bool:
@@ -94,8 +94,8 @@ class CheckpointConfig(Section):
                 "--reset_progress 1 needs a path in --resume_from_checkpoint, as latest is this run's own: give the "
                 "directory of a checkpoint of another run or of a script"
             )
-        for directory in (*self.checkpoint_dir, self.model_dir):
-            if directory is not None and "://" in directory:
+        for directory in self.checkpoint_dir:
+            if "://" in directory:
                 found.append(
                     f"{directory}: checkpoints and models on object stores are not in this version; "
                     f"give a directory of a file system that all processes share"

@@ -207,21 +207,34 @@ def read_header(descriptor: int) -> dict[str, Stored]:
         OSError: it cannot be read.
     """
     size = os.fstat(descriptor).st_size
-    length = bytearray(8)
-    if size < 8:
-        raise ValueError("too short for a safetensors file")
+    length = bytearray(min(8, size))
     read_all(descriptor, memoryview(length), 0)
-    count = int.from_bytes(length, "little")
+    text = bytearray(header_bytes(length, size))
+    read_all(descriptor, memoryview(text), 8)
+    return parse_header(bytes(text), size)
+
+
+def header_bytes(beginning: bytes | bytearray, size: int) -> int:
+    """Return the length of the header of a file of ``size`` bytes, which follows its first eight.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
+    if len(beginning) < 8:
+        raise ValueError("too short for a safetensors file")
+    count = int.from_bytes(beginning[:8], "little")
     if count > min(MAX_HEADER, size - 8):
         raise ValueError(f"its header claims {count} bytes")
-    text = bytearray(count)
-    read_all(descriptor, memoryview(text), 8)
-    content = strict_json(bytes(text))
+    return count
+
+
+def parse_header(text: bytes, size: int) -> dict[str, Stored]:
+    """Return what the header of a file of ``size`` bytes says; raises as :func:`read_header`."""
+    content, end = strict_json(text), 8 + len(text)
     if not isinstance(content, dict):
         raise ValueError("its header is no object")
     content.pop("__metadata__", None)
-    found = {name: _stored(name, entry, 8 + count) for name, entry in content.items()}
-    end = 8 + count
+    found = {name: _stored(name, entry, end) for name, entry in content.items()}
     for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != end:
             raise ValueError(f"{name} does not begin where the tensor before it ends")
