@@ -16,6 +16,7 @@ from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
 from smp.checkpoint.model_store import refuse_foreign_objects
 from smp.checkpoint.object_store import is_url
+from smp.checkpoint.storage import Storage, storage_at
 from smp.config import ParallelConfig, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
@@ -83,9 +84,14 @@ class RunPlan(Job):
     """A checked job, with its data open; ``smp.train.start`` chooses its start, in the process group."""
 
     run_dir: Path
-    checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
+    storages: list[Storage]  # of checkpoints; this rank's, for local ones
     train_data: DataPipeline
     validation_data: DataPipeline | None
+
+    @property
+    def checkpoint_dirs(self) -> list[Path]:
+        """Directories of checkpoints; for those with a URL, what is written before it is uploaded."""
+        return [storage.directory for storage in self.storages]
 
     def close(self) -> None:
         """Close the data."""
@@ -142,16 +148,34 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     data = None
     if size is not None and not config.data.missing():
         data = attempt(_open_data, job, _batch_shape(job, size))
-    if problems or data is None:
+    storages = attempt(_storages, config, launch, run_dir, model.name)
+    if problems or data is None or storages is None:
         raise ConfigError(problems)
-    return RunPlan(**vars(job), run_dir=run_dir, checkpoint_dirs=_checkpoint_dirs(config, launch, run_dir), **data)
+    return RunPlan(**vars(job), run_dir=run_dir, storages=storages, **data)
 
 
-def _checkpoint_dirs(config: TrainConfig, launch: Launch, run_dir: Path) -> list[Path]:
-    directories = [Path(folder).absolute() for folder in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
+def _storages(config: TrainConfig, launch: Launch, run_dir: Path, model_name: str) -> list[Storage]:
+    """Return where checkpoints go; those for URLs are written to ``checkpoints``, ``checkpoints-2``... of the run.
+
+    Raises:
+        UserError: the package for a URL is not installed, or two would be written to one directory.
+    """
+    places = config.checkpoint.checkpoint_dir or (str(run_dir / "checkpoints"),)
     if config.checkpoint.is_local:
-        return [local_directory(folder, launch.rank, launch.world_size) for folder in directories]
-    return directories
+        folders = [local_directory(Path(place).absolute(), launch.rank, launch.world_size) for place in places]
+        return [Storage(folder, shared=False) for folder in folders]
+    urls = [place for place in places if is_url(place)]
+    folders = [run_dir / "checkpoints", *(run_dir / f"checkpoints-{number}" for number in range(2, len(urls) + 1))]
+    staging = dict(zip(urls, folders, strict=False))
+    absolute = [place if is_url(place) else Path(place).absolute() for place in places]
+    storages = [storage_at(place, model_name, staging.get(str(place), run_dir)) for place in absolute]
+    for storage in storages:
+        if [other.directory.resolve() for other in storages].count(storage.directory.resolve()) > 1:
+            raise UserError(
+                f"--checkpoint_dir {storage.directory} is where checkpoints for {urls[0]} are written before they are "
+                f"uploaded: choose another directory, or leave it out"
+            )
+    return storages
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
@@ -186,7 +210,8 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     model_dir = config.checkpoint.model_dir if config.checkpoint.save_final_model else None
     final = [model_dir] if model_dir and not is_url(model_dir) else []
     places = [("output_dir", run_dir)]
-    places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
+    folders = [place for place in config.checkpoint.checkpoint_dir if not is_url(place)]
+    places += [("checkpoint_dir", Path(folder).absolute()) for folder in folders]
     places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
     places += [("model_dir", Path(folder).resolve().parent) for folder in final]
     problems = _Problems()

@@ -109,7 +109,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
                 trainer.metrics.validation(step, loss=trainer.val_loss)
         with watch.paused():
             asked.append(guard.ask(**trainer.saver.flags()))
-            counts = dict.fromkeys(("stop", "save_ended", "save_failed"), 0)
+            counts = dict.fromkeys(("stop", *trainer.saver.flags()), 0)
             while len(asked) > keep:  # the latest that is read has all that earlier ones had
                 counts = asked.popleft()()
             status = guard.verdict(counts, step)
