@@ -24,7 +24,7 @@ from tests.ports import free_port
 
 PIECE = 64 << 10  # what the proxy passes on at a time
 # Files of twice this many bytes go up in parts, of this many: as s3fs does with 50 MiB.
-PART = 64 << 10
+PART = 16 << 10
 
 
 @dataclasses.dataclass

@@ -26,9 +26,10 @@ import torch
 from smp.checkpoint.safetensors_io import (
     DTYPE_NAMES,
     DTYPES,
+    OTHER_DIGEST,
     FileEntry,
-    Stored,
     digest_of,
+    header_problem,
     new_digest,
     read_all,
     read_header,
@@ -48,7 +49,6 @@ VALUES_PER_FILE = 16_000
 MAX_AXES = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _START = b'{"checksum":"'
-OTHER_DIGEST = "is not as it was written (its digest differs)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,15 +383,6 @@ def expected_headers(manifest: Manifest) -> dict[str, dict[str, tuple[Any, ...]]
         for chunk in entry.chunks:
             expected.setdefault(chunk.file, {})[tensor] = (entry.dtype, chunk.sizes)
     return expected
-
-
-def header_problem(header: dict[str, Stored], expected: dict[str, tuple[Any, ...]]) -> str | None:
-    """Say about which tensor a file's header and the manifest differ; None if they do not."""
-    found = {name: (stored.dtype, stored.shape) for name, stored in header.items()}
-    if found == expected:
-        return None
-    name = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))[0]
-    return f"and the manifest differ about {name}"
 
 
 def _problem_of_content(file: Path, digest: str, expected: dict[str, tuple[Any, ...]]) -> str | None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from smp.checkpoint.manifest import OTHER_DIGEST, header_problem
 from smp.checkpoint.object_store import ObjectStore
-from smp.checkpoint.safetensors_io import FileEntry, Stored, header_bytes, new_digest, parse_header, shown
+from smp.checkpoint.safetensors_io import (
+    OTHER_DIGEST,
+    FileEntry,
+    Stored,
+    header_bytes,
+    header_problem,
+    new_digest,
+    parse_header,
+    shown,
+)
 
 
 class RemoteFiles:

@@ -33,6 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What is written or read by one system call: large enough for any disk, small enough to stay in the processor's cache
 # until it is hashed, and to answer to signals.
 PIECE = 4 << 20
+OTHER_DIGEST = "is not as it was written (its digest differs)"
 MAX_HEADER = 100_000_000  # safetensors' own bound
 _ATTEMPTS = 3
 
@@ -258,6 +259,15 @@ def _stored(name: str, entry: Any, base: int) -> Stored:
     if end - begin != count:
         raise ValueError(f"its entry for {name!r} has {end - begin} bytes, its shape needs {count}")
     return Stored(dtype, tuple(shape), base + begin, count)
+
+
+def header_problem(header: dict[str, Stored], expected: dict[str, tuple[Any, ...]]) -> str | None:
+    """Say about which tensor a file's header and the manifest differ; None if they do not."""
+    found = {name: (stored.dtype, stored.shape) for name, stored in header.items()}
+    if found == expected:
+        return None
+    name = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))[0]
+    return f"and the manifest differ about {name}"
 
 
 def sync(path: Path) -> None:
