@@ -60,7 +60,7 @@ class CheckpointConfig(Section):
         "schedule and generators anew.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
-    model_dir: str | None = setting(None, "Where the final model goes. Default: <output_dir>/final.")
+    model_dir: str | None = setting(None, "Directory or URL where the final model goes. Default: <output_dir>/final.")
 
     @property
     def is_local(self) -> bool:
@@ -104,14 +104,9 @@ class CheckpointConfig(Section):
                 f"one place for all: use --checkpoint_type {self.checkpoint_type.replace('local', 'sharded')}"
             )
         found += [
-            f"--checkpoint_dir {url.partition('://')[0]}://... has a password in it, which logs would show: give "
+            f"--{flag} {url.partition('://')[0]}://... has a password in it, which logs would show: give "
             f"credentials in the environment"
-            for url in urls
+            for flag, url in [*(("checkpoint_dir", url) for url in urls), ("model_dir", self.model_dir or "")]
             if "@" in url.partition("://")[2].partition("/")[0]
         ]
-        if self.model_dir is not None and is_url(self.model_dir):
-            found.append(
-                f"{self.model_dir}: final models on object stores are not in this version; give a directory of a file "
-                f"system that all processes share"
-            )
         return found

@@ -26,8 +26,10 @@ import torch
 from smp.checkpoint.safetensors_io import (
     DTYPE_NAMES,
     DTYPES,
+    OTHER_DIGEST,
     FileEntry,
     digest_of,
+    header_problem,
     new_digest,
     read_all,
     read_header,
@@ -367,29 +369,32 @@ def problems_of_files(
             problems.append(f"{name} has {status.st_size} bytes instead of {wanted.size}")
     if not content or problems:
         return problems
-    expected: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for tensor, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            expected.setdefault(chunk.file, {})[tensor] = (entry.dtype, chunk.sizes)
+    expected = expected_headers(manifest)
     for name in manifest.files if names is None else names:
         if problem := _problem_of_content(path / name, manifest.files[name].digest, expected.get(name, {})):
             problems.append(f"{name} {problem}")
     return problems
 
 
+def expected_headers(manifest: Manifest) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Return dtype and shape of each tensor that a file's header should list, by file."""
+    expected: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for tensor, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            expected.setdefault(chunk.file, {})[tensor] = (entry.dtype, chunk.sizes)
+    return expected
+
+
 def _problem_of_content(file: Path, digest: str, expected: dict[str, tuple[Any, ...]]) -> str | None:
     try:
         if digest_of(file) != digest:
-            return "is not as it was written (its digest differs)"
+            return OTHER_DIGEST
         if file.suffix == ".safetensors":
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                found = {name: (stored.dtype, stored.shape) for name, stored in read_header(descriptor).items()}
+                return header_problem(read_header(descriptor), expected)
             finally:
                 os.close(descriptor)
-            if found != expected:
-                name = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))[0]
-                return f"and the manifest differ about {name}"
     except (OSError, ValueError) as error:
         return f"cannot be read ({reason(error)})"
     return None

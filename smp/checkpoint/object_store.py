@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -170,15 +170,24 @@ class ObjectStore:
         digest = new_digest()
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            for start in range(0, size, _RANGE):
-                part = self._range(name, start, min(start + _RANGE, size))
+            start = 0
+            for part in self.pieces(name, 0, size):
                 digest.update(part)
                 write_all(descriptor, part, start)
+                start += len(part)
                 advance(len(part))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
         return shown(digest)
+
+    def pieces(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """Return the bytes of an object from ``start`` to ``end``, in parts.
+
+        Raises:
+            StoreError: also if it ends before.
+        """
+        return (self._range(name, begin, min(begin + _RANGE, end)) for begin in range(start, end, _RANGE))
 
     def _range(self, name: str, start: int, end: int) -> bytes:
         try:

@@ -14,6 +14,7 @@ import torch
 from smp.checkpoint.hf_export import refuse_foreign_files
 from smp.checkpoint.layout import nearest_existing
 from smp.checkpoint.local import local_directory
+from smp.checkpoint.model_store import refuse_foreign_objects
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.storage import Storage, storage_at
 from smp.config import ParallelConfig, Settings, flag_text
@@ -201,7 +202,13 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     Raises:
         ConfigError: with every problem found.
     """
-    final = [config.checkpoint.model_dir] if config.checkpoint.save_final_model and config.checkpoint.model_dir else []
+    if is_url(config.run.output_dir or ""):
+        raise UserError(
+            f"--output_dir {config.run.output_dir} is a URL, and metrics and logs are written to a directory: give a "
+            f"local one, and the URL as --checkpoint_dir or --model_dir"
+        )
+    model_dir = config.checkpoint.model_dir if config.checkpoint.save_final_model else None
+    final = [model_dir] if model_dir and not is_url(model_dir) else []
     places = [("output_dir", run_dir)]
     folders = [place for place in config.checkpoint.checkpoint_dir if not is_url(place)]
     places += [("checkpoint_dir", Path(folder).absolute()) for folder in folders]
@@ -211,7 +218,9 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
     for flag, directory in places:
         problems.attempt(_probe_directory, flag, directory)
     if config.checkpoint.save_final_model:
-        problems.attempt(refuse_foreign_files, Path(config.checkpoint.model_dir or run_dir / "final").absolute())
+        problems.attempt(refuse_foreign_files, Path(*final).absolute() if final else run_dir / "final")
+        if model_dir and not final:
+            problems.attempt(refuse_foreign_objects, model_dir)
     if problems:
         raise ConfigError(problems)
 
