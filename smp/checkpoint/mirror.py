@@ -106,14 +106,17 @@ class Upload:
         data = (self.path / MANIFEST_FILE).read_bytes()
         manifest = parse_manifest(data, self.path, len(os.listdir(self.path)))
         content = [name, checksum_of(data)]
-        if not (self._lead_in(data, content) if self._mirror.leads else self._follow_in(data, content)):
-            return
+        if self._mirror.leads:
+            committed = self._lead_in(data, content)
+        else:
+            self._wait_until(lambda: self._mirror.require_own().get("uploading") == content)
+            committed = False  # as far as this rank knows, which then finds its files there
         there = store.sizes(name)
         for file in share_of(manifest):
             if there.get(file) != manifest.files[file].size:
                 self._go_on()
                 store.upload(self.path / file, f"{name}/{file}", self._advance)
-        if self._mirror.leads:
+        if self._mirror.leads and not committed:
             self._commit(manifest, data)
 
     def _go_on(self) -> None:
@@ -130,34 +133,18 @@ class Upload:
                 raise _CancelledError
             pause = min(2 * pause, longest)
 
-    def _is_committed(self, data: bytes) -> bool:
-        return self._mirror.store.read(f"{self.path.name}/{MANIFEST_FILE}") == data
-
     def _lead_in(self, data: bytes, content: list[str]) -> bool:
-        """Make the folder hold nothing but this content; False if that is committed already."""
+        """Make the folder hold nothing but this content, and say so to the other ranks; True if it is committed."""
         mirror, name = self._mirror, self.path.name
         written = mirror.require_own()
-        if self._is_committed(data):
-            return False
-        mirror.store.remove(f"{name}/{MANIFEST_FILE}")  # before anything of it is replaced
+        committed = mirror.store.read(f"{name}/{MANIFEST_FILE}") == data
+        if not committed:
+            mirror.store.remove(f"{name}/{MANIFEST_FILE}")  # before anything of it is replaced
         if written.get("uploading") != content:
-            mirror.store.remove_folder(name)
+            if not committed:
+                mirror.store.remove_folder(name)
             mirror.announce(content)
-        return True
-
-    def _follow_in(self, data: bytes, content: list[str]) -> bool:
-        """Wait for rank 0 to have made room; False if this content is committed already."""
-        committed = False
-
-        def ready() -> bool:
-            nonlocal committed
-            if self._mirror.require_own().get("uploading") == content:
-                return True
-            committed = self._is_committed(data)
-            return committed
-
-        self._wait_until(ready)
-        return not committed
+        return committed
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         store, name, seen = self._mirror.store, self.path.name, [-1]
