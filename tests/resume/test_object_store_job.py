@@ -12,6 +12,8 @@ from smp.checkpoint import object_store
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.checkpoint.object_store import ObjectStore, StoreError
+from tests.clock import HANG_SECONDS, wait_until
+from tests.faults.jobs import at_call, wrapped
 from tests.job import LLAMA, losses, run_job
 
 JOB = [
@@ -100,3 +102,28 @@ def test_what_could_not_be_uploaded_is_kept_and_uploaded_by_running_again(tmp_pa
     assert whole(run / "checkpoints") == [2, 4] and 4 not in whole(store)
     again = run_job(*job, "--resume_from_checkpoint", "latest", world_size=1).succeeded()
     assert "Already at step 4 of 4" in again.output and whole(store)[-1] == 4
+
+
+def _held_at_first(store: pathlib.Path) -> None:
+    """Hold the first upload until the second checkpoint waits; let step 6 wait for the second to be there."""
+    upload, go = ObjectStore.upload, threading.Event()
+
+    def held(store, file, name, advance):
+        assert go.wait(HANG_SECONDS)
+        upload(store, file, name, advance)
+
+    def idle() -> None:
+        go.set()
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "smp-upload"])
+
+    ObjectStore.upload = held
+    wrapped("forward", at_call(5, idle))
+    wrapped("forward", at_call(6, lambda: wait_until((store / "llama_v2-4steps" / "manifest.json").exists)))
+
+
+@pytest.mark.full
+def test_the_checkpoint_that_waits_is_uploaded_at_a_step_boundary(tmp_path):
+    store = tmp_path / "store"
+    words = ["--max_steps", 6, "--checkpoint_dir", f"file://{store}", "--output_dir", tmp_path / "run"]
+    run_job(*JOB, *words, world_size=1, prepare=lambda rank: _held_at_first(store)).succeeded()
+    assert whole(store) == [4, 6]
