@@ -5,7 +5,11 @@ diverged run, exit status 1. Everything else is a defect and keeps its traceback
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def hub_advice(name: str, kind: str = "") -> str:
@@ -66,3 +70,17 @@ class DamagedCheckpointError(UserError):
 
 class RunError(RuntimeError):
     """The run cannot go on, though its input is right; the text is the whole message."""
+
+
+class Problems(list[str]):
+    """Problems that several steps raise, to be told together."""
+
+    def attempt(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Return the result of ``step``, or None after adding its problems."""
+        try:
+            return step(*args, **kwargs)
+        except ConfigError as error:
+            self.extend(error.problems)
+        except UserError as error:
+            self.append(str(error))
+        return None

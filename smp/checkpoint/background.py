@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.outcome import attempt
 from smp.checkpoint.safetensors_io import Piece
 from smp.checkpoint.shards import Snapshot
-from smp.checkpoint.storage import attempt
 from smp.checkpoint.writer import write_part
 from smp.comm.report import readable
 from smp.errors import RunError, UserError

@@ -14,9 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
+from smp.checkpoint.fetch import bring
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
-from smp.checkpoint.lock import bring_back, own
+from smp.checkpoint.lock import bring_back, hold, own
 from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
+from smp.checkpoint.mirror import Rule
+from smp.checkpoint.object_store import is_url
+from smp.checkpoint.outcome import agree, attempt
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
@@ -32,7 +36,7 @@ from smp.checkpoint.state import (
     settings_of,
     state_tensors,
 )
-from smp.checkpoint.storage import Storage, agree, attempt
+from smp.checkpoint.storage import Storage, storage_at
 from smp.checkpoint.tagged_json import decode, encode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
@@ -60,7 +64,9 @@ class Checkpointer:
     Args:
         directory: on a file system that all hosts share; made if it is not there. One process at a time saves into
             it: the first save takes its lock until the process ends, and deletes what interrupted saves of this name
-            have left. Loading needs no lock. A :class:`Storage` is one that the caller has made and locked.
+            have left. Loading needs no lock. Or a URL that fsspec knows, such as ``s3://bucket/run``: checkpoints are
+            written to ``staging`` and uploaded from there while training goes on, and :meth:`load` finds those that
+            are at the URL alone. A :class:`Storage` is one that the caller has made and locked.
         model: of :func:`smp.parallelize`, :class:`smp.FullyShardedDataParallel`, torch's ``fully_shard`` or DDP, or a
             plain module that is the same on all ranks.
         optimizer: any whose state is tensors of its parameters' shapes, and scalars; over the model's parameters.
@@ -69,6 +75,7 @@ class Checkpointer:
         keep_best: how many of the lowest ``val_loss`` (of the manifest's ``run``) stay beside them.
         verify: read every file back before it is published.
         copies: host memory for writes in the background; shared by several that write one at a time.
+        staging: directory for a URL, on a file system that all hosts share; default: ``checkpoints/<end of the URL>``.
 
     Attributes:
         writing: the write under way in the background.
@@ -90,6 +97,7 @@ class Checkpointer:
         keep_best: int = 0,
         verify: bool = False,
         copies: HostCopies | None = None,
+        staging: str | Path | None = None,
     ):
         if not _NAME.fullmatch(name) and not isinstance(directory, Storage):
             raise UserError(f"Checkpointer: name {name!r} is not allowed: use letters, digits, dots, - and _")
@@ -97,7 +105,8 @@ class Checkpointer:
             raise UserError(f"Checkpointer: keep {keep} would delete what was just saved: give at least 1")
         if not dist.is_initialized():
             raise UserError("Checkpointer needs a process group: call smp.init_process_group() before it")
-        self.storage = directory if isinstance(directory, Storage) else Storage(Path(directory))
+        own_staging = Path(staging or f"checkpoints/{Path(str(directory)).name}")
+        self.storage = directory if isinstance(directory, Storage) else storage_at(directory, name, own_staging)
         self._name, self._keep, self._keep_best, self._verify = name, keep, keep_best, verify
         require_known(optimizer)
         self._model, self._optimizer = plain(model), optimizer
@@ -145,7 +154,7 @@ class Checkpointer:
                 another Checkpointer of this one has just saved the same step under the same name.
             RunError: a rank could not write; nothing is published.
         """
-        self.finish()
+        self.publish()
         manifest = together(lambda: self._manifest(step, extra))
         tensors = together(lambda: state_tensors(self._model, self._optimizer))
         self._require_agreement(step, tensors)
@@ -153,6 +162,8 @@ class Checkpointer:
             together(lambda: self._copies.reserve(self._snapshot(tensors).pieces))
         directory = self.storage.directory
         together(lambda: own(directory, self._name, self, step) if self.storage.leads else None)
+        if self.storage.mirror is not None and not self.storage.mirror.opened:
+            self.storage.mirror.open()
         return self.write(manifest, wait=wait, verify=self._verify)
 
     def write(self, manifest: Manifest, *, wait: bool, verify: bool) -> Path:
@@ -166,7 +177,7 @@ class Checkpointer:
         Raises:
             RunError: a rank could not write; nothing is published.
         """
-        self.finish()
+        self.publish()
         manifest = dataclasses.replace(manifest, kind=self.storage.kind)
         temporary = self.storage.begin(checkpoint_name(self._name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
@@ -178,7 +189,7 @@ class Checkpointer:
         self.writing = PendingWrite(temporary, manifest, snapshot, copy=copy, check=verify, device=device)
         if wait:
             self.writing.run()
-            self.finish()
+            self.publish()
         else:
             self.writing.start()
         return self.storage.directory / checkpoint_name(self._name, manifest.step)
@@ -219,8 +230,18 @@ class Checkpointer:
         mine = {"the step": step, "the directory": str(self.storage.directory.absolute()), "the tensors": digest[:12]}
         require_same(mine, "call it with the same on every rank", before="Checkpointer.save: ")
 
-    def finish(self) -> float:
-        """Publish the checkpoint that is being written, if there is one; collective. Call it before the script ends.
+    def finish(self) -> None:
+        """Publish the checkpoint that is being written, and wait for uploads; collective. Call it before a script ends.
+
+        Raises:
+            RunError: a rank could not write it, and nothing is published; or the newest could not be uploaded.
+        """
+        self.publish()
+        if self.storage.mirror is not None:
+            self.storage.mirror.finish()
+
+    def publish(self) -> float:
+        """Publish the checkpoint that is being written, if there is one, and have it uploaded; collective.
 
         Returns:
             Seconds that this rank's write took; 0 if there was none.
@@ -232,29 +253,36 @@ class Checkpointer:
             return 0.0
         write, self.writing = self.writing, None
         write.wait()
-        name, directory = checkpoint_name(self._name, write.manifest.step), self.storage.directory
+        storage, name = self.storage, checkpoint_name(self._name, write.manifest.step)
+        directory, mirror = storage.directory, storage.mirror
         said = f"checkpoint {directory / name} could not be written"
         try:
             agree(write.failure, said)
+            if mirror is not None:
+                mirror.settle(directory / name)
             agree(attempt(lambda: self._publish(write), directory, 0), said)
         except Exception:
             self.storage.remove(write.temporary)
             raise
+        if mirror is not None:
+            mirror.offer(directory / name, self.rule(write.manifest.step))
         self.step = write.manifest.step
         if self.storage.leads:
-            failure = attempt(
-                lambda: prune(directory, self._name, keep=self._keep, keep_best=self._keep_best), directory, 0
-            )
+            rule, spared = {"keep": self._keep, "keep_best": self._keep_best}, mirror.needed if mirror else set()
+            failure = attempt(lambda: prune(directory, self._name, **rule, spared=spared), directory, 0)
             if failure is not None:  # the next save tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", directory, reason(failure))
         agree(None, "")  # deleting may take long, and the others are to wait for it here
         return write.seconds
 
+    def rule(self, step: int) -> Rule:
+        """Return the retention beside a checkpoint of ``step`` that is about to be published."""
+        return Rule(self._keep, self._keep_best, after=step if self.step is None else min(self.step, step))
+
     def _publish(self, write: PendingWrite) -> None:
         if self.storage.leads:
             # Found before this one, they would be loaded instead of it, and kept while it is deleted.
-            step = write.manifest.step
-            set_aside(self.storage.directory, self._name, after=step if self.step is None else min(self.step, step))
+            set_aside(self.storage.directory, self._name, after=self.rule(write.manifest.step).after)
         self.storage.publish(write.temporary, write.manifest)
 
     def load(self, path: str | Path = LATEST) -> Saved | None:
@@ -265,7 +293,7 @@ class Checkpointer:
         by the step and the rank, alike in a tensor-parallel group.
 
         Args:
-            path: of a checkpoint of a script or of a training job, or ``latest``.
+            path: of a checkpoint of a script or of a training job, or its URL, or ``latest``.
 
         Returns:
             What was found; None if the directory has no checkpoint of this name.
@@ -274,9 +302,11 @@ class Checkpointer:
             DamagedCheckpointError: the path that was given is damaged.
             UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
         """
-        self.finish()
+        self.publish()
         if dist.get_rank() == 0:
             bring_back(self.storage.directory, self._name)
+        if self.storage.mirror is not None or is_url(path):
+            together(lambda: hold(self.storage.directory) if self.storage.leads else None)
         candidate = functools.partial(self._candidate, str(path))
         found = first_whole(candidate, latest=str(path) == LATEST, content=True)
         chosen, manifest = found.checkpoint, found.saved
@@ -296,6 +326,9 @@ class Checkpointer:
         Raises:
             UserError: there is none that can be loaded, or the directory cannot be read.
         """
+
+        elsewhere = Storage(self.storage.directory / "downloads")
+        wanted = str(bring([self.storage], wanted, self._name, damaged=damaged, elsewhere=elsewhere))
 
         def choose() -> Path | None:
             if dist.get_rank() != 0:

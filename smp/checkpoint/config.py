@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
+from smp.checkpoint.object_store import is_url
 from smp.config import Section, setting
 
 
@@ -28,7 +30,9 @@ class CheckpointConfig(Section):
         0, "Checkpoints of the lowest validation loss kept beside the newest; needs --validation_freq.", minimum=0
     )
     checkpoint_dir: tuple[str, ...] = setting(
-        (), "Directories to write checkpoints to, each with its own frequency. Default: <output_dir>/checkpoints."
+        (),
+        "Directories to write checkpoints to, each with its own frequency; or URLs (s3://...), which they are uploaded "
+        "to while training goes on. Default: <output_dir>/checkpoints.",
     )
     checkpoint_type: Literal["sharded", "local", "async_sharded", "async_local"] = setting(
         "sharded",
@@ -48,8 +52,8 @@ class CheckpointConfig(Section):
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "Checkpoint directory to resume from; 'latest': the newest of this run that is whole, or a fresh start if it "
-        "has none.",
+        "Checkpoint directory or its URL to resume from; 'latest': the newest of this run that is whole, or a fresh "
+        "start if it has none.",
     )
     reset_progress: bool = setting(
         False,
@@ -57,7 +61,7 @@ class CheckpointConfig(Section):
         "schedule and generators anew.",
     )
     save_final_model: bool = setting(False, "Write a Hugging Face model directory at the end.")
-    model_dir: str | None = setting(None, "Where the final model goes. Default: <output_dir>/final.")
+    model_dir: str | None = setting(None, "Directory or URL where the final model goes. Default: <output_dir>/final.")
 
     @property
     def is_local(self) -> bool:
@@ -79,7 +83,8 @@ class CheckpointConfig(Section):
                 f"--checkpoint_dir, --checkpoint_freq and --num_kept_checkpoints must have one value per directory: "
                 f"got {directories}, {lengths[0]} and {lengths[1]} values"
             )
-        places = [Path(directory).resolve() for directory in self.checkpoint_dir]
+        urls = [place for place in self.checkpoint_dir if is_url(place)]
+        places = [p.rstrip("/") if is_url(p) else str(Path(p).resolve()) for p in self.checkpoint_dir]
         if len(set(places)) != len(places):
             found.append(
                 f"--checkpoint_dir names a directory twice: {' '.join(self.checkpoint_dir)}; use different ones"
@@ -94,10 +99,15 @@ class CheckpointConfig(Section):
                 "--reset_progress 1 needs a path in --resume_from_checkpoint, as latest is this run's own: give the "
                 "directory of a checkpoint of another run or of a script"
             )
-        for directory in (*self.checkpoint_dir, self.model_dir):
-            if directory is not None and "://" in directory:
-                found.append(
-                    f"{directory}: checkpoints and models on object stores are not in this version; "
-                    f"give a directory of a file system that all processes share"
-                )
+        if urls and self.is_local:
+            found.append(
+                f"--checkpoint_type {self.checkpoint_type} keeps checkpoints on each rank's own disk, and {urls[0]} is "
+                f"one place for all: use --checkpoint_type {self.checkpoint_type.replace('local', 'sharded')}"
+            )
+        found += [
+            f"--{flag} {url.partition('://')[0]}://... has a password in it, which logs would show: give "
+            f"credentials in the environment"
+            for flag, url in [*(("checkpoint_dir", url) for url in urls), ("model_dir", self.model_dir or "")]
+            if re.search("://[^/@]*:[^/]*@", url)
+        ]
         return found

@@ -19,17 +19,11 @@ from smp.faults.lock import lock_directories
 _held: dict[tuple[int, Path], dict[str, tuple[weakref.ref[object], int]]] = {}
 
 
-def own(directory: Path, model_name: str, writer: object, step: int) -> None:
-    """Hold ``directory`` until this process ends, and delete what interrupted saves of ``model_name`` have left there.
-
-    Several writers of one process share it, each with a name of its own. For rank 0 alone, before each save.
-
-    Args:
-        writer: who is about to save ``step``.
+def hold(directory: Path) -> dict[str, tuple[weakref.ref[object], int]]:
+    """Lock ``directory`` until this process ends, and return who has saved there.
 
     Raises:
-        UserError: another process holds it, it cannot be cleared up, or another writer of this process has just saved
-            the same step under the same name, which would be lost.
+        UserError: another process holds it.
     """
     key = os.getpid(), directory.resolve()
     if key not in _held:
@@ -42,7 +36,23 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
 
         atexit.register(give_back)
         _held[key] = {}
-    if model_name not in _held[key]:
+    return _held[key]
+
+
+def own(directory: Path, model_name: str, writer: object, step: int) -> None:
+    """Hold ``directory`` until this process ends, and delete what interrupted saves of ``model_name`` have left there.
+
+    Several writers of one process share it, each with a name of its own. For rank 0 alone, before each save.
+
+    Args:
+        writer: who is about to save ``step``.
+
+    Raises:
+        UserError: another process holds it, it cannot be cleared up, or another writer of this process has just saved
+            the same step under the same name, which would be lost.
+    """
+    held = hold(directory)
+    if model_name not in held:
         try:
             clean(directory, model_name)
         except OSError as error:
@@ -51,8 +61,8 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
                 f"give Checkpointer another directory"
             ) from None
     else:
-        _refuse_to_replace(*_held[key][model_name], directory, model_name, writer, step)
-    _held[key][model_name] = weakref.ref(writer), step
+        _refuse_to_replace(*held[model_name], directory, model_name, writer, step)
+    held[model_name] = weakref.ref(writer), step
 
 
 def _refuse_to_replace(

@@ -26,8 +26,10 @@ import torch
 from smp.checkpoint.safetensors_io import (
     DTYPE_NAMES,
     DTYPES,
+    OTHER_DIGEST,
     FileEntry,
     digest_of,
+    header_problem,
     new_digest,
     read_all,
     read_header,
@@ -155,23 +157,18 @@ def encode(manifest: Manifest) -> bytes:
     return _START + shown(digest).encode() + b'",' + body
 
 
-def size_problem(path: Path, content: bytes | bytearray) -> str | None:
-    """Say why a manifest of these bytes for the files in ``path`` is more than is read; None if it is not."""
+def size_problem(content: bytes | bytearray, files: int) -> str | None:
+    """Say why a manifest of these bytes, beside so many files, is more than is read; None if it is not."""
     if len(content) > MAX_MANIFEST:
         return f"has more than {MAX_MANIFEST} bytes"
-    most = MAX_VALUES + VALUES_PER_FILE * len(os.listdir(path))
+    most = MAX_VALUES + VALUES_PER_FILE * files
     if content.count(b",") > most:
         return f"lists more than {most} things"
     return None
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """Read the file, bounded, and check it against its own digest.
-
-    Raises:
-        UserError: there is none.
-        DamagedCheckpointError: it is not as it was written.
-    """
+def _read_file(path: Path) -> tuple[bytearray, int]:
+    """Read the file, bounded; return it with the number of files in the directory."""
     file = path / MANIFEST_FILE
     try:
         # Without O_NONBLOCK a pipe would be waited for.
@@ -186,23 +183,34 @@ def _content(path: Path) -> dict[str, Any]:
             raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} is no file of at most {MAX_MANIFEST} bytes"])
         data = bytearray(status.st_size)
         read_all(descriptor, memoryview(data), 0)
-        head, _, body = bytes(data).partition(b'",')
-        digest = new_digest()
-        digest.update(body)
-        if head != _START + shown(digest).encode():
-            raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} does not match its own checksum"])
-        if problem := size_problem(path, data):
-            raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} {problem}"])
-        content = strict_json(b"{" + body)
-    except (OSError, ValueError) as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
+        return data, len(os.listdir(path))
+    except OSError as error:
         raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} cannot be read ({reason(error)})"]) from None
     finally:
         os.close(descriptor)
-    if not isinstance(content, dict) or type(content.get("schema")) is not int:
-        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} names no schema"])
+
+
+def _content(data: bytes | bytearray, path: Path | str, files: int) -> dict[str, Any]:
+    """Check the bytes against their own digest, and return what they say."""
+    head, _, body = bytes(data).partition(b'",')
+    digest = new_digest()
+    digest.update(body)
+    if head != _START + shown(digest).encode():
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} does not match its own checksum"])
+    if problem := size_problem(data, files):
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} {problem}"])
+    try:
+        content = strict_json(b"{" + body)
+        if not isinstance(content, dict) or type(content.get("schema")) is not int:
+            raise ValueError("it names no schema")
+    except ValueError as error:
+        raise DamagedCheckpointError(path, [f"{MANIFEST_FILE} cannot be read ({reason(error)})"]) from None
     return content
+
+
+def checksum_of(data: bytes | bytearray) -> str:
+    """Return the digest that a manifest begins with: of all it says, and so of the digests of all files."""
+    return bytes(data[:100]).partition(b'",')[0].removeprefix(_START).decode(errors="replace")
 
 
 @contextlib.contextmanager
@@ -217,7 +225,6 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-@_without_collection()
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest and check all that needs no other file.
 
@@ -225,7 +232,19 @@ def read_manifest(path: Path) -> Manifest:
         UserError: it has none, or one of a newer schema.
         DamagedCheckpointError: malformed; names that leave the directory; tensors with holes or overlaps.
     """
-    content = _content(path)
+    data, files = _read_file(path)
+    return parse_manifest(data, path, files)
+
+
+@_without_collection()
+def parse_manifest(data: bytes | bytearray, path: Path | str, files: int) -> Manifest:
+    """Return what the bytes of a manifest say, as :func:`read_manifest`.
+
+    Args:
+        path: of the checkpoint, for messages.
+        files: how many there are beside it, which bounds what is read.
+    """
+    content = _content(data, path, files)
     if content["schema"] > SCHEMA:
         theirs = content.get("versions")
         writer = theirs.get("smp") if isinstance(theirs, dict) else None
@@ -350,29 +369,32 @@ def problems_of_files(
             problems.append(f"{name} has {status.st_size} bytes instead of {wanted.size}")
     if not content or problems:
         return problems
-    expected: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for tensor, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            expected.setdefault(chunk.file, {})[tensor] = (entry.dtype, chunk.sizes)
+    expected = expected_headers(manifest)
     for name in manifest.files if names is None else names:
         if problem := _problem_of_content(path / name, manifest.files[name].digest, expected.get(name, {})):
             problems.append(f"{name} {problem}")
     return problems
 
 
+def expected_headers(manifest: Manifest) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Return dtype and shape of each tensor that a file's header should list, by file."""
+    expected: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for tensor, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            expected.setdefault(chunk.file, {})[tensor] = (entry.dtype, chunk.sizes)
+    return expected
+
+
 def _problem_of_content(file: Path, digest: str, expected: dict[str, tuple[Any, ...]]) -> str | None:
     try:
         if digest_of(file) != digest:
-            return "is not as it was written (its digest differs)"
+            return OTHER_DIGEST
         if file.suffix == ".safetensors":
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                found = {name: (stored.dtype, stored.shape) for name, stored in read_header(descriptor).items()}
+                return header_problem(read_header(descriptor), expected)
             finally:
                 os.close(descriptor)
-            if found != expected:
-                name = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))[0]
-                return f"and the manifest differ about {name}"
     except (OSError, ValueError) as error:
         return f"cannot be read ({reason(error)})"
     return None

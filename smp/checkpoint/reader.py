@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -16,20 +17,63 @@ from smp.errors import DamagedCheckpointError
 MOST_OPEN = 256
 
 
+class Files(Protocol):
+    """The files of a checkpoint, read in parts; raises OSError and ValueError where that fails."""
+
+    def header(self, name: str) -> dict[str, Stored]:
+        """Return what a file holds."""
+
+    def read(self, name: str, into: memoryview, start: int) -> None:
+        """Fill ``into`` with a file's bytes from ``start`` on."""
+
+    def close(self) -> None:
+        """End reading."""
+
+
+class LocalFiles:
+    """Files of a directory; few are open at a time."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._open: dict[str, int] = {}
+
+    def header(self, name: str) -> dict[str, Stored]:
+        """Return what a file holds."""
+        return read_header(self._descriptor(name))
+
+    def read(self, name: str, into: memoryview, start: int) -> None:
+        """Fill ``into`` with a file's bytes from ``start`` on."""
+        read_all(self._descriptor(name), into, start)
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return self._open[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
 class CheckpointReader:
     """Reads from a checkpoint whose files have been checked (:func:`smp.checkpoint.manifest.problems_of_files`).
 
     Args:
-        path: its directory.
+        path: its directory, or its URL.
         manifest: its manifest.
+        files: None: those of the directory.
 
     Attributes:
         entries: what is said of each tensor, by name.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path | str, manifest: Manifest, files: Files | None = None):
         self._path, self.entries = path, manifest.tensors
-        self._open: dict[str, int] = {}
+        self._files = files or LocalFiles(Path(path))
         self._headers: dict[str, dict[str, Stored]] = {}
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -63,40 +107,30 @@ class CheckpointReader:
     def _read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
         """Fill ``target`` from a chunk, from the element ``begin`` of it on; reads whole rows of the first axis."""
         try:
-            descriptor, header = self._file(chunk.file)
-            stored = header.get(name)
+            if chunk.file not in self._headers:
+                self._headers[chunk.file] = self._files.header(chunk.file)
+            stored = self._headers[chunk.file].get(name)
             if stored is None or stored.shape != chunk.sizes or stored.dtype != target.dtype:
                 raise ValueError(f"it does not hold {name} as the manifest says")
             if not stored.shape:
-                read_all(descriptor, bytes_of(target), stored.start)
+                self._files.read(chunk.file, bytes_of(target), stored.start)
                 return
             row_bytes = stored.nbytes // stored.shape[0]
             start = stored.start + begin[0] * row_bytes
             whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
             if whole_rows and target.is_contiguous():
-                read_all(descriptor, bytes_of(target), start)
+                self._files.read(chunk.file, bytes_of(target), start)
                 return
             rows = torch.empty((target.shape[0], *stored.shape[1:]), dtype=target.dtype)
-            read_all(descriptor, bytes_of(rows), start)
+            self._files.read(chunk.file, bytes_of(rows), start)
             inner = tuple(slice(b, b + n) for b, n in zip(begin[1:], target.shape[1:], strict=True))
             target.copy_(rows[(slice(None), *inner)])
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self._path, [f"{chunk.file} cannot be read ({reason(error)})"]) from None
 
-    def _file(self, name: str) -> tuple[int, dict[str, Stored]]:
-        if name not in self._open:
-            if len(self._open) >= MOST_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[name] = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        if name not in self._headers:
-            self._headers[name] = read_header(self._open[name])
-        return self._open[name], self._headers[name]
-
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        self._files.close()
 
     def __enter__(self) -> CheckpointReader:
         return self

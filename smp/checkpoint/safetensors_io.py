@@ -33,6 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What is written or read by one system call: large enough for any disk, small enough to stay in the processor's cache
 # until it is hashed, and to answer to signals.
 PIECE = 4 << 20
+OTHER_DIGEST = "is not as it was written (its digest differs)"
 MAX_HEADER = 100_000_000  # safetensors' own bound
 _ATTEMPTS = 3
 
@@ -207,21 +208,34 @@ def read_header(descriptor: int) -> dict[str, Stored]:
         OSError: it cannot be read.
     """
     size = os.fstat(descriptor).st_size
-    length = bytearray(8)
-    if size < 8:
-        raise ValueError("too short for a safetensors file")
+    length = bytearray(min(8, size))
     read_all(descriptor, memoryview(length), 0)
-    count = int.from_bytes(length, "little")
+    text = bytearray(header_bytes(length, size))
+    read_all(descriptor, memoryview(text), 8)
+    return parse_header(bytes(text), size)
+
+
+def header_bytes(beginning: bytes | bytearray, size: int) -> int:
+    """Return the length of the header of a file of ``size`` bytes, which follows its first eight.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
+    if len(beginning) < 8:
+        raise ValueError("too short for a safetensors file")
+    count = int.from_bytes(beginning[:8], "little")
     if count > min(MAX_HEADER, size - 8):
         raise ValueError(f"its header claims {count} bytes")
-    text = bytearray(count)
-    read_all(descriptor, memoryview(text), 8)
-    content = strict_json(bytes(text))
+    return count
+
+
+def parse_header(text: bytes, size: int) -> dict[str, Stored]:
+    """Return what the header of a file of ``size`` bytes says; raises as :func:`read_header`."""
+    content, end = strict_json(text), 8 + len(text)
     if not isinstance(content, dict):
         raise ValueError("its header is no object")
     content.pop("__metadata__", None)
-    found = {name: _stored(name, entry, 8 + count) for name, entry in content.items()}
-    end = 8 + count
+    found = {name: _stored(name, entry, end) for name, entry in content.items()}
     for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != end:
             raise ValueError(f"{name} does not begin where the tensor before it ends")
@@ -245,6 +259,15 @@ def _stored(name: str, entry: Any, base: int) -> Stored:
     if end - begin != count:
         raise ValueError(f"its entry for {name!r} has {end - begin} bytes, its shape needs {count}")
     return Stored(dtype, tuple(shape), base + begin, count)
+
+
+def header_problem(header: dict[str, Stored], expected: dict[str, tuple[Any, ...]]) -> str | None:
+    """Say about which tensor a file's header and the manifest differ; None if they do not."""
+    found = {name: (stored.dtype, stored.shape) for name, stored in header.items()}
+    if found == expected:
+        return None
+    name = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))[0]
+    return f"and the manifest differ about {name}"
 
 
 def sync(path: Path) -> None:

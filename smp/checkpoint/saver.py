@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from smp.checkpoint.background import HostCopies
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.disk_forecast import forecast, state_bytes
-from smp.checkpoint.layout import TEMPORARY, clean
+from smp.checkpoint.layout import TEMPORARY, clean, find_checkpoints, quick_problem
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.mirror import Mirror
 from smp.checkpoint.storage import Storage
 from smp.comm.report import readable
-from smp.errors import RunError
+from smp.errors import RunError, UserError
 from smp.log import get_logger
 
 logger = get_logger("train")
@@ -45,7 +46,7 @@ class Saver:
 
     Args:
         settings: the user's.
-        directories: one for each of ``settings.checkpoint_freq``; of this rank alone for local checkpoints.
+        storages: one for each of ``settings.checkpoint_freq``; of this rank alone for local checkpoints.
         model, optimizer: what is saved.
         model_name: in the names of checkpoints.
         first_step: updates done when the run starts.
@@ -56,7 +57,7 @@ class Saver:
     def __init__(
         self,
         settings: CheckpointConfig,
-        directories: list[Path],
+        storages: Sequence[Storage],
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -68,9 +69,8 @@ class Saver:
         self._settings, self._model, self._model_name, self._record = settings, model, model_name, record
         self._max_steps, self._first_step = max_steps, first_step
         copies, self._targets = HostCopies(), []
-        rules = zip(directories, settings.checkpoint_freq, settings.num_kept_checkpoints, strict=True)
-        for directory, every, keep in rules:
-            storage = Storage(directory, shared=not settings.is_local)
+        rules = zip(storages, settings.checkpoint_freq, settings.num_kept_checkpoints, strict=True)
+        for storage, every, keep in rules:
             checkpointer = Checkpointer(
                 storage, model, optimizer, name=model_name, keep=keep, keep_best=settings.keep_best, copies=copies
             )
@@ -99,12 +99,38 @@ class Saver:
             nbytes = self._targets[0].checkpointer.reserve()
             logger.info("Page-locked host memory for asynchronous checkpoints: %s.", readable(nbytes))
 
+    @property
+    def _mirrors(self) -> list[Mirror]:
+        return [t.checkpointer.storage.mirror for t in self._targets if t.checkpointer.storage.mirror is not None]
+
+    def open_mirrors(self) -> None:
+        """Become the only writer of each URL, and upload the newest checkpoint here that is not there; collective.
+
+        Raises:
+            UserError: a URL cannot be written.
+        """
+        for checkpointer in (target.checkpointer for target in self._targets):
+            storage = checkpointer.storage
+            if storage.mirror is None:
+                continue
+            try:
+                storage.mirror.open()
+            except RunError as error:
+                raise UserError(f"{error}; mend that, or choose another --checkpoint_dir") from None
+            found = find_checkpoints(storage.directory, self._model_name) if storage.leads else []
+            whole = [c.path for c in found if c.step <= self._first_step and quick_problem(c.path) is None]
+            newest = [whole[-1] if whole else None]
+            dist.broadcast_object_list(newest)
+            if newest[0] is not None:
+                storage.mirror.offer(newest[0], checkpointer.rule(self._first_step))
+
     def flags(self) -> dict[str, bool]:
-        """Return the state of this rank's background write, to be counted over all ranks."""
+        """Return the state of this rank's background write and uploads, to be counted over all ranks."""
         write = self._writing.checkpointer.writing if self._writing else None
         return {
             "save_ended": write is not None and write.ended,
             "save_failed": write is not None and write.failure is not None,
+            "upload_ended": any(mirror.waited_for for mirror in self._mirrors),
         }
 
     def due(self, step: int) -> bool:
@@ -132,6 +158,9 @@ class Saver:
             RunError: a checkpoint could not be written and the run is not to go on without.
         """
         last, due = stop or step == self._max_steps, self._due(step, stop=stop)
+        if counts["upload_ended"] == dist.get_world_size():
+            for mirror in self._mirrors:
+                mirror.advance()
         started, failure = time.perf_counter(), None
         trained = started - self._started - self._paused
         try:
@@ -156,19 +185,34 @@ class Saver:
 
     @contextlib.contextmanager
     def finishing(self, enter: Callable[[str], None] = lambda phase: None) -> Iterator[None]:
-        """Publish the checkpoint that is being written, if all ranks end together in what is done inside.
+        """Publish the checkpoint that is being written, if all ranks end together in what is done inside; upload it.
 
         Args:
-            enter: called with the name of the phase in which it is waited for.
+            enter: called with the name of the phase in which it is waited for, again when an upload gets on.
+
+        Raises:
+            RunError: the newest checkpoint could not be uploaded.
         """
+        progress = functools.partial(enter, "checkpoint")
         try:
             yield
         except RunError:
-            if self._writing is not None:
-                enter("checkpoint")
-                with contextlib.suppress(RunError):  # the first one is the cause of the end
+            progress()
+            with contextlib.suppress(RunError):  # the first one is the cause of the end
+                if self._writing is not None:
                     self._published(self._writing)
+            for mirror in self._mirrors:
+                with contextlib.suppress(RunError):
+                    mirror.finish(progress)
             raise
+        failures = []
+        for mirror in self._mirrors:
+            try:
+                mirror.finish(progress)
+            except RunError as error:  # the other ones may be on another store
+                failures.append(error)
+        for failure in failures:
+            raise failure
 
     def _save(self, target: _Target, manifest: Manifest, *, background: bool, must: bool) -> None:
         failure, settings = None, self._settings
@@ -200,7 +244,7 @@ class Saver:
         """Wait for what is being written in the background, and publish it."""
         assert target.checkpointer.writing is not None
         temporary, self._writing = target.checkpointer.writing.temporary, None
-        target.seconds = target.checkpointer.finish()
+        target.seconds = target.checkpointer.publish()
         logger.info("Saved %s.", temporary.with_name(temporary.name.removesuffix(TEMPORARY)))
 
     def _finish_write(self, manifest: Callable[[], Manifest], step: int) -> None:

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import TEMPORARY, disk_free
+from smp.checkpoint.layout import TEMPORARY
 from smp.checkpoint.manifest import Manifest
-from smp.checkpoint.safetensors_io import reason
+from smp.checkpoint.mirror import Mirror
+from smp.checkpoint.object_store import ObjectStore, is_url
+from smp.checkpoint.outcome import agree, attempt
 from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start
-from smp.comm.report import readable
 from smp.errors import RunError
 
 
-def agree(failure: BaseException | None, what: str) -> None:
-    """Raise on every rank if any has failed; collective.
+def storage_at(place: str | Path, model_name: str, staging: Path) -> Storage:
+    """Return the storage of a directory that all ranks share, or of a URL.
 
     Args:
-        what: the beginning of the sentence.
+        staging: directory in which checkpoints for a URL are written and kept.
 
     Raises:
-        RunError: naming the first rank that failed, and why.
+        UserError: the URL's scheme is unknown, or its package is not installed.
     """
-    said = None if failure is None else reason(failure)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    for rank, text in enumerate(everyone):
-        if text is not None:
-            raise RunError(f"{what}: rank {rank}: {text}") from failure
-
-
-def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseException | None:
-    """Run ``action`` and return what it raises, with what is needed and what is free if the disk is full."""
-    try:
-        action()
-    except Exception as error:
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
-            return error
-        free = readable(disk_free(directory))
-        return RunError(f"{reason(error)}; its part needs {readable(nbytes)} and {directory} has {free} free")
-    return None
+    if is_url(place):
+        return Storage(staging, mirror=Mirror(ObjectStore(str(place)), model_name))
+    return Storage(Path(place))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +39,12 @@ class Storage:
         directory: of this rank.
         shared: whether all ranks see it and write one checkpoint together (``sharded``); otherwise each rank keeps
             checkpoints of its own there (``local``), with all that it holds.
+        mirror: the URL that they are uploaded to, and brought from; None: they stay here.
     """
 
     directory: Path
     shared: bool = True
+    mirror: Mirror | None = None
 
     @property
     def kind(self) -> str:
@@ -86,6 +71,7 @@ class Storage:
                 raise RunError(
                     f"it does not see {temporary}, which rank 0 made, within {VISIBLE_WITHIN:g} s: checkpoints must be "
                     f"on a file system that all hosts share"
+                    f"{', also on the way to a URL: choose such a directory for them' if self.mirror else ''}"
                 )
 
         try:

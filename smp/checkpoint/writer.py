@@ -133,7 +133,7 @@ def finish(temporary: Path, final: Path, ranks: list[int], manifest: Manifest) -
     if problems := problems_of_files(temporary, whole, content=False):
         raise RunError(f"checkpoint {final} was not published: {'; '.join(problems[:3])}")
     content = encode(whole)
-    if problem := size_problem(temporary, content):
+    if problem := size_problem(content, len(os.listdir(temporary))):
         raise RunError(
             f"checkpoint {final} was not published, as it could not be read: its {MANIFEST_FILE} {problem}; keep "
             f"large things out of what is saved beside the tensors, or save on fewer processes"

@@ -13,16 +13,17 @@ import argparse
 import contextlib
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.restore import ARCHITECTURE_KEYS
-from smp.cli.find import existing_directory, is_checkpoint, is_model, one_checkpoint
+from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import Progress, dtype_name, shown, table
+from smp.cli.places import one_place
 from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
 from smp.comm.report import readable
@@ -37,7 +38,7 @@ _MISSING = "(none)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("a", help="a checkpoint or a Hugging Face model directory")
+    parser.add_argument("a", help="a checkpoint, its URL, or a Hugging Face model directory")
     parser.add_argument("b", help="another")
     parser.add_argument("--values", action="store_true", help="compare the tensors' content; reads all of both")
     parser.add_argument("--show", type=int, default=10, metavar="N", help="most tensors listed of each sort (10)")
@@ -91,17 +92,18 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
-    directory = existing_directory(text)
-    if is_model(directory) and not is_checkpoint(directory):
-        return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
-    path = one_checkpoint(text)
-    manifest = verified(path, content=False)
+    if not is_url(text):
+        directory = existing_directory(text)
+        if is_model(directory) and not is_checkpoint(directory):
+            return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
+    place = one_place(text)
+    manifest = verified(place, content=False)
     if values and manifest.kind != "sharded":
         raise UserError(
             f"{text} is a {manifest.kind} checkpoint, which holds what one rank had: --values needs sharded ones; "
             f"leave --values out, or resume from it and save a sharded one"
         )
-    return Side(_facts(manifest), stack.enter_context(CheckpointReader(path, manifest)), False)
+    return Side(_facts(manifest), stack.enter_context(place.reader(manifest)), False)
 
 
 def _counts(name: str) -> bool:
@@ -210,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--show must be at least 1, got {options.show}")
     with contextlib.ExitStack() as stack:
         a, b = (_open(text, stack, values=options.values) for text in (options.a, options.b))
-        print(f"A: {shown(Path(options.a))}\nB: {shown(Path(options.b))}")
+        print(f"A: {shown(options.a)}\nB: {shown(options.b)}")
         rows, different = compare_facts(a, b)
         if rows:
             print(table([("", "A", "B"), *rows]))

@@ -6,7 +6,9 @@ The checkpoint is verified first. Memory is needed for the largest parameter and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import torch
 
 from smp.checkpoint.hf_export import export_hf, refuse_foreign_files
 from smp.checkpoint.manifest import Manifest
-from smp.checkpoint.reader import CheckpointReader
-from smp.cli.find import existing_directory, one_checkpoint
+from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
+from smp.checkpoint.object_store import is_url
+from smp.cli.find import existing_directory
 from smp.cli.output import shown
+from smp.cli.places import Place, one_place
 from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
@@ -32,8 +36,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", help="a sharded checkpoint, or a link to one such as checkpoints/latest")
-    parser.add_argument("output", help="directory to write; it must not exist, be empty, or hold an earlier export")
+    parser.add_argument("checkpoint", help="a sharded checkpoint, a link to one such as checkpoints/latest, or its URL")
+    parser.add_argument(
+        "output", help="directory or URL to write; it must not exist, be empty, or hold an earlier export"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the files; default: as trained, fp32")
     parser.add_argument(
         "--max_shard_size", default="5GB", metavar="SIZE", help="largest file, such as 500MiB; default 5GB"
@@ -61,7 +67,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def config_of(path: Path, manifest: Manifest) -> Any:
+def config_of(path: Path | str, manifest: Manifest) -> Any:
     """Return the model's Hugging Face config.
 
     Raises:
@@ -79,7 +85,7 @@ def config_of(path: Path, manifest: Manifest) -> Any:
     )
 
 
-def parameters_of(path: Path, manifest: Manifest, hf_config: Any) -> dict[str, torch.Tensor]:
+def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[str, torch.Tensor]:
     """Return each parameter in the model's order, on the meta device.
 
     Raises:
@@ -108,42 +114,64 @@ def tokenizer_of(manifest: Manifest) -> Path | None:
     return tokenizer_dir_of(*(Path(text).expanduser() for name in names if isinstance(text := config.get(name), str)))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Export what ``options.checkpoint`` names to ``options.output``."""
-    started = time.perf_counter()
-    size = parse_size(options.max_shard_size)
-    path, output = one_checkpoint(options.checkpoint), Path(options.output).expanduser().absolute()
-    tokenizer = existing_directory(options.tokenizer) if options.tokenizer else None
-    if tokenizer is not None and not any(tokenizer.glob("tokenizer*")):
-        raise UserError(
-            f"--tokenizer {options.tokenizer} holds no tokenizer files: give the directory of tokenizer.json"
-        )
-    if path == output.resolve() or path in output.resolve().parents:
-        raise UserError(f"{options.output} is in the checkpoint itself: give another directory")
+def _tokenizer_given(text: str) -> Path:
+    directory = existing_directory(text)
+    if not any(directory.glob("tokenizer*")):
+        raise UserError(f"--tokenizer {text} holds no tokenizer files: give the directory of tokenizer.json")
+    return directory
+
+
+def _refuse_output(text: str, place: Place) -> None:
+    """Refuse to write where the checkpoint or other files are."""
+    if is_url(text):
+        refuse_foreign_objects(text)
+        return
+    output = Path(text).expanduser().absolute()
+    if place.path == output.resolve() or place.path in output.resolve().parents:
+        raise UserError(f"{text} is in the checkpoint itself: give another directory")
     refuse_foreign_files(output)
-    manifest = verified(path, content=options.verify == "full")
-    if manifest.kind != "sharded":
-        raise UserError(
-            f"{path} is a {manifest.kind} checkpoint, which holds what one rank had: resume from it and save a sharded "
-            f"one"
-        )
-    known = None if tokenizer is not None else tokenizer_of(manifest)
-    hf_config = config_of(path, manifest)
-    parameters = parameters_of(path, manifest, hf_config)
-    with CheckpointReader(path, manifest) as reader:
+
+
+def _write(place: Place, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None) -> None:
+    hf_config = config_of(place.path, manifest)
+    parameters = parameters_of(place.path, manifest, hf_config)
+    with place.reader(manifest) as reader:
         export_hf(
             parameters,
             output,
             hf_config=hf_config,
             whole=lambda name: reader.read(_MODEL + name),
-            tokenizer_dir=tokenizer or known,
-            max_shard_bytes=size,
+            tokenizer_dir=tokenizer,
+            max_shard_bytes=parse_size(options.max_shard_size),
             dtype=DTYPES[options.dtype] if options.dtype else None,
         )
-    files = sorted(output.glob("*.safetensors"))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export what ``options.checkpoint`` names to ``options.output``."""
+    started = time.perf_counter()
+    parse_size(options.max_shard_size)
+    place = one_place(options.checkpoint)
+    tokenizer = _tokenizer_given(options.tokenizer) if options.tokenizer else None
+    _refuse_output(options.output, place)
+    manifest = verified(place, content=options.verify == "full")
+    if manifest.kind != "sharded":
+        raise UserError(
+            f"{place.path} is a {manifest.kind} checkpoint, which holds what one rank had: resume from it and save a "
+            f"sharded one"
+        )
+    known = None if tokenizer is not None else tokenizer_of(manifest)
+    with contextlib.ExitStack() as stack:
+        output = Path(options.output).expanduser().absolute()
+        if is_url(options.output):
+            output = Path(stack.enter_context(tempfile.TemporaryDirectory()), "model")
+        _write(place, manifest, output, options, tokenizer or known)
+        if is_url(options.output):
+            upload_model(output, options.output)
+        files = [file.stat().st_size for file in output.glob("*.safetensors")]
     print(
-        f"Exported step {manifest.step} of {shown(path.name)} to {options.output}: {len(files)} file(s), "
-        f"{readable(sum(file.stat().st_size for file in files))}, {time.perf_counter() - started:.1f} s"
+        f"Exported step {manifest.step} of {shown(place.name)} to {options.output}: {len(files)} file(s), "
+        f"{readable(sum(files))}, {time.perf_counter() - started:.1f} s"
     )
     if known is not None:
         print(f"Tokenizer: that of the run, {shown(str(known))}")

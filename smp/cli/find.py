@@ -9,7 +9,7 @@ from smp.checkpoint.manifest import MANIFEST_FILE
 from smp.errors import UserError
 
 # Below a run directory checkpoints lie one directory deeper, those of single ranks two.
-_DEPTHS = ("*", "*/*", "*/*/*")
+DEPTHS = ("*", "*/*", "*/*/*")
 
 
 def existing_directory(text: str) -> Path:
@@ -45,7 +45,7 @@ def checkpoints_at(directory: Path) -> list[Path]:
         return [directory]
     found = [
         path
-        for depth in _DEPTHS
+        for depth in DEPTHS
         for path in directory.glob(depth)
         if step_of(path) is not None and path.is_dir() and not path.is_symlink()
     ]
@@ -58,17 +58,4 @@ def checkpoints_at(directory: Path) -> list[Path]:
 
 def interrupted_at(directory: Path) -> list[Path]:
     """Return what interrupted saves have left in a directory of checkpoints."""
-    return sorted(path for depth in _DEPTHS[:2] for path in directory.glob(f"{depth}steps{TEMPORARY}"))
-
-
-def one_checkpoint(text: str) -> Path:
-    """Return the checkpoint that ``text`` names.
-
-    Raises:
-        UserError: there is none, or several.
-    """
-    directory = existing_directory(text)
-    found = checkpoints_at(directory)
-    if found != [directory]:
-        raise UserError(f"{text} holds {len(found)} checkpoint(s): give one of them, such as {found[-1]}")
-    return directory
+    return sorted(path for depth in DEPTHS[:2] for path in directory.glob(f"{depth}steps{TEMPORARY}"))

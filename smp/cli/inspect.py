@@ -10,10 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.layout import quick_problems, step_of
-from smp.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from smp.cli.find import checkpoints_at, existing_directory, is_checkpoint, is_model
+from smp.checkpoint.layout import step_of
+from smp.checkpoint.manifest import Manifest, TensorEntry
+from smp.checkpoint.object_store import is_url
+from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, shown, table
+from smp.cli.places import Place, find
 from smp.cli.sources import ModelTensors
 from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
@@ -24,7 +26,10 @@ MODEL = "model."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("directory", help="a checkpoint, a directory that holds some, or a Hugging Face model")
+    parser.add_argument(
+        "directory",
+        help="a checkpoint, a directory that holds some, or the URL of either; or a local Hugging Face model",
+    )
     parser.add_argument("--tensors", action="store_true", help="also list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -50,13 +55,13 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "chunks": chunks}
 
 
-def checkpoint_summary(path: Path, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
+def checkpoint_summary(place: Place, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
     """Return what a checkpoint holds, as JSON."""
     found = {
-        "path": str(path),
+        "path": str(place.path),
         "step": manifest.step,
         "kind": manifest.kind,
-        "state": "; ".join(quick_problems(path, manifest)[:3]) or "complete",
+        "state": "; ".join(place.quick_problems(manifest)[:3]) or "complete",
         "saved_at": manifest.saved_at,
         "versions": manifest.versions,
         "schema": manifest.schema,
@@ -162,20 +167,20 @@ def _print_one(found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
         _print_tensors(found["tensors"])
 
 
-def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -> None:
+def _list(places: list[Place], *, as_json: bool, tensors: bool) -> None:
     """Print a line for each of several checkpoints."""
     rows = [["checkpoint", "step", "kind", "size", "val_loss", "saved", "state"]]
     summaries = []
-    for path in paths:
-        name = shown(path.relative_to(directory))
+    for place in places:
+        name = shown(place.name)
         try:
-            manifest = read_manifest(path)
+            manifest = place.manifest()
         except UserError as error:
             state = "; ".join(error.problems) if isinstance(error, DamagedCheckpointError) else str(error)
-            summaries.append({"path": str(path), "state": state})
-            rows.append([name, str(step_of(path)), "", "", "", "", shown(state)])
+            summaries.append({"path": str(place.path), "state": state})
+            rows.append([name, str(step_of(Path(place.path))), "", "", "", "", shown(state)])
             continue
-        found = checkpoint_summary(path, manifest, tensors=tensors)
+        found = checkpoint_summary(place, manifest, tensors=tensors)
         summaries.append(found)
         loss = found["run"].get("val_loss")
         row = (
@@ -192,16 +197,17 @@ def _list(directory: Path, paths: list[Path], *, as_json: bool, tensors: bool) -
 
 def run(options: argparse.Namespace) -> int:
     """Print what ``options.directory`` holds."""
-    directory = existing_directory(options.directory)
-    if not is_checkpoint(directory) and is_model(directory):
+    directory = None if is_url(options.directory) else existing_directory(options.directory)
+    if directory is not None and not is_checkpoint(directory) and is_model(directory):
         found = model_summary(directory, tensors=options.tensors)
         rows = [("kind", found["kind"]), ("model", f"{found['model']['model_type']}, {_size(found['model'])}")]
     else:
-        paths = checkpoints_at(directory)
-        if paths != [directory]:
-            _list(directory, paths, as_json=options.json, tensors=options.tensors)
+        present = find(options.directory)
+        if not present.single:
+            _list(present.places, as_json=options.json, tensors=options.tensors)
             return 0
-        found = checkpoint_summary(directory, read_manifest(directory), tensors=options.tensors)
+        (place,) = present.places
+        found = checkpoint_summary(place, place.manifest(), tensors=options.tensors)
         rows = checkpoint_lines(found)
     if options.json:
         print(json.dumps(found, indent=1))

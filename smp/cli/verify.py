@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from smp.checkpoint.layout import quick_problems
-from smp.checkpoint.manifest import Manifest, problems_of_files, read_manifest
-from smp.cli.find import checkpoints_at, existing_directory, interrupted_at
+from smp.checkpoint.manifest import Manifest
 from smp.cli.output import Progress, shown
+from smp.cli.places import Place, find
 from smp.comm.report import readable
 from smp.environment.threads import available_cores
 from smp.errors import DamagedCheckpointError, UserError
@@ -24,7 +22,7 @@ _MOST_THREADS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("directory", help="a checkpoint, or a directory that holds some, such as a run's")
+    parser.add_argument("directory", help="a checkpoint, or a directory or a URL that holds some, such as a run's")
     parser.add_argument("--quick", action="store_true", help="manifest, names and sizes only; reads no tensor file")
 
 
@@ -34,20 +32,20 @@ def _groups(manifest: Manifest, number: int) -> list[list[str]]:
     return [by_size[start::number] for start in range(min(number, len(by_size)))]
 
 
-def problems_of(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
+def problems_of(place: Place, manifest: Manifest, *, content: bool) -> list[str]:
     """Return what is wrong with a checkpoint, naming files; empty if nothing is.
 
     Args:
         content: read every file, too; several at a time.
     """
-    problems = quick_problems(path, manifest)
+    problems = place.quick_problems(manifest)
     if problems or not content:
         return problems
     threads = min(_MOST_THREADS, available_cores())
-    with Progress(f"reading {shown(path.name)}", manifest.nbytes) as progress, ThreadPoolExecutor(threads) as pool:
+    with Progress(f"reading {shown(place.name)}", manifest.nbytes) as progress, ThreadPoolExecutor(threads) as pool:
 
         def read(names: list[str]) -> list[str]:
-            return problems_of_files(path, manifest, content=True, names=names)
+            return place.problems_of(manifest, names)
 
         groups = _groups(manifest, 4 * threads)
         for names, found in zip(groups, pool.map(read, groups), strict=True):
@@ -56,52 +54,56 @@ def problems_of(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
     return sorted(problems)
 
 
-def verified(path: Path, *, content: bool) -> Manifest:
+def verified(place: Place, *, content: bool) -> Manifest:
     """Return the manifest of a checkpoint that has been found whole.
 
     Raises:
         UserError: it has no manifest, or one of a newer schema.
         DamagedCheckpointError: it is not whole.
+        StoreError: it is on an object store that does not answer.
     """
-    manifest = read_manifest(path)
-    if problems := problems_of(path, manifest, content=content):
-        raise DamagedCheckpointError(path, problems)
+    manifest = place.manifest()
+    if problems := problems_of(place, manifest, content=content):
+        raise DamagedCheckpointError(place.path, problems)
     return manifest
 
 
-def _report(path: Path, name: str, *, content: bool) -> bool:
+def _report(place: Place, *, content: bool) -> bool:
     """Print what was found; return whether the checkpoint is whole."""
     started = time.perf_counter()
     try:
-        manifest = read_manifest(path)
-        problems = problems_of(path, manifest, content=content)
+        manifest = place.manifest()
+        problems = problems_of(place, manifest, content=content)
     except DamagedCheckpointError as error:
         problems = error.problems
     if problems:
-        print(f"{shown(name)}: damaged")
+        print(f"{shown(place.name)}: damaged")
         for problem in problems:
             print(f"  {shown(problem, 400)}")
         return False
     seconds = time.perf_counter() - started
     size = f"{len(manifest.files)} files, {readable(manifest.nbytes)}"
-    print(f"{shown(name)}: " + (f"whole ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"))
+    whole = f"whole ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"
+    print(f"{shown(place.name)}: {whole}")
     return True
 
 
 def run(options: argparse.Namespace) -> int:
     """Check what ``options.directory`` names, a line each."""
-    directory = existing_directory(options.directory)
-    found = checkpoints_at(directory)
+    found = find(options.directory)
     good = 0
-    for path in found:
-        name = directory.name if path == directory else str(path.relative_to(directory))
+    for place in found.places:
         try:
-            good += _report(path, name, content=not options.quick)
+            good += _report(place, content=not options.quick)
         except UserError as error:
-            print(f"{shown(name)}: not complete")
+            print(f"{shown(place.name)}: not complete")
             print(f"  {shown(error, 400)}")
-    for path in interrupted_at(directory):
-        print(f"{shown(path.relative_to(directory))}: left by an interrupted save, and removed by the next start")
-    if good != len(found) and found != [directory]:
-        print(f"{len(found) - good} of {len(found)} checkpoints cannot be resumed from")
-    return 0 if good == len(found) else 1
+    for name in found.left:
+        print(f"{shown(name)}: left by an interrupted save, and removed by {found.removed_by}")
+    for name in found.aside:
+        print(f"{shown(name)}: set aside, as the run went on without it; no resume takes it")
+    if not found.places:
+        raise UserError(f"{options.directory} holds no complete checkpoint")
+    if good != len(found.places) and not found.single:
+        print(f"{len(found.places) - good} of {len(found.places)} checkpoints cannot be resumed from")
+    return 0 if good == len(found.places) else 1

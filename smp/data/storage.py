@@ -47,8 +47,11 @@ class DataFile:
         return self.name.endswith(".gz")
 
 
-def filesystem_of(url: str) -> tuple[Any, str]:
+def filesystem_of(url: str, **options: Any) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path inside it.
+
+    Args:
+        options: of the file system.
 
     Raises:
         UserError: the URL's scheme is unknown, or its package is not installed.
@@ -56,7 +59,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        return fsspec.core.url_to_fs(str(Path(url).expanduser()) if "://" not in url else url)
+        return fsspec.core.url_to_fs(str(Path(url).expanduser()) if "://" not in url else url, **options)
     except ImportError as error:
         scheme = url.split("://")[0]
         hint = "run `pip install s3fs`" if scheme in ("s3", "s3a") else str(error)

@@ -43,7 +43,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        start = agree_on_start(plan)
+        start = agree_on_start(plan, enter=guard.enter)
         guard.refuse_crash_loop(start.progress.step)
         prepare_device(plan, batch=start.global_batch_size)
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
@@ -67,7 +67,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
             restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
         saver = Saver(
             config.checkpoint,
-            plan.checkpoint_dirs,
+            plan.storages,
             model=model,
             optimizer=optimizer,
             model_name=plan.model.name,
@@ -76,6 +76,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
             record=lambda tag: memory.record(tag, state.step),
         )
         together(saver.prepare)
+        saver.open_mirrors()
         # Nothing could be refused any more: from here on files are written.
         metrics = together(lambda: begin_files(plan, start))
         memory.connect(metrics.writers.scalars)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from smp.checkpoint.fetch import bring
 from smp.checkpoint.layout import LATEST, choose_checkpoint
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.restore import check_architecture, first_whole, restore_model
+from smp.checkpoint.storage import Storage
 from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
@@ -26,7 +28,8 @@ logger = get_logger("train")
 def evaluate(plan: RunPlan, guard: Guard) -> int:
     """Print the validation loss of the model, or of the checkpoint that is named; returns the exit status.
 
-    A run that goes on in the same directory is not disturbed: nothing there is locked or changed.
+    A run that goes on in the same directory is not disturbed: nothing there is locked or changed, but that a checkpoint
+    which is named by a URL is brought to ``downloads`` of the run directory.
     """
     config, launch = plan.config, plan.launch
     guard.stop.__exit__()  # there is nothing to save: a signal ends the process at once
@@ -69,11 +72,14 @@ def agree_on_checkpoint(plan: RunPlan) -> Start:
         UserError: on every rank; it is damaged, of another model or kind, or there is none.
     """
     settings = plan.config.checkpoint
-    latest = settings.resume_from_checkpoint == LATEST
+    latest, elsewhere = settings.resume_from_checkpoint == LATEST, Storage(plan.run_dir / "downloads")
 
     def candidate(damaged: set[Path]) -> Start:
-        choose = _chosen_by_all if latest and settings.is_local else _chosen
-        chosen = together(functools.partial(choose, plan, damaged))
+        wanted = bring((), settings.resume_from_checkpoint, plan.model.name, damaged=damaged, elsewhere=elsewhere)
+        if latest and settings.is_local:
+            chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged))
+        else:
+            chosen = together(functools.partial(_chosen, plan, wanted, damaged))
         start = together(functools.partial(_resolve, plan, chosen))
         require_agreement(plan, start)
         return start
@@ -81,13 +87,7 @@ def agree_on_checkpoint(plan: RunPlan) -> Start:
     return first_whole(candidate, latest=latest, content=settings.verify_checkpoint == "full")
 
 
-def _chosen_by_all(plan: RunPlan, damaged: set[Path]) -> Path | None:
-    """Return the newest local checkpoint that every rank has; collective."""
-    return common_start(plan.checkpoint_dirs, plan.model.name, damaged)
-
-
-def _chosen(plan: RunPlan, damaged: set[Path]) -> Path | None:
-    wanted = plan.config.checkpoint.resume_from_checkpoint
+def _chosen(plan: RunPlan, wanted: str | None, damaged: set[Path]) -> Path | None:
     if wanted is None:
         return None
     if wanted != LATEST and plan.config.checkpoint.is_local:
@@ -109,8 +109,8 @@ def _resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
         shared = [each.parent if settings.is_local else each for each in plan.checkpoint_dirs]
         refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
         raise UserError(
-            f"no checkpoint of {plan.model.name} in {', '.join(map(str, shared))}: name the run by --output_dir, or "
-            f"leave out --resume_from_checkpoint to evaluate the model itself"
+            f"no checkpoint of {plan.model.name} in {', '.join(map(str, shared))}: name the run by --output_dir, a "
+            f"checkpoint at a URL by --resume_from_checkpoint, or leave that out to evaluate the model itself"
         )
     return Start(checkpoint, saved, TrainState(), planned_batch(plan.config, plan.mesh), 0)
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from smp.checkpoint.hf_export import refuse_foreign_files
-from smp.checkpoint.layout import nearest_existing
-from smp.checkpoint.local import local_directory
+from smp.checkpoint.storage import Storage
 from smp.config import ParallelConfig, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.dry_run import report
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, Problems, UserError
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
 from smp.memory.plan import USABLE, check_fits, estimate_memory, peak_bytes, processes_that_fit
@@ -32,6 +28,7 @@ from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend, choose_device
 from smp.train import garbage
 from smp.train.arguments import SECTIONS, TrainConfig
+from smp.train.places import check_output, storages_of
 
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]
@@ -39,8 +36,6 @@ CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
 _GPU_BYTES = 80 << 30
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,29 +76,20 @@ class RunPlan(Job):
     """A checked job, with its data open; ``smp.train.start`` chooses its start, in the process group."""
 
     run_dir: Path
-    checkpoint_dirs: list[Path]  # this rank's, for local checkpoints
+    storages: list[Storage]  # of checkpoints; this rank's, for local ones
     train_data: DataPipeline  # with evaluate_only the validation data, as no other is opened
     validation_data: DataPipeline | None
+
+    @property
+    def checkpoint_dirs(self) -> list[Path]:
+        """Directories of checkpoints; for those with a URL, what is written before it is uploaded."""
+        return [storage.directory for storage in self.storages]
 
     def close(self) -> None:
         """Close the data."""
         self.train_data.close()
         if self.validation_data is not None:
             self.validation_data.close()
-
-
-class _Problems(list[str]):
-    """Problems that steps of planning raise."""
-
-    def attempt(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Return the result of ``step``, or None after adding its problems."""
-        try:
-            return step(*args, **kwargs)
-        except ConfigError as error:
-            self.extend(error.problems)
-        except UserError as error:
-            self.append(str(error))
-        return None
 
 
 def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
@@ -114,7 +100,7 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     Raises:
         ConfigError: with every problem found.
     """
-    problems = _Problems(config.data.missing())
+    problems = Problems(config.data.missing())
     attempt = problems.attempt
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
@@ -141,16 +127,10 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     data = None
     if size is not None and not config.data.missing():
         data = attempt(_open_data, job, _batch_shape(job, size))
-    if problems or data is None:
+    storages = attempt(storages_of, config, launch, run_dir, model.name)
+    if problems or data is None or storages is None:
         raise ConfigError(problems)
-    return RunPlan(**vars(job), run_dir=run_dir, checkpoint_dirs=_checkpoint_dirs(config, launch, run_dir), **data)
-
-
-def _checkpoint_dirs(config: TrainConfig, launch: Launch, run_dir: Path) -> list[Path]:
-    directories = [Path(folder).absolute() for folder in config.checkpoint.checkpoint_dir] or [run_dir / "checkpoints"]
-    if config.checkpoint.is_local:
-        return [local_directory(folder, launch.rank, launch.world_size) for folder in directories]
-    return directories
+    return RunPlan(**vars(job), run_dir=run_dir, storages=storages, **data)
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
@@ -159,7 +139,7 @@ def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
     Raises:
         ConfigError: with every problem of either.
     """
-    problems, config = _Problems(), job.config
+    problems, config = Problems(), job.config
     train = validation = None
     if not config.data.evaluate_only:
         train = problems.attempt(create_data_pipeline, config.data, split="train", batch=shape)
@@ -170,36 +150,6 @@ def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return {"train_data": train or validation, "validation_data": validation}
-
-
-def check_output(config: TrainConfig, run_dir: Path) -> None:
-    """Refuse directories that cannot be written.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    final = [config.checkpoint.model_dir] if config.checkpoint.save_final_model and config.checkpoint.model_dir else []
-    places = [("output_dir", run_dir)]
-    places += [("checkpoint_dir", Path(folder).absolute()) for folder in config.checkpoint.checkpoint_dir]
-    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
-    places += [("model_dir", Path(folder).resolve().parent) for folder in final]
-    problems = _Problems()
-    for flag, directory in places:
-        problems.attempt(_probe_directory, flag, directory)
-    if config.checkpoint.save_final_model:
-        problems.attempt(refuse_foreign_files, Path(config.checkpoint.model_dir or run_dir / "final").absolute())
-    if problems:
-        raise ConfigError(problems)
-
-
-def _probe_directory(flag: str, directory: Path) -> None:
-    """Create an unnamed file in the directory, or in the nearest one above it that exists."""
-    try:
-        tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
-    except OSError as error:
-        raise UserError(
-            f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"
-        ) from None
 
 
 def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:

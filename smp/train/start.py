@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from smp.checkpoint.fetch import asking_together, bring, refuse_remote
 from smp.checkpoint.layout import (
     LATEST,
     TEMPORARY,
@@ -20,8 +22,10 @@ from smp.checkpoint.layout import (
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.checkpoint.object_store import is_url
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script
 from smp.checkpoint.saver import MEASURED_STEPS
+from smp.checkpoint.storage import Storage
 from smp.cpu_bf16 import ensure_bf16_works
 from smp.environment import malloc
 from smp.errors import DamagedCheckpointError, UserError
@@ -75,10 +79,14 @@ def resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
     return Start(checkpoint, saved, progress, size, min(limits, default=DEFAULT_MAX_STEPS))
 
 
-def agree_on_start(plan: RunPlan) -> Start:
+def agree_on_start(plan: RunPlan, *, enter: Callable[[str], None] = lambda phase: None) -> Start:
     """Choose a checkpoint that all ranks have found whole, or none; collective, with the directories locked.
 
-    With ``latest``, a damaged checkpoint is passed over for the newest one before it.
+    With ``latest``, a damaged checkpoint is passed over for the newest one before it. One that is at a URL alone is
+    brought to the directory that belongs to it.
+
+    Args:
+        enter: called with the name of the phase while a checkpoint comes.
 
     Raises:
         UserError: on every rank; the checkpoint that was named is damaged, or there is none that can be resumed from,
@@ -89,10 +97,13 @@ def agree_on_start(plan: RunPlan) -> Start:
 
     def candidate(damaged: set[Path]) -> Start:
         if settings.is_local and latest:
-            together(functools.partial(choose_start, plan, set()))  # for what it refuses
+            together(functools.partial(choose_start, plan, set(), LATEST))  # for what it refuses
             chosen = _common_start(plan, damaged)
         else:
-            chosen = together(functools.partial(choose_start, plan, damaged))
+            wanted = _bring(plan, damaged, enter)
+            chosen = together(functools.partial(choose_start, plan, damaged, wanted))
+            remote = functools.partial(_refuse_remote, plan, chosen, latest=latest)
+            asking_together(remote)
         start = together(functools.partial(resolve, plan, chosen))
         require_agreement(plan, start)
         return start
@@ -110,11 +121,32 @@ def _common_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
     return chosen
 
 
-def choose_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
+def _bring(plan: RunPlan, damaged: set[Path], enter: Callable[[str], None]) -> str | None:
+    """Return what to resume from as ``choose_start`` takes it, brought from a URL if it is there alone; collective."""
+    wanted, elsewhere = plan.config.checkpoint.resume_from_checkpoint, Storage(plan.run_dir / "downloads")
+    if wanted is not None and is_url(wanted) and not any(s.mirror and s.mirror.holds(wanted) for s in plan.storages):
+        together(lambda: _refuse_run(plan, fresh=False))  # before it is downloaded
+    return bring(
+        plan.storages, wanted, plan.model.name, damaged=damaged, elsewhere=elsewhere, advance=lambda _: enter("start")
+    )
+
+
+def _refuse_remote(plan: RunPlan, chosen: Path | None, *, latest: bool) -> None:
+    own = chosen is not None and chosen.parent.resolve() in [folder.resolve() for folder in plan.checkpoint_dirs]
+    refuse_remote(plan.storages, plan.model.name, chosen, own=own, latest=latest)
+
+
+def _refuse_run(plan: RunPlan, *, fresh: bool) -> None:
+    refuse_foreign(plan.checkpoint_dirs)
+    _refuse_logged(plan, fresh=fresh)
+
+
+def choose_start(plan: RunPlan, damaged: set[Path], wanted: str | None) -> Path | None:
     """Return the checkpoint to resume from, or None; refuses to overwrite another run or branch.
 
     Args:
         damaged: checkpoints that are not to be resumed from.
+        wanted: a path, ``latest``, or None.
 
     Raises:
         UserError: the run directory holds a run that this start does not continue.
@@ -122,7 +154,6 @@ def choose_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
     settings, directories = plan.config.checkpoint, plan.checkpoint_dirs
     shared = [directory.parent if settings.is_local else directory for directory in directories]
     refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
-    wanted = settings.resume_from_checkpoint
     if settings.is_local and wanted not in (None, LATEST):
         wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
     chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged)

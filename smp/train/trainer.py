@@ -16,6 +16,8 @@ from torch import nn
 
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.model_store import upload_model_together
+from smp.checkpoint.object_store import is_url
 from smp.checkpoint.saver import Saver
 from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
@@ -110,7 +112,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
                 trainer.val_loss = _validate(trainer)
         with watch.paused():
             asked.append(guard.ask(**trainer.saver.flags()))
-            counts = dict.fromkeys(("stop", "save_ended", "save_failed"), 0)
+            counts = dict.fromkeys(("stop", *trainer.saver.flags()), 0)
             while len(asked) > keep:  # the latest that is read has all that earlier ones had
                 counts = asked.popleft()()
             status = guard.verdict(counts, step)
@@ -235,7 +237,8 @@ def finish(trainer: Trainer, status: int) -> None:
     """
     plan = trainer.plan
     settings = plan.config.checkpoint
-    final = Path(settings.model_dir).absolute() if settings.model_dir else plan.run_dir / "final"
+    url = settings.model_dir if settings.model_dir and is_url(settings.model_dir) else None
+    final = Path(settings.model_dir).absolute() if settings.model_dir and not url else plan.run_dir / "final"
     if settings.save_final_model and not status:
         tokenizer = plan.config.data.tokenizer_name_or_dir
         export_hf(
@@ -246,6 +249,9 @@ def finish(trainer: Trainer, status: int) -> None:
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         logger.info("Final model: %s (AutoModelForCausalLM.from_pretrained loads it).", final)
+        if url is not None:
+            upload_model_together(final, url, functools.partial(trainer.guard.enter, "checkpoint"))
+            logger.info("It was uploaded to %s.", url)
     trainer.metrics.finish()
     plan.train_data.close()
     if plan.validation_data is not None:

@@ -1,0 +1,230 @@
+"""Objects below a URL of any file system that fsspec knows, such as S3: list, read, write, copy and delete.
+
+Endpoint and credentials come from the environment and from fsspec's own configuration. Every call has a bounded number
+of attempts; the client's own limits bound each (s3fs: 5 s to connect, 15 s without an answer).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from smp.checkpoint.safetensors_io import new_digest, reason, shown, write_all
+from smp.data.storage import filesystem_of
+from smp.errors import RunError
+
+ATTEMPTS = 4
+FIRST_PAUSE = 0.5  # seconds; doubled after each attempt
+_RANGE = 16 << 20  # bytes of a download in one request
+# Asked again, these have the same answer.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, TypeError)
+
+T = TypeVar("T")
+
+
+class StoreError(RunError):
+    """A store did not do what it was asked, or does not answer."""
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Tell a URL from a path of a mounted file system."""
+    return "://" in str(place)
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Return what the file system of a URL is opened with; what the user has configured for fsspec goes before."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    if scheme in ("file", "local"):
+        return {"auto_mkdir": True}
+    if scheme not in ("s3", "s3a"):
+        return {}
+    mine = {
+        "max_concurrency": 4,  # parts of 50 MiB that one upload has in memory
+        "config_kwargs": {"retries": {"total_max_attempts": 3, "mode": "standard"}},  # of each part
+    }
+    return mine | fsspec.config.conf.get("s3", {})
+
+
+def _ignore(nbytes: int) -> None:
+    """Do nothing: the default of ``advance``."""
+
+
+class ObjectStore:
+    """Objects below ``url``; names are relative to it.
+
+    All methods raise :class:`StoreError`, naming URL and cause, when the store has refused or failed every attempt.
+
+    Args:
+        url: with its scheme; without credentials.
+
+    Raises:
+        UserError: the scheme is unknown, or its package is not installed.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._fs, root = filesystem_of(self.url, **_options(url))
+        self._root = root.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def at(self, name: str) -> str:
+        """Return the URL of an object."""
+        return f"{self.url}/{name}"
+
+    def _call(self, what: str, name: str, action: Callable[[str], T]) -> T:
+        path = f"{self._root}/{name}" if name else self._root
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return action(path)
+            except Exception as error:
+                if attempt < ATTEMPTS and not isinstance(error, _FINAL):
+                    # Ranks that failed together do not come back together.
+                    time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                    continue
+                if isinstance(error, FileNotFoundError):
+                    raise
+                raise StoreError(f"{self.at(name) if name else self.url} cannot be {what} ({_why(error)})") from error
+        raise AssertionError
+
+    def folders(self) -> list[str]:
+        """Return the names that have objects below them, of one level; sorted."""
+
+        def listed(path: str) -> list[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            return list(self._fs.ls(path, detail=True))
+
+        try:
+            found = self._call("listed", "", listed)
+        except FileNotFoundError:  # nothing is there yet
+            return []
+        return sorted(_last(entry["name"]) for entry in found if entry["type"] == "directory")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the bytes of each object below a folder, by its name there; empty if there are none."""
+
+        def listed(path: str) -> dict[str, int]:
+            self._fs.invalidate_cache()
+            found = self._fs.find(path, detail=True)
+            prefix = path.lstrip("/") + "/"
+            return {name.lstrip("/").removeprefix(prefix): int(entry["size"]) for name, entry in found.items()}
+
+        try:
+            return self._call("listed", folder, listed)
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str) -> bytes | None:
+        """Return an object's bytes; None if there is no such object."""
+
+        def got(path: str) -> bytes:
+            self._fs.invalidate_cache()
+            return bytes(self._fs.cat_file(path))
+
+        try:
+            return self._call("read", name, got)
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object, in place of one of that name."""
+        self._writing(name, lambda path: self._fs.pipe_file(path, data))
+
+    def upload(self, file: Path, name: str, advance: Callable[[int], None] = _ignore) -> None:
+        """Copy a file to the store, a large one in parts.
+
+        Args:
+            advance: is told the bytes that have got there, also those of an attempt that then fails.
+        """
+        from fsspec.callbacks import Callback
+
+        class Progress(Callback):
+            def relative_update(self, inc: int = 1) -> None:
+                advance(inc)
+
+        self._writing(name, lambda path: self._fs.put_file(str(file), path, callback=Progress()))
+
+    def _writing(self, name: str, action: Callable[[str], object]) -> None:
+        try:
+            self._call("written", name, action)
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.at(name)} cannot be written ({_why(error)})") from error
+
+    def download(self, name: str, file: Path, size: int, advance: Callable[[int], None] = _ignore) -> str:
+        """Copy an object of ``size`` bytes to a new file, which is on the disk when this returns; return its digest.
+
+        Args:
+            advance: is told the bytes that have come.
+
+        Raises:
+            StoreError: also if the object has other than ``size`` bytes.
+            OSError: the file cannot be written.
+        """
+        digest = new_digest()
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            start = 0
+            for part in self.pieces(name, 0, size):
+                digest.update(part)
+                write_all(descriptor, part, start)
+                start += len(part)
+                advance(len(part))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return shown(digest)
+
+    def pieces(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """Return the bytes of an object from ``start`` to ``end``, in parts.
+
+        Raises:
+            StoreError: also if it ends before.
+        """
+        return (self._range(name, begin, min(begin + _RANGE, end)) for begin in range(start, end, _RANGE))
+
+    def _range(self, name: str, start: int, end: int) -> bytes:
+        try:
+            part = self._call("read", name, lambda path: bytes(self._fs.cat_file(path, start=start, end=end)))
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.at(name)} is no longer there") from error
+        if len(part) != end - start:
+            raise StoreError(f"{self.at(name)} ends too early")
+        return part
+
+    def remove(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        try:
+            self._call("deleted", name, self._fs.rm_file)
+        except FileNotFoundError:
+            return
+
+    def remove_folder(self, folder: str) -> None:
+        """Delete all objects below a folder; what was interrupted is gone on with by another call."""
+
+        def removed(path: str) -> None:
+            self._fs.invalidate_cache()
+            self._fs.rm(path, recursive=True)
+
+        try:
+            self._call("deleted", folder, removed)
+        except FileNotFoundError:
+            return
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _why(error: BaseException) -> str:
+    """Return the cause in a few words, and what to do where that is known."""
+    text = str(error) if isinstance(error, OSError) and str(error) else reason(error)
+    if isinstance(error, PermissionError) or "redentials" in text:
+        return f"{text}; check the credentials, and what they are allowed to do there"
+    return text

@@ -1,0 +1,44 @@
+"""Outcome of what a rank does with a file system: kept where it is done, and agreed on by all."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from smp.checkpoint.layout import disk_free
+from smp.checkpoint.safetensors_io import reason
+from smp.comm.report import readable
+from smp.errors import RunError
+
+
+def agree(failure: BaseException | None, what: str) -> None:
+    """Raise on every rank if any has failed; collective.
+
+    Args:
+        what: the beginning of the sentence.
+
+    Raises:
+        RunError: naming the first rank that failed, and why.
+    """
+    said = None if failure is None else reason(failure)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    for rank, text in enumerate(everyone):
+        if text is not None:
+            raise RunError(f"{what}: rank {rank}: {text}") from failure
+
+
+def attempt(action: Callable[[], object], directory: Path, nbytes: int) -> BaseException | None:
+    """Run ``action`` and return what it raises, with what is needed and what is free if the disk is full."""
+    try:
+        action()
+    except Exception as error:
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT) or not nbytes:
+            return error
+        free = readable(disk_free(directory))
+        return RunError(f"{reason(error)}; its part needs {readable(nbytes)} and {directory} has {free} free")
+    return None

@@ -1,0 +1,76 @@
+"""Checkpoints below a URL: which there are, and what names and sizes say of them.
+
+A folder ``<model>-<step>steps`` is a checkpoint from the moment that its ``manifest.json`` is there, which is uploaded
+last and deleted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from smp.checkpoint.layout import Checkpoint, checkpoint_name, step_of
+from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest
+from smp.checkpoint.object_store import ObjectStore
+from smp.errors import DamagedCheckpointError, UserError
+
+# Manifest of a checkpoint of a branch that is not gone on with: nothing finds it.
+ASIDE = "manifest.aside.json"
+
+
+def find_remote(store: ObjectStore) -> list[Checkpoint]:
+    """Return the checkpoints below the URL, of whatever model, oldest first; ``path`` is the name alone.
+
+    Raises:
+        StoreError: they cannot be listed.
+    """
+    named = [(Path(name), step_of(Path(name))) for name in store.folders()]
+    found = [Checkpoint(path, step) for path, step in named if step is not None]
+    return sorted((c for c in found if MANIFEST_FILE in store.sizes(c.path.name)), key=lambda c: c.step)
+
+
+def of_model(found: Sequence[Checkpoint], model_name: str) -> list[Checkpoint]:
+    """Return those of ``model_name``."""
+    return [c for c in found if c.path.name == checkpoint_name(model_name, c.step)]
+
+
+def read_remote(store: ObjectStore, name: str) -> tuple[Manifest, bytes]:
+    """Return the manifest of a remote checkpoint, and its bytes.
+
+    Raises:
+        UserError: it has none, or one of a newer schema.
+        DamagedCheckpointError: it is malformed.
+        StoreError: it cannot be read.
+    """
+    data = store.read(f"{name}/{MANIFEST_FILE}")
+    if data is None:
+        raise UserError(f"{store.at(name)} is not a complete checkpoint: it has no {MANIFEST_FILE}")
+    return parse_manifest(data, store.at(name), len(store.sizes(name))), data
+
+
+def problems_of_objects(manifest: Manifest, sizes: dict[str, int]) -> list[str]:
+    """Compare the names and sizes of a checkpoint's objects with its manifest."""
+    others = sizes.keys() - manifest.files.keys() - {MANIFEST_FILE, ASIDE}
+    problems = [f"{name} does not belong to it" for name in sorted(others)]
+    for name, entry in manifest.files.items():
+        if name not in sizes:
+            problems.append(f"{name} is missing")
+        elif sizes[name] != entry.size:
+            problems.append(f"{name} has {sizes[name]} bytes instead of {entry.size}")
+    return problems
+
+
+def remote_problem(store: ObjectStore, name: str) -> str | None:
+    """Return a sentence of what the manifest, names and sizes show; None if they show nothing.
+
+    Raises:
+        StoreError: they cannot be read.
+    """
+    try:
+        manifest, _ = read_remote(store, name)
+        problems = problems_of_objects(manifest, store.sizes(name))
+        if manifest.step != step_of(Path(name)):
+            problems.append(f"its manifest is of step {manifest.step}")
+        return str(DamagedCheckpointError(store.at(name), problems)) if problems else None
+    except UserError as error:
+        return str(error)

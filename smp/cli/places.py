@@ -1,0 +1,182 @@
+"""Checkpoints that a path or a URL on the command line names, wherever they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from smp.checkpoint.layout import quick_problems, step_of
+from smp.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    expected_headers,
+    parse_manifest,
+    problems_of_files,
+    read_manifest,
+)
+from smp.checkpoint.object_store import ObjectStore, is_url
+from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.remote import ASIDE, problems_of_objects
+from smp.checkpoint.remote_reader import RemoteFiles
+from smp.cli.find import DEPTHS, checkpoints_at, existing_directory, interrupted_at
+from smp.errors import UserError
+
+
+class Place(Protocol):
+    """A checkpoint, whole or not."""
+
+    @property
+    def path(self) -> Path | str:
+        """Its directory or its URL."""
+
+    @property
+    def name(self) -> str:
+        """Name that it is shown by."""
+
+    def manifest(self) -> Manifest:
+        """Read the manifest; raises UserError and DamagedCheckpointError as of :func:`read_manifest`."""
+
+    def quick_problems(self, manifest: Manifest) -> list[str]:
+        """Return what names and sizes show."""
+
+    def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """Return what is wrong with the content of files."""
+
+    def reader(self, manifest: Manifest) -> CheckpointReader:
+        """Return a reader of its tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalPlace:
+    """A checkpoint in a directory."""
+
+    path: Path
+    name: str
+
+    def manifest(self) -> Manifest:
+        """Read the manifest."""
+        return read_manifest(self.path)
+
+    def quick_problems(self, manifest: Manifest) -> list[str]:
+        """Return what names and sizes show."""
+        return quick_problems(self.path, manifest)
+
+    def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """Return what is wrong with the content of files."""
+        return problems_of_files(self.path, manifest, content=True, names=names)
+
+    def reader(self, manifest: Manifest) -> CheckpointReader:
+        """Return a reader of its tensors."""
+        return CheckpointReader(self.path, manifest)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemotePlace:
+    """A checkpoint below a URL; ``sizes`` are those of its objects."""
+
+    store: ObjectStore
+    folder: str
+    name: str
+    sizes: dict[str, int]
+
+    @property
+    def path(self) -> str:
+        """Its URL."""
+        return self.store.at(self.folder) if self.folder else self.store.url
+
+    def manifest(self) -> Manifest:
+        """Read the manifest."""
+        data = self.store.read(f"{self.folder}/{MANIFEST_FILE}" if self.folder else MANIFEST_FILE)
+        if data is None:
+            raise UserError(f"{self.path} is not a complete checkpoint: it has no {MANIFEST_FILE}")
+        return parse_manifest(data, self.path, len(self.sizes))
+
+    def quick_problems(self, manifest: Manifest) -> list[str]:
+        """Return what names and sizes show."""
+        problems = problems_of_objects(manifest, self.sizes)
+        if step_of(Path(self.path)) not in (None, manifest.step):
+            problems.append(f"its manifest is of step {manifest.step}")
+        return problems
+
+    def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """Return what is wrong with the content of files, each of which is read once."""
+        files, expected = RemoteFiles(self.store, self.folder, self.sizes), expected_headers(manifest)
+        found = ((name, files.problem_of(name, manifest.files[name], expected.get(name, {}))) for name in names)
+        return [f"{name} {problem}" for name, problem in found if problem]
+
+    def reader(self, manifest: Manifest) -> CheckpointReader:
+        """Return a reader of its tensors, by ranges."""
+        return CheckpointReader(self.path, manifest, RemoteFiles(self.store, self.folder, self.sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a path or a URL names.
+
+    Attributes:
+        single: it is a checkpoint itself.
+        left: names of what an interrupted save or upload left.
+        aside: names of what was taken out of its run.
+        removed_by: what removes that which is left.
+    """
+
+    places: list[Place]
+    single: bool
+    left: list[str]
+    aside: list[str] = dataclasses.field(default_factory=list)
+    removed_by: str = "the next start"
+
+
+def one_place(text: str) -> Place:
+    """Return the checkpoint that a path or a URL names.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    found = find(text)
+    if not found.single:
+        such_as = f", such as {found.places[-1].path}" if found.places else ""
+        raise UserError(f"{text} holds {len(found.places)} checkpoint(s): give one of them{such_as}")
+    return found.places[0]
+
+
+def find(text: str) -> Found:
+    """Return the checkpoints that a path or a URL names: one, or all below it.
+
+    Raises:
+        UserError: there is none.
+        StoreError: they cannot be listed.
+    """
+    if is_url(text):
+        return _find_remote(text)
+    directory = existing_directory(text)
+    paths = checkpoints_at(directory)
+    places: list[Place] = [
+        LocalPlace(path, path.name if path == directory else str(path.relative_to(directory))) for path in paths
+    ]
+    left = [str(path.relative_to(directory)) for path in interrupted_at(directory)]
+    return Found(places, paths == [directory], left)
+
+
+def _find_remote(url: str) -> Found:
+    store = ObjectStore(url)
+    objects = store.sizes("")
+    if not objects:
+        raise UserError(f"{url} does not exist: give the URL of a checkpoint, or one that some are below")
+    own = Path(store.url)
+    if MANIFEST_FILE in objects or step_of(own) is not None:
+        return Found([RemotePlace(store, "", own.name, objects)], True, [])
+    folders: dict[str, dict[str, int]] = {}
+    for name, size in objects.items():
+        folder, _, file = name.rpartition("/")
+        if step_of(Path(folder)) is not None and folder.count("/") < len(DEPTHS):
+            folders.setdefault(folder, {})[file] = size
+    names = sorted(folders, key=lambda name: (Path(name).parent, step_of(Path(name)), name))
+    places: list[Place] = [RemotePlace(store, n, n, folders[n]) for n in names if MANIFEST_FILE in folders[n]]
+    aside = [name for name in names if ASIDE in folders[name] and MANIFEST_FILE not in folders[name]]
+    left = [name for name in names if not {MANIFEST_FILE, ASIDE} & folders[name].keys()]
+    if not names:
+        raise UserError(f"{url} is not a checkpoint and none is below it: give a <model>-<step>steps URL, or one above")
+    return Found(places, False, left, aside, "the next upload")

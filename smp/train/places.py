@@ -1,0 +1,79 @@
+"""Directories and URLs that a run writes to."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from smp.checkpoint.hf_export import refuse_foreign_files
+from smp.checkpoint.layout import nearest_existing
+from smp.checkpoint.local import local_directory
+from smp.checkpoint.model_store import refuse_foreign_objects
+from smp.checkpoint.object_store import is_url
+from smp.checkpoint.storage import Storage, storage_at
+from smp.environment import Launch
+from smp.errors import ConfigError, Problems, UserError
+from smp.train.arguments import TrainConfig
+
+
+def storages_of(config: TrainConfig, launch: Launch, run_dir: Path, model_name: str) -> list[Storage]:
+    """Return where checkpoints go; those for URLs are written to ``checkpoints``, ``checkpoints-2``... of the run.
+
+    Raises:
+        UserError: the package for a URL is not installed, or two would be written to one directory.
+    """
+    places = config.checkpoint.checkpoint_dir or (str(run_dir / "checkpoints"),)
+    if config.checkpoint.is_local:
+        folders = [local_directory(Path(place).absolute(), launch.rank, launch.world_size) for place in places]
+        return [Storage(folder, shared=False) for folder in folders]
+    urls = [place for place in places if is_url(place)]
+    folders = [run_dir / "checkpoints", *(run_dir / f"checkpoints-{number}" for number in range(2, len(urls) + 1))]
+    staging = dict(zip(urls, folders, strict=False))
+    absolute = [place if is_url(place) else Path(place).absolute() for place in places]
+    storages = [storage_at(place, model_name, staging.get(str(place), run_dir)) for place in absolute]
+    for storage in storages:
+        if [other.directory.resolve() for other in storages].count(storage.directory.resolve()) > 1:
+            raise UserError(
+                f"--checkpoint_dir {storage.directory} is where checkpoints for {urls[0]} are written before they are "
+                f"uploaded: choose another directory, or leave it out"
+            )
+    return storages
+
+
+def check_output(config: TrainConfig, run_dir: Path) -> None:
+    """Refuse directories that cannot be written.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    if is_url(config.run.output_dir or ""):
+        raise UserError(
+            f"--output_dir {config.run.output_dir} is a URL, and metrics and logs are written to a directory: give a "
+            f"local one, and the URL as --checkpoint_dir or --model_dir"
+        )
+    model_dir = config.checkpoint.model_dir if config.checkpoint.save_final_model else None
+    final = [model_dir] if model_dir and not is_url(model_dir) else []
+    places = [("output_dir", run_dir)]
+    folders = [place for place in config.checkpoint.checkpoint_dir if not is_url(place)]
+    places += [("checkpoint_dir", Path(folder).absolute()) for folder in folders]
+    places += [("tensorboard_dir", Path(folder).absolute()) for folder in config.logging.tensorboard_dir]
+    places += [("model_dir", Path(folder).resolve().parent) for folder in final]
+    problems = Problems()
+    for flag, directory in places:
+        problems.attempt(_probe_directory, flag, directory)
+    if config.checkpoint.save_final_model:
+        problems.attempt(refuse_foreign_files, Path(*final).absolute() if final else run_dir / "final")
+        if model_dir and not final:
+            problems.attempt(refuse_foreign_objects, model_dir)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _probe_directory(flag: str, directory: Path) -> None:
+    """Create an unnamed file in the directory, or in the nearest one above it that exists."""
+    try:
+        tempfile.TemporaryFile(dir=nearest_existing(directory)).close()
+    except OSError as error:
+        raise UserError(
+            f"--{flag} {directory} cannot be written ({error.strerror}): choose another directory"
+        ) from None
