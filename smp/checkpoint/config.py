@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -107,6 +108,6 @@ class CheckpointConfig(Section):
             f"--{flag} {url.partition('://')[0]}://... has a password in it, which logs would show: give "
             f"credentials in the environment"
             for flag, url in [*(("checkpoint_dir", url) for url in urls), ("model_dir", self.model_dir or "")]
-            if "@" in url.partition("://")[2].partition("/")[0]
+            if re.search("://[^/@]*:[^/]*@", url)
         ]
         return found

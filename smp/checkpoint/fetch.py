@@ -27,15 +27,14 @@ logger = get_logger(__name__)
 _STREAMS = 4  # files that a rank downloads at a time
 
 
-def fetch(
-    store: ObjectStore, name: str, storage: Storage, advance: Callable[[int], None] = lambda nbytes: None
-) -> list[str]:
+def fetch(store: ObjectStore, name: str, storage: Storage, advance: Callable[[int], None], *, again: bool) -> list[str]:
     """Copy a remote checkpoint to the storage's directory, each rank a share of the files, and publish it; collective.
 
-    One of that name that is there is replaced, unless it is the same one, whole.
+    One of that name that is there is replaced.
 
     Args:
         advance: is told the bytes that have come, by other threads.
+        again: even if the same one is there, whole as far as names and sizes tell.
 
     Returns:
         Problems, the same on all ranks: files that are not as they were written. Nothing is published then.
@@ -45,7 +44,7 @@ def fetch(
     """
     final = storage.directory / name
     manifest, data = together(lambda: _asking(functools.partial(read_remote, store, name)))
-    if together(lambda: _is_there(final, data)) and _everywhere(_is_there(final, data)):
+    if not again and _everywhere(_is_there(final, data)):
         return []
     together(lambda: _require_room(storage.directory, manifest, store.at(name)))
     if dist.get_rank() == 0:
@@ -171,7 +170,7 @@ def bring(
         store = together(lambda: ObjectStore(folder))
         if step_of(Path(name)) is None:
             raise UserError(f"{wanted} is no checkpoint: give the URL of a <model>-<step>steps folder, or latest")
-        if problems := fetch(store, name, storage, advance):
+        if problems := fetch(store, name, storage, advance, again=False):
             raise DamagedCheckpointError(wanted, problems)
         _mended(damaged, storage.directory / name)
         return str(storage.directory / name)
@@ -195,7 +194,7 @@ def _bring_latest(
         index, name = chosen
         mirror = storages[index].mirror
         assert mirror is not None
-        problems = fetch(mirror.store, name, storages[index], advance)
+        problems = fetch(mirror.store, name, storages[index], advance, again=True)
         if not problems:
             _mended(damaged, storages[index].directory / name)
             return

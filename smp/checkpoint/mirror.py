@@ -106,14 +106,17 @@ class Upload:
         data = (self.path / MANIFEST_FILE).read_bytes()
         manifest = parse_manifest(data, self.path, len(os.listdir(self.path)))
         content = [name, checksum_of(data)]
-        if not (self._lead_in(data, content) if self._mirror.leads else self._follow_in(data, content)):
-            return
+        if self._mirror.leads:
+            committed = self._lead_in(data, content)
+        else:
+            self._wait_until(lambda: self._mirror.require_own().get("uploading") == content)
+            committed = False  # as far as this rank knows, which then finds its files there
         there = store.sizes(name)
         for file in share_of(manifest):
             if there.get(file) != manifest.files[file].size:
                 self._go_on()
                 store.upload(self.path / file, f"{name}/{file}", self._advance)
-        if self._mirror.leads:
+        if self._mirror.leads and not committed:
             self._commit(manifest, data)
 
     def _go_on(self) -> None:
@@ -130,34 +133,18 @@ class Upload:
                 raise _CancelledError
             pause = min(2 * pause, longest)
 
-    def _is_committed(self, data: bytes) -> bool:
-        return self._mirror.store.read(f"{self.path.name}/{MANIFEST_FILE}") == data
-
     def _lead_in(self, data: bytes, content: list[str]) -> bool:
-        """Make the folder hold nothing but this content; False if that is committed already."""
+        """Make the folder hold nothing but this content, and say so to the other ranks; True if it is committed."""
         mirror, name = self._mirror, self.path.name
         written = mirror.require_own()
-        if self._is_committed(data):
-            return False
-        mirror.store.remove(f"{name}/{MANIFEST_FILE}")  # before anything of it is replaced
+        committed = mirror.store.read(f"{name}/{MANIFEST_FILE}") == data
+        if not committed:
+            mirror.store.remove(f"{name}/{MANIFEST_FILE}")  # before anything of it is replaced
         if written.get("uploading") != content:
-            mirror.store.remove_folder(name)
-            mirror.store.write(mirror.writer, json.dumps(written | {"uploading": content}).encode())
-        return True
-
-    def _follow_in(self, data: bytes, content: list[str]) -> bool:
-        """Wait for rank 0 to have made room; False if this content is committed already."""
-        committed = False
-
-        def ready() -> bool:
-            nonlocal committed
-            if self._mirror.require_own().get("uploading") == content:
-                return True
-            committed = self._is_committed(data)
-            return committed
-
-        self._wait_until(ready)
-        return not committed
+            if not committed:
+                mirror.store.remove_folder(name)
+            mirror.announce(content)
+        return committed
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         store, name, seen = self._mirror.store, self.path.name, [-1]
@@ -230,7 +217,7 @@ class Mirror:
     def __init__(self, store: ObjectStore, model_name: str):
         self.store, self.model_name, self.writer = store, model_name, f"{model_name}.writer.json"
         self.rated: dict[str, Rated] = {}
-        self._id = ""
+        self._id = self._since = ""
         self._current: Upload | None = None
         self._next: Upload | None = None
         self._failed: tuple[Upload, str] | None = None  # unless a newer one has been uploaded
@@ -268,9 +255,13 @@ class Mirror:
             raise RunError(f"checkpoints cannot be uploaded: {said[1]}")
 
     def _take(self) -> None:
-        mine = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "since": now()}
-        left = _parsed(self.store.read(self.writer)).get("uploading")
-        self.store.write(self.writer, json.dumps(mine | {"uploading": left}).encode())
+        self._since = now()
+        self.announce(_parsed(self.store.read(self.writer)).get("uploading"))
+
+    def announce(self, content: list[str] | None) -> None:
+        """Say who writes, and of which content the objects without a manifest are; for rank 0."""
+        mine = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "since": self._since}
+        self.store.write(self.writer, json.dumps(mine | {"uploading": content}).encode())
 
     def require_own(self) -> dict[str, Any]:
         """Return what ``writer.json`` says.
@@ -279,11 +270,11 @@ class Mirror:
             StoreError: another job has begun to write to the URL.
         """
         written = _parsed(self.store.read(self.writer))
-        if written.get("id") != self._id:
+        # Nothing there: on a store whose writes are not atomic, such as a disk, rank 0 is writing it.
+        if written.get("id", self._id) != self._id:
             who = " ".join(f"{key} {written[key]}" for key in ("host", "pid", "since") if key in written)
             raise StoreError(
-                f"another job writes to {self.store} ({who or 'its writer.json is gone'}): end one of them, or give "
-                f"each a URL of its own"
+                f"another job writes to {self.store} ({who}): end one of them, or give each a URL of its own"
             )
         return written
 

@@ -71,6 +71,7 @@ class Storage:
                 raise RunError(
                     f"it does not see {temporary}, which rank 0 made, within {VISIBLE_WITHIN:g} s: checkpoints must be "
                     f"on a file system that all hosts share"
+                    f"{', also on the way to a URL: choose such a directory for them' if self.mirror else ''}"
                 )
 
         try:

@@ -23,7 +23,7 @@ class Name(NamedTuple):
 
 _SAVER = "torch.sagemaker.distributed.checkpoint.state_dict_saver"
 _UTILS = "torch.sagemaker.distributed.checkpoint.state_dict_utils"
-_NO_S3 = "object stores are not available: save to a shared file system and copy from there"
+_S3 = "smp.Checkpointer takes a URL, and --checkpoint_dir does, as s3://bucket/run; s3fs reads and writes"
 _NO_MOE = "mixture-of-experts models are out of scope for now"
 _ATTENTION = "the model code is Hugging Face's: choose with attn_implementation, or --attn_implementation"
 _LAYER = "layers stay Hugging Face's: wrap and checkpoint by its class, such as LlamaDecoderLayer"
@@ -103,8 +103,8 @@ NAMES = (
         False,
         "smp.Checkpointer reads and writes",
     ),
-    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.S3FileSystem", "", False, _NO_S3),
-    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.is_s3_uri", "", False, _NO_S3),
+    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.S3FileSystem", "smp.Checkpointer", False, _S3),
+    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.is_s3_uri", "smp.Checkpointer", False, _S3),
     Name(
         "torch.sagemaker.distributed.checkpoint.async_utils.AsyncCallsQueue",
         "smp.Checkpointer",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from smp.checkpoint.disk_forecast import COPIES, forecast
 from smp.checkpoint.layout import disk_free, nearest_existing
+from smp.checkpoint.object_store import is_url
 from smp.checkpoint.safetensors_io import reason
 from smp.comm.report import readable
 from smp.doctor.check import CheckContext
@@ -36,7 +37,10 @@ def _directories(ctx: CheckContext) -> list[tuple[str, Path, int]]:
     directories = [] if output is None else [("output_dir", output, 0)]
     for index, folder in enumerate(settings.checkpoint_dir):
         number = kept[min(index, len(kept) - 1)]
-        directories.append(("checkpoint_dir", Path(folder).absolute(), number))
+        if not is_url(folder):
+            directories.append(("checkpoint_dir", Path(folder).absolute(), number))
+        elif output is not None:  # written there before it is uploaded
+            directories.append(("output_dir", output, number))
     return directories
 
 

@@ -1,0 +1,386 @@
+"""Checkpoints at a URL: what is uploaded, committed, kept, passed over and gone on with; the store's own calls."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp.checkpoint import mirror, object_store
+from smp.checkpoint.checkpointer import Checkpointer
+from smp.checkpoint.config import CheckpointConfig
+from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
+from smp.checkpoint.object_store import ObjectStore, StoreError
+from smp.checkpoint.safetensors_io import digest_of
+from smp.errors import ConfigError, RunError, UserError
+from tests.clock import HANG_SECONDS
+from tests.distributed import run_distributed, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(mirror, "POLL_SECONDS", (0.01, 0.1))
+
+
+def of(folder: str, keep: int = 2, **options) -> Checkpointer:
+    """A checkpointer that writes to ``<folder>/here`` and uploads to ``<folder>/there``."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Checkpointer(f"file://{folder}/there", model, optimizer, keep=keep, staging=f"{folder}/here", **options)
+
+
+def committed(folder: str) -> list[int]:
+    """Steps of the checkpoints at the URL, each of which must be whole."""
+    found = sorted(path.parent for path in pathlib.Path(folder, "there").glob(f"*/{MANIFEST_FILE}"))
+    for path in found:
+        assert problems_of_files(path, read_manifest(path), content=True) == []
+    return sorted(read_manifest(path).step for path in found)
+
+
+def folders(folder: str) -> list[str]:
+    return sorted(path.name for path in pathlib.Path(folder, "there").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("where", ["memory://bucket/run", "file://{}/run"])
+def test_objects_are_written_listed_read_and_deleted(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(object_store, "_RANGE", 1000)
+    store = ObjectStore(where.format(tmp_path) + "/")
+    assert (store.folders(), store.sizes("a"), store.read("a/b")) == ([], {}, None)
+    source, moved = tmp_path / "source", []
+    source.write_bytes(bytes(range(256)) * 10)
+    store.upload(source, "m-1steps/data", moved.append)
+    store.write("m-1steps/manifest.json", b"{}")
+    store.write("m-10steps/data", b"x")
+    assert store.folders() == ["m-10steps", "m-1steps"]
+    assert store.sizes("m-1steps") == {"data": 2560, "manifest.json": 2} and store.sizes("m-") == {}
+    assert store.download("m-1steps/data", tmp_path / "copy", 2560) == digest_of(source) == digest_of(tmp_path / "copy")
+    with pytest.raises(StoreError, match="ends too early"):
+        store.download("m-1steps/data", tmp_path / "longer", 2561)
+    store.remove("m-1steps/manifest.json")
+    store.remove("m-1steps/manifest.json")
+    assert store.sizes("m-1steps") == {"data": 2560}
+    store.remove_folder("m-1steps")
+    store.remove_folder("m-1steps")
+    assert store.folders() == ["m-10steps"]
+    with pytest.raises(StoreError, match="m-1steps/data is no longer there"):
+        store.download("m-1steps/data", tmp_path / "gone", 5)
+    store.remove_folder("m-10steps")
+
+
+def test_a_call_that_fails_is_made_again_a_few_times(tmp_path, monkeypatch):
+    store, calls = ObjectStore(f"file://{tmp_path}"), []
+
+    def fails(error: Exception, times: int):
+        def write(path, data):
+            calls.append(path)
+            if len(calls) <= times:
+                raise error
+
+        calls.clear()
+        monkeypatch.setattr(store._fs, "pipe_file", write, raising=False)
+
+    fails(OSError(5, "Input/output error"), object_store.ATTEMPTS - 1)
+    store.write("a", b"")
+    assert len(calls) == object_store.ATTEMPTS
+    fails(OSError(5, "Input/output error"), 99)
+    with pytest.raises(StoreError, match=r"/a cannot be written \(.*Input/output error"):
+        store.write("a", b"")
+    assert len(calls) == object_store.ATTEMPTS
+    fails(PermissionError("Access Denied"), 99)
+    with pytest.raises(StoreError, match="Access Denied; check the credentials"):
+        store.write("a", b"")
+    assert len(calls) == 1
+
+
+def test_an_unknown_scheme_and_contradictions_are_refused():
+    with pytest.raises(UserError, match="nowhere"):
+        ObjectStore("nowhere://bucket/run")
+    with pytest.raises(ConfigError, match="use --checkpoint_type async_sharded"):
+        CheckpointConfig(checkpoint_dir=("s3://bucket/run",), checkpoint_type="async_local")
+    with pytest.raises(ConfigError, match="credentials in the environment") as refused:
+        CheckpointConfig(checkpoint_dir=("ftp://me:secret@host/run",))
+    assert "secret" not in str(refused.value)
+    urls = {"checkpoint_freq": (1, 1), "num_kept_checkpoints": (1, 1)}
+    with pytest.raises(ConfigError, match="names a directory twice"):
+        CheckpointConfig(checkpoint_dir=("s3://bucket/run", "s3://bucket/run/"), **urls)
+
+
+def _saves(folder: str) -> None:
+    checkpoints = of(folder)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"step": step})
+        checkpoints.finish()
+    if dist.get_rank() == 0:
+        assert committed(folder) == [2, 3] and folders(folder) == ["model-2steps", "model-3steps"]
+        shutil.rmtree(f"{folder}/here")
+    dist.barrier()
+    again = of(folder)
+    torch.nn.init.zeros_(again._model.weight)
+    found = again.load()
+    assert (found.step, found.extra) == (3, {"step": 3}) and bool(again._model.weight.any())
+    assert found.path.resolve() == pathlib.Path(folder, "here", "model-3steps").resolve()
+    found = again.load(f"file://{folder}/there/model-2steps")
+    assert found.step == 2
+    with pytest.raises(UserError, match="it has no manifest"):
+        again.load(f"file://{folder}/there/model-7steps")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_uploaded_is_loaded_where_nothing_is_local(tmp_path, world_size):
+    run_distributed(_saves, str(tmp_path), world_size=world_size)
+
+
+class Gate:
+    """Holds uploads of files until it is opened."""
+
+    def __init__(self) -> None:
+        self.open, self.reached, upload = threading.Event(), threading.Event(), ObjectStore.upload
+
+        def held(store, file, name, advance):
+            self.reached.set()
+            assert self.open.wait(HANG_SECONDS)
+            upload(store, file, name, advance)
+
+        ObjectStore.upload = held
+
+
+def _slow(folder: str) -> None:
+    checkpoints, gate = of(folder, keep=1), Gate()
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step)  # does not wait for the network
+    assert gate.reached.wait(HANG_SECONDS)
+    here = sorted(path.name for path in pathlib.Path(folder, "here").glob("*steps"))
+    assert here == ["model-1steps", "model-4steps"]  # being uploaded, and about to be
+    assert committed(folder) == []
+    gate.open.set()
+    checkpoints.finish()
+    assert committed(folder) == [4]  # and not the ones between
+    checkpoints.save(5)
+    checkpoints.finish()
+    assert sorted(path.name for path in pathlib.Path(folder, "here").glob("*steps")) == ["model-5steps"]
+    assert folders(folder) == ["model-5steps"]
+
+
+@pytest.mark.full
+def test_training_does_not_wait_and_the_newest_that_waits_is_uploaded_next(tmp_path):
+    run_distributed(_slow, str(tmp_path), world_size=1)
+
+
+def _fails_on_one(folder: str) -> None:
+    checkpoints, upload, failing = of(folder), ObjectStore.upload, [True]
+
+    def refuse(store, file, name, advance):
+        if dist.get_rank() == 1 and failing[0]:
+            raise StoreError(f"{name} cannot be written (no route)")
+        upload(store, file, name, advance)
+
+    ObjectStore.upload = refuse
+    checkpoints.save(1)  # nothing fails here
+    with pytest.raises(RunError, match=r"model-1steps could not be uploaded to file://.*: rank 1: .*no route.*kept in"):
+        checkpoints.finish()
+    assert committed(folder) == []
+    failing[0] = False
+    checkpoints.finish()  # again
+    assert committed(folder) == [1]
+    checkpoints.save(2)
+    checkpoints.finish()
+    assert committed(folder) == [1, 2]
+
+
+@pytest.mark.full
+def test_a_rank_that_cannot_upload_leaves_nothing_committed_and_holds_nobody(tmp_path):
+    run_distributed(_fails_on_one, str(tmp_path), world_size=2)
+
+
+def _stale(folder: str) -> None:
+    there = pathlib.Path(folder, "there", "model-1steps")
+    checkpoints = of(folder)
+    checkpoints.save(1)
+    checkpoints.finish()
+    (file,) = there.glob("*.safetensors")
+    good = file.read_bytes()
+    (there / MANIFEST_FILE).unlink()
+    file.write_bytes(bytes(len(good)))  # of an interrupted upload of other content: the size is the same
+    (there / "rank00009-000.safetensors").write_bytes(b"x")
+    writer = pathlib.Path(folder, "there", "model.writer.json")
+    writer.write_text(json.dumps(json.loads(writer.read_text()) | {"uploading": ["model-1steps", "another"]}))
+    checkpoints.save(1)
+    checkpoints.finish()
+    assert committed(folder) == [1] and sorted(p.suffix for p in there.iterdir()) == [".json", ".safetensors"]
+
+
+@pytest.mark.full
+def test_objects_of_an_interrupted_upload_of_other_content_are_not_taken_for_new_ones(tmp_path):
+    run_distributed(_stale, str(tmp_path), world_size=1)
+
+
+def _killed(folder: str, at: str) -> None:
+    import os
+    import signal
+
+    checkpoints = of(folder)
+    checkpoints.save(1)
+    checkpoints.finish()
+    method = getattr(ObjectStore, at)
+
+    def kill(store, *args):
+        method(store, *args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(ObjectStore, at, kill)
+    checkpoints.save(2)
+    checkpoints.finish()
+
+
+def _goes_on(folder: str, at: str) -> None:
+    uploads, upload = [], ObjectStore.upload
+
+    def counted(store, file, name, advance):
+        uploads.append(name)
+        upload(store, file, name, advance)
+
+    ObjectStore.upload = counted
+    checkpoints = of(folder)
+    assert checkpoints.load().step == 2  # the local one
+    checkpoints.storage.mirror.open()
+    checkpoints.storage.mirror.offer(checkpoints.storage.directory / "model-2steps", checkpoints.rule(2))
+    checkpoints.finish()
+    assert committed(folder) == [1, 2]
+    assert uploads == ([] if at == "upload" else ["model-2steps/rank00000-000.safetensors"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", ["upload", "remove_folder"])
+def test_a_killed_upload_is_gone_on_with(tmp_path, at):
+    (outcome,) = run_ranks(_killed, str(tmp_path), at, world_size=1)
+    assert outcome.status == -9
+    assert committed(str(tmp_path)) == [1]
+    run_distributed(_goes_on, str(tmp_path), at, world_size=1)
+
+
+def _damaged(folder: str) -> None:
+    checkpoints = of(folder, keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step)
+        checkpoints.finish()
+    there = pathlib.Path(folder, "there")
+    if dist.get_rank() == 0:
+        (file, *_) = there.glob("model-3steps/*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        (there / "model-2steps" / MANIFEST_FILE).write_bytes(b"{}")
+        shutil.rmtree(f"{folder}/here")
+    dist.barrier()
+    again = of(folder, keep=3)
+    assert again.load().step == 1
+    if dist.get_rank() == 0:
+        assert [path.name for path in pathlib.Path(folder, "here").glob("*steps*")] == ["model-1steps"]
+    again.save(2)
+    again.finish()
+    if dist.get_rank() == 0:
+        assert committed(folder) == [1, 2]
+        assert (there / "model-3steps" / "manifest.aside.json").exists()
+        shutil.rmtree(f"{folder}/here")
+    dist.barrier()
+    assert of(folder, keep=3).load().step == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_damaged_ones_are_passed_over_and_set_aside(tmp_path, world_size):
+    run_distributed(_damaged, str(tmp_path), world_size=world_size)
+
+
+def _local_damaged(folder: str) -> None:
+    checkpoints = of(folder)
+    for step in (1, 2):
+        checkpoints.save(step)
+        checkpoints.finish()
+    (file,) = pathlib.Path(folder, "here").glob("model-2steps/*.safetensors")
+    good = file.read_bytes()
+    file.write_bytes(bytes(len(good)))
+    found = of(folder).load()
+    assert found.step == 2 and file.read_bytes() == good  # brought back
+
+
+@pytest.mark.full
+def test_what_is_damaged_here_and_whole_there_is_brought_again(tmp_path):
+    run_distributed(_local_damaged, str(tmp_path), world_size=1)
+
+
+def _all_damaged(folder: str) -> None:
+    checkpoints = of(folder)
+    checkpoints.save(1)
+    checkpoints.finish()
+    (file,) = pathlib.Path(folder, "there").glob("model-1steps/*.safetensors")
+    file.unlink()
+    shutil.rmtree(f"{folder}/here")
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints in file://.*/there is whole"):
+        of(folder).load()
+
+
+@pytest.mark.full
+def test_a_fresh_start_where_all_are_damaged_is_refused(tmp_path):
+    run_distributed(_all_damaged, str(tmp_path), world_size=1)
+
+
+def _fenced(folder: str) -> None:
+    checkpoints = of(folder)
+    checkpoints.save(1)
+    checkpoints.finish()
+    other = of(f"{folder}", name="model")
+    other.storage.mirror.open()  # as another job would on another machine
+    checkpoints.save(2)
+    with pytest.raises(RunError, match=r"another job writes to file://.*/there \(host .* pid .* since .*\): end one"):
+        checkpoints.finish()
+    assert committed(folder) == [1]
+
+
+@pytest.mark.full
+def test_a_job_whose_url_another_one_has_taken_commits_nothing_more(tmp_path):
+    run_distributed(_fenced, str(tmp_path), world_size=1)
+
+
+def _no_room(folder: str) -> None:
+    from smp.checkpoint import fetch
+
+    checkpoints = of(folder)
+    checkpoints.save(1)
+    checkpoints.finish()
+    shutil.rmtree(f"{folder}/here")
+    fetch.disk_free = lambda path: 10
+    with pytest.raises(UserError, match=r"model-1steps has .* and .*/here, where it is to be copied to, has 10 B free"):
+        of(folder).load()
+    assert list(pathlib.Path(folder, "here").glob("*steps*")) == []
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_does_not_fit_is_not_downloaded(tmp_path):
+    run_distributed(_no_room, str(tmp_path), world_size=1)
+
+
+def _best(folder: str) -> None:
+    checkpoints = of(folder, keep=1, keep_best=1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        manifest = checkpoints._manifest(step, None)
+        manifest.run["val_loss"] = loss
+        if step == 1:
+            checkpoints.storage.mirror.open()
+        checkpoints.write(manifest, wait=True, verify=False)
+        checkpoints.finish()
+    assert committed(folder) == [2, 3]
+
+
+@pytest.mark.full
+def test_the_best_stays_at_the_url_too(tmp_path):
+    run_distributed(_best, str(tmp_path), world_size=1)

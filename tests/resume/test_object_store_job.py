@@ -1,0 +1,129 @@
+"""A job whose checkpoints are mirrored to a URL: what is there, a new machine goes on from it, what is refused."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import threading
+
+import pytest
+
+from smp.checkpoint import object_store
+from smp.checkpoint.layout import find_checkpoints
+from smp.checkpoint.manifest import problems_of_files, read_manifest
+from smp.checkpoint.object_store import ObjectStore, StoreError
+from tests.clock import HANG_SECONDS, wait_until
+from tests.faults.jobs import at_call, wrapped
+from tests.job import LLAMA, losses, run_job
+
+JOB = [
+    *LLAMA,
+    "--use_synthetic_data",
+    1,
+    "--lr_decay_iters",
+    8,
+    "--sharding_strategy",
+    "full_shard",
+    "--checkpoint_freq",
+    2,
+]
+
+
+def whole(folder: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints of a store on this disk, all of which must be whole."""
+    found = find_checkpoints(folder, "llama_v2")
+    for checkpoint in found:
+        assert problems_of_files(checkpoint.path, read_manifest(checkpoint.path), content=True) == []
+    return [checkpoint.step for checkpoint in found]
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
+    store, url = tmp_path / "store" / "run", f"file://{tmp_path}/store/run"
+    job = [*JOB, "--checkpoint_dir", url]
+    run_job(*JOB, "--max_steps", 8, "--output_dir", tmp_path / "whole", world_size=2).succeeded()
+    first = run_job(*job, "--max_steps", 6, "--output_dir", tmp_path / "one", world_size=2).succeeded()
+    assert f"Uploaded {url}/llama_v2-6steps" in first.output
+    assert whole(tmp_path / "one" / "checkpoints") == [4, 6]
+    there = whole(store)  # an older one is left out where uploading takes longer than two steps
+    assert there[-1] == 6 and len(there) <= 2
+    names = [f"llama_v2-{step}steps" for step in there]
+    assert sorted(path.name for path in store.iterdir()) == [*names, "llama_v2.writer.json"]
+
+    refused = run_job(*job, "--max_steps", 8, "--output_dir", tmp_path / "fresh", world_size=2)
+    assert set(refused.statuses) == {2} and f"{url} already holds checkpoints up to step 6" in refused.output
+    assert not (tmp_path / "fresh").exists()
+
+    shutil.rmtree(tmp_path / "one")  # the machine is gone
+    second = [*job, "--max_steps", 8, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path / "two"]
+    outcome = run_job(*second, world_size=2).succeeded()
+    assert f"Downloading {url}/llama_v2-6steps" in outcome.output
+    assert losses(tmp_path / "two") == losses(tmp_path / "whole")[6:]
+    assert whole(store) == [6, 8] == whole(tmp_path / "two" / "checkpoints")
+
+    branch = [*JOB, "--max_steps", 7, "--resume_from_checkpoint", f"{url}/llama_v2-6steps"]
+    outcome = run_job(*branch, "--output_dir", tmp_path / "three", world_size=1).succeeded()
+    assert whole(tmp_path / "three" / "checkpoints") == [7] and whole(tmp_path / "three" / "downloads") == [6]
+    older = run_job(*second[:-1], tmp_path / "two", "--resume_from_checkpoint", f"{url}/llama_v2-6steps", world_size=1)
+    assert older.statuses == [2] and "is newer than the checkpoint to resume from, step 6" in older.output
+
+
+@pytest.mark.full
+def test_a_url_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    url = f"file://{tmp_path}/file/run"
+    outcome = run_job(*JOB, "--max_steps", 2, "--checkpoint_dir", url, "--output_dir", tmp_path / "run", world_size=2)
+    assert set(outcome.statuses) == {2} and "Traceback" not in outcome.output
+    assert f"error: {url} cannot be listed (" in outcome.output and not (tmp_path / "run").exists()
+
+
+def _unreachable_after(step: int) -> None:
+    """Fail every request once the checkpoint of ``step`` is being uploaded."""
+    object_store.FIRST_PAUSE = 0.001
+    upload, out = ObjectStore.upload, threading.Event()
+
+    def refuse(store, file, name, advance):
+        if f"-{step}steps" in name or out.is_set():
+            out.set()
+            raise StoreError(f"{store.at(name)} cannot be written (no route to host)")
+        upload(store, file, name, advance)
+
+    ObjectStore.upload = refuse
+
+
+@pytest.mark.full
+def test_what_could_not_be_uploaded_is_kept_and_uploaded_by_running_again(tmp_path):
+    store, run = tmp_path / "store", tmp_path / "run"
+    job = [*JOB, "--max_steps", 4, "--checkpoint_dir", f"file://{store}", "--output_dir", run]
+    outcome = run_job(*job, world_size=1, prepare=lambda rank: _unreachable_after(4))
+    assert outcome.statuses == [1] and "Traceback" not in outcome.output
+    said = f"error: llama_v2-4steps could not be uploaded to file://{store}: rank 0: "
+    assert said in outcome.output and f"It is kept in {run}/checkpoints: running again with" in outcome.output
+    assert whole(run / "checkpoints") == [2, 4] and 4 not in whole(store)
+    again = run_job(*job, "--resume_from_checkpoint", "latest", world_size=1).succeeded()
+    assert "Already at step 4 of 4" in again.output and whole(store)[-1] == 4
+
+
+def _held_at_first(store: pathlib.Path) -> None:
+    """Hold the first upload until the second checkpoint waits; let step 6 wait for the second to be there."""
+    upload, go = ObjectStore.upload, threading.Event()
+
+    def held(store, file, name, advance):
+        assert go.wait(HANG_SECONDS)
+        upload(store, file, name, advance)
+
+    def idle() -> None:
+        go.set()
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "smp-upload"])
+
+    ObjectStore.upload = held
+    wrapped("forward", at_call(5, idle))
+    wrapped("forward", at_call(6, lambda: wait_until((store / "llama_v2-4steps" / "manifest.json").exists)))
+
+
+@pytest.mark.full
+def test_the_checkpoint_that_waits_is_uploaded_at_a_step_boundary(tmp_path):
+    store = tmp_path / "store"
+    words = ["--max_steps", 6, "--checkpoint_dir", f"file://{store}", "--output_dir", tmp_path / "run"]
+    run_job(*JOB, *words, world_size=1, prepare=lambda rank: _held_at_first(store)).succeeded()
+    assert whole(store) == [4, 6]
