@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import pytest
 import s3fs
 
 # The next four are imported before the ranks are forked: imports are most of the time of so small a job.
@@ -53,7 +54,7 @@ JOB = [
 ]  # fmt: skip
 UPLOADS = ("put", "begin")
 Match = Callable[[Request], object]
-_ = CONFIG_MAPPING["llama"]
+_ = CONFIG_MAPPING["llama"]  # imported, too
 
 
 def job(server: Server, run: pathlib.Path, *words: object, steps: int = 6) -> list[object]:
@@ -251,15 +252,14 @@ def bench(folder: pathlib.Path, port: int | None = None) -> Iterator[Bench]:
     with contextlib.ExitStack() as stack:
         port = port or stack.enter_context(s3_server())
         proxy = stack.enter_context(Proxy(port))
-        before = dict(os.environ)
-        os.environ.update(environment(proxy.url))
+        replaced = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in environment(proxy.url).items():
+            replaced.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
         try:
             yield Bench(folder, port, proxy)
         finally:
             proxy.shutdown()
-            os.environ.clear()
-            os.environ.update(before)
             s3fs.S3FileSystem.clear_instance_cache()
 
 
