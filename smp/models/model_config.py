@@ -249,6 +249,11 @@ def _named_source(name: str, *, flag: str) -> _Source:
     """Return the source of a name: a preset, or else a local directory."""
     if name in list_presets():
         return _preset_source(name)
+    if "://" in name:
+        raise UserError(
+            f"--{flag} {name} is a URL, and a model is read from a directory: copy it to one that all processes see "
+            f"(`smp export URL DIR` does that for a checkpoint), and give that"
+        )
     directory = pathlib.Path(name).expanduser()
     if (directory / "config.json").is_file():
         return _directory_source(directory)

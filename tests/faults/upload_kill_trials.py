@@ -30,12 +30,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import pytest
 import s3fs
+
+# The next four are imported before the ranks are forked: imports are most of the time of so small a job.
+import transformers.generation.utils  # noqa: F401
+from torch.utils import tensorboard  # noqa: F401
+from transformers import CONFIG_MAPPING
+from transformers.models.llama import modeling_llama  # noqa: F401
 
 import smp.cli
 from smp.checkpoint import mirror, object_store
 from smp.checkpoint.manifest import parse_manifest
 from smp.train import step as one_step
+from smp.train import trainer
 from tests.clock import wait_until
 from tests.job import LLAMA, read_metrics, run_job, running_job
 from tests.s3 import Fault, Proxy, Request, Rule, Server, environment, new_bucket, nth, s3_server, small_parts
@@ -46,6 +54,7 @@ JOB = [
 ]  # fmt: skip
 UPLOADS = ("put", "begin")
 Match = Callable[[Request], object]
+_ = CONFIG_MAPPING["llama"]  # imported, too
 
 
 def job(server: Server, run: pathlib.Path, *words: object, steps: int = 6) -> list[object]:
@@ -73,6 +82,7 @@ def prepared(proxy: Proxy, *, settle: bool = True) -> Callable[[int], None]:
         small_parts()
         object_store.FIRST_PAUSE = 0.05
         mirror.POLL_SECONDS = (0.02, 0.2)
+        trainer.draw_curves = lambda plan: None
         if settle:
             uploads_settle_between_steps()
 
@@ -242,15 +252,14 @@ def bench(folder: pathlib.Path, port: int | None = None) -> Iterator[Bench]:
     with contextlib.ExitStack() as stack:
         port = port or stack.enter_context(s3_server())
         proxy = stack.enter_context(Proxy(port))
-        before = dict(os.environ)
-        os.environ.update(environment(proxy.url))
+        replaced = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in environment(proxy.url).items():
+            replaced.setenv(name, value)
         s3fs.S3FileSystem.clear_instance_cache()
         try:
             yield Bench(folder, port, proxy)
         finally:
             proxy.shutdown()
-            os.environ.clear()
-            os.environ.update(before)
             s3fs.S3FileSystem.clear_instance_cache()
 
 

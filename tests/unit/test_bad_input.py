@@ -99,6 +99,9 @@ SETTINGS = [
     (["--lr", -1], "--lr must be greater than 0, got -1"),
     (["--warmup", 2, "--lr_decay_style", "wsd"], "--warmup must be at most 1, got 2"),
     (["--hybrid_shard_degree", 8, "--tensor_parallel_degree", 0], "--tensor_parallel_degree must be at least 1, got 0"),
+    (["--hf_pretrained_model_name_or_dir", "s3://b/m"], "s3://b/m is a URL, and a model is read from a dir"),
+    (["--model", "s3://b/m"], "--model s3://b/m is a URL"),
+    (["--output_dir", "s3://b/run"], "--output_dir s3://b/run is a URL, .*give a local one, and the URL as --check"),
     (
         ["--hf_pretrained_model_name_or_dir", "meta-llama/Llama-3.1-8B"],
         "hubs are never asked: .*`hf download meta-llama/Llama-3.1-8B --local-dir DIR`, then give DIR",
