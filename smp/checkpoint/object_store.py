@@ -224,7 +224,9 @@ def _last(path: str) -> str:
 
 def _why(error: BaseException) -> str:
     """Return the cause in a few words, and what to do where that is known."""
-    text = str(error) if isinstance(error, OSError) and str(error) else reason(error)
+    # The S3 client's errors are sentences, and their types' names look like secrets.
+    speaks = isinstance(error, OSError) or "botocore" in type(error).__module__
+    text = str(error) if speaks and str(error) else reason(error)
     if isinstance(error, PermissionError) or "redentials" in text:
         return f"{text}; check the credentials, and what they are allowed to do there"
     return text

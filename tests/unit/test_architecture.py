@@ -141,7 +141,14 @@ def test_models_import_nothing_distributed():
 
 def test_the_whole_configuration_stays_at_the_top():
     users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
-    assert users <= {"arguments", "smp.train.start", "smp.train.run_plan", "smp.train.report", "smp.doctor.check"}
+    assert users <= {
+        "arguments",
+        "smp.train.start",
+        "smp.train.run_plan",
+        "smp.train.places",
+        "smp.train.report",
+        "smp.doctor.check",
+    }
 
 
 ROLES = {"replicas", "shard", "tp", "data", "loss"}
