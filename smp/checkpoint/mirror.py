@@ -28,7 +28,7 @@ from smp.checkpoint.layout import checkpoint_name, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, checksum_of, now, parse_manifest
 from smp.checkpoint.object_store import ObjectStore, StoreError
 from smp.checkpoint.outcome import attempt
-from smp.checkpoint.remote import ASIDE, find_remote, of_model, problems_of_objects, remote_problem
+from smp.checkpoint.remote import ASIDE, find_remote, of_model, remote_problem
 from smp.checkpoint.retention import Rated, doomed_of
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import RunError, UserError
@@ -154,7 +154,7 @@ class Upload:
             if len(sizes) != seen[0]:
                 seen[0] = len(sizes)
                 self._advance(1)  # others get on
-            return not problems_of_objects(manifest, sizes)
+            return all(sizes.get(file) == entry.size for file, entry in manifest.files.items())
 
         self._wait_until(whole)
         self._mirror.require_own()
