@@ -95,7 +95,10 @@ SETTINGS = [
         "names a directory twice",
     ),
     (["--checkpoint_freq", "often"], "--checkpoint_freq takes one or more of a whole number or auto, got 'often'"),
-    (["--checkpoint_dir", "s3://bucket/x"], "s3://bucket/x: .*not in this version; give a directory"),
+    (
+        ["--checkpoint_dir", "s3://b/x", "--checkpoint_type", "local"],
+        "s3://b/x is one place for all: use --checkpoint_type",
+    ),
     (["--lr", -1], "--lr must be greater than 0, got -1"),
     (["--warmup", 2, "--lr_decay_style", "wsd"], "--warmup must be at most 1, got 2"),
     (["--hybrid_shard_degree", 8, "--tensor_parallel_degree", 0], "--tensor_parallel_degree must be at least 1, got 0"),
