@@ -63,10 +63,11 @@ def announce(plan: RunPlan, start: Start) -> None:
         plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),
     )  # fmt: skip
     length, samples = plan.model.sequence_length, plan.train_data.samples_per_epoch
+    epochs = start.max_steps * start.global_batch_size / samples
     logger.info(
-        "Global batch: %d samples, %d tokens; epoch: %d samples, %s tokens; to step %d (%.3g epochs)",
+        "Global batch: %d samples, %d tokens; epoch: %d samples, %s tokens; to step %d%s",
         start.global_batch_size, start.global_batch_size * length, samples, short(samples * length), start.max_steps,
-        start.max_steps * start.global_batch_size / samples,
+        f" ({epochs:.2f} epochs)" if epochs >= 0.01 else "",
     )  # fmt: skip
     logger.info("Run directory: %s", shown(plan.run_dir))
     if plan.config.activation.cpu_offload and plan.device.type == "cuda":
