@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +28,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from smp.data.progress import SECONDS_BETWEEN_LINES
+from smp.environment import read_launch
 from smp.errors import UserError
 from smp.json_input import read_json, read_object
 
 FORMAT = 1
+SECONDS_BEFORE_FIRST_LINE = 5.0
 TOKEN_DTYPES = ("uint16", "uint32")
 IGNORED = -100  # a label that is not in the loss
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)  # of opening a damaged file
@@ -223,6 +226,13 @@ def look_up(cache_dir: str | None, name: str, key: list[Any], *, dtype: str) -> 
     return None
 
 
+def _let_rank_0_convert() -> None:
+    """Give local rank 0, whose progress the console shows, a second to take the lock."""
+    with contextlib.suppress(UserError):
+        if read_launch().local_rank:
+            time.sleep(1.0)
+
+
 @contextlib.contextmanager
 def one_at_a_time(cache_dir: str | None, key: list[Any], what: str, done: Callable[[], int]) -> Iterator[None]:
     """Hold the lock of a source, which one process per cache folder has; those that wait log what is done.
@@ -242,7 +252,8 @@ def one_at_a_time(cache_dir: str | None, key: list[Any], what: str, done: Callab
     with contextlib.ExitStack() as stack:
         with _writing(root):
             root.mkdir(parents=True, exist_ok=True)
-            lock, patience = FileLock(root / f"source-{digest_of(FORMAT, *key)}.lock"), 0.0
+            lock, patience = FileLock(root / f"source-{digest_of(FORMAT, *key)}.lock"), SECONDS_BEFORE_FIRST_LINE
+            _let_rank_0_convert()
             while not lock.is_locked:
                 try:
                     stack.enter_context(lock.acquire(timeout=patience))

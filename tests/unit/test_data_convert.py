@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from data.sample.build import HERE
-from smp.data import convert, jsonl, progress, text
+from smp.data import convert, jsonl, progress, text, token_cache
 from smp.data.convert import Rows, token_files
 from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
@@ -235,7 +235,8 @@ def alive(pid):
     return True
 
 
-def test_who_waits_for_another_process_says_so(tmp_path, caplog):
+def test_who_waits_for_another_process_says_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(token_cache, "SECONDS_BEFORE_FIRST_LINE", 0.0)
     files = lines_folder(tmp_path, 3, 3)
     form, cache = Lines(str(tmp_path / "seen")), tmp_path / "cache"
     caplog.set_level(logging.INFO, "smp.data")
