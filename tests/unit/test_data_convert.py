@@ -190,11 +190,13 @@ def test_a_killed_worker_leaves_the_work_to_this_process(tmp_path, cores, caplog
 
 
 ENDLESS = """
+import signal
 import sys
 from smp.data import convert
 from smp.data.storage import list_files
 from tests.unit.test_data_convert import Lines
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     root, convert.WORKER_BYTES, convert.available_cores = sys.argv[1], 1, lambda: 2
     files = list_files(root + "/in", extensions=(".txt",))
     convert.token_files(files, Lines(root + "/seen", endless=True), what="data", cache_dir=root + "/cache")
