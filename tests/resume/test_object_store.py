@@ -164,6 +164,7 @@ def _slow(folder: str) -> None:
     gate.open.set()
     checkpoints.finish()
     assert committed(folder) == [4]  # and not the ones between
+    assert sorted(path.name for path in pathlib.Path(folder, "here").glob("*steps")) == ["model-4steps"]
     checkpoints.save(5)
     checkpoints.finish()
     assert sorted(path.name for path in pathlib.Path(folder, "here").glob("*steps")) == ["model-5steps"]
