@@ -106,7 +106,8 @@ def _draw(axes: Any, records: list[Mapping[str, Any]], key: str, *, title: str, 
 
 
 def _read(path: Path) -> list[Mapping[str, Any]]:
-    records, broken = [], 0
+    records: list[Mapping[str, Any]] = []
+    broken = 0
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
