@@ -10,6 +10,7 @@ from typing import Any
 
 from smp.errors import UserError
 
+_DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm")
 _TRAIN, _VALIDATION = "#2c6fbb", "#d1495b"
 
 
@@ -105,18 +106,21 @@ def _draw(axes: Any, records: list[Mapping[str, Any]], key: str, *, title: str, 
 
 
 def _read(path: Path) -> list[Mapping[str, Any]]:
+    records: list[Mapping[str, Any]] = []
+    broken = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if broken:
+                    raise UserError(f"{path}:{broken} is not JSON: remove the line, or give another run")
+                try:
+                    record = json.loads(line)
+                except ValueError:  # the last line may be incomplete, of a run that goes on or was killed
+                    broken = number
+                    continue
+                records.append({key: record[key] for key in _DRAWN if key in record})  # a long run has many
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the directory of a run") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            # The last line may be incomplete, of a run that goes on or was killed.
-            if number < len(lines):
-                raise UserError(f"{path}:{number} is not JSON: remove the line, or give another run") from error
     if not any("loss" in record for record in records):
         raise UserError(f"{path} holds no training step yet: nothing to draw")
     return records

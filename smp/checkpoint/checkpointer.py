@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,15 +231,19 @@ class Checkpointer:
         mine = {"the step": step, "the directory": str(self.storage.directory.absolute()), "the tensors": digest[:12]}
         require_same(mine, "call it with the same on every rank", before="Checkpointer.save: ")
 
-    def finish(self) -> None:
+    def finish(self, progress: Callable[[], None] = lambda: None) -> None:
         """Publish the checkpoint that is being written, and wait for uploads; collective. Call it before a script ends.
+
+        Args:
+            progress: called while uploads get on.
 
         Raises:
             RunError: a rank could not write it, and nothing is published; or the newest could not be uploaded.
         """
         self.publish()
         if self.storage.mirror is not None:
-            self.storage.mirror.finish()
+            self.storage.mirror.finish(progress)
+            self._prune()  # what was being uploaded at the last save has stayed
 
     def publish(self) -> float:
         """Publish the checkpoint that is being written, if there is one, and have it uploaded; collective.
@@ -267,13 +272,18 @@ class Checkpointer:
         if mirror is not None:
             mirror.offer(directory / name, self.rule(write.manifest.step))
         self.step = write.manifest.step
+        self._prune()
+        return write.seconds
+
+    def _prune(self) -> None:
+        """Delete what retention does not keep, but for what is yet to be uploaded; collective."""
+        directory, mirror = self.storage.directory, self.storage.mirror
         if self.storage.leads:
             rule, spared = {"keep": self._keep, "keep_best": self._keep_best}, mirror.needed if mirror else set()
             failure = attempt(lambda: prune(directory, self._name, **rule, spared=spared), directory, 0)
             if failure is not None:  # the next save tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", directory, reason(failure))
         agree(None, "")  # deleting may take long, and the others are to wait for it here
-        return write.seconds
 
     def rule(self, step: int) -> Rule:
         """Return the retention beside a checkpoint of ``step`` that is about to be published."""

@@ -115,6 +115,7 @@ class Upload:
         for file in share_of(manifest):
             if there.get(file) != manifest.files[file].size:
                 self._go_on()
+                self._mirror.require_own()  # another job's file of this size would be committed as its own
                 store.upload(self.path / file, f"{name}/{file}", self._advance)
         if self._mirror.leads and not committed:
             self._commit(manifest, data)

@@ -206,9 +206,9 @@ class Saver:
                     mirror.finish(progress)
             raise
         failures = []
-        for mirror in self._mirrors:
+        for checkpointer in (t.checkpointer for t in self._targets if t.checkpointer.storage.mirror is not None):
             try:
-                mirror.finish(progress)
+                checkpointer.finish(progress)
             except RunError as error:  # the other ones may be on another store
                 failures.append(error)
         for failure in failures:

@@ -112,7 +112,7 @@ _WRITTEN = ("output_dir", "checkpoint_dir", "model_dir", "tensorboard_dir")
 
 
 def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: str) -> None:
-    """Refuse directories that are gone when the job's container is.
+    """Refuse directories that are gone when the job's container is; what goes to a URL is not.
 
     Args:
         workdir: where relative ones are, in the container.
@@ -124,6 +124,8 @@ def require_kept(found: Checked, workdir: str, roots: Sequence[str], *, advice: 
     """
     for name in _WRITTEN:
         for given in _texts(found.settings.get(name)):
+            if "://" in given and name in ("checkpoint_dir", "model_dir"):
+                continue
             path = os.path.normpath(os.path.join(workdir, given))
             if not any(Path(path).is_relative_to(os.path.normpath(root)) for root in roots):
                 where = "" if path == given else f", {path} of the container,"

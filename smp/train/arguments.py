@@ -70,11 +70,12 @@ class TrainConfig:
     given: frozenset[str] = frozenset()  # settings named by a flag or the file
 
     def flat(self) -> dict[str, Any]:
-        """Return every setting by name, in types of YAML, for ``--config`` to read again."""
+        """Return every setting by name, in types of JSON, for ``--config`` to read again."""
         values = {}
         for name in SECTIONS:
             for key, value in dataclasses.asdict(getattr(self, name)).items():
-                values[key] = list(value) if isinstance(value, tuple) else value
+                # JSON, and so a checkpoint's manifest, has no infinity.
+                values[key] = list(value) if isinstance(value, tuple) else "inf" if value == math.inf else value
         return values
 
     def without_effect(self) -> Iterator[str]:

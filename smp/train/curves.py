@@ -32,10 +32,9 @@ class Curves:
         begun = time.monotonic()
         if begun < self._due:
             return
-        failure = write_curves(self._run_dir)
+        write_curves(self._run_dir)
         ended = time.monotonic()
-        # Without matplotlib there is nothing to try again.
-        self._due = ended + (SECONDS_BETWEEN_DRAWS if failure else max(SECONDS_BETWEEN_DRAWS, (ended - begun) / SHARE))
+        self._due = ended + max(SECONDS_BETWEEN_DRAWS, (ended - begun) / SHARE)
 
 
 def write_curves(run_dir: Path) -> str:
@@ -46,4 +45,6 @@ def write_curves(run_dir: Path) -> str:
         return str(error)
     except OSError as error:  # a full disk ends no run for a picture
         return f"it cannot be written ({error.strerror})"
+    except Exception as error:  # of matplotlib, which may be broken, or has no axis for such numbers
+        return f"it cannot be drawn ({type(error).__name__}: {error})"
     return ""

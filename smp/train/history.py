@@ -112,7 +112,10 @@ def _beginning(plan: RunPlan, start: Start, hosts: list[str], changes: list[str]
         "choices": [str(choice) for choice in plan.choices],
         "changes": changes,
         "settings": _given(plan),
-        "checkpoint_dirs": [str(folder) for folder in plan.checkpoint_dirs],
+        "checkpoint_dirs": [
+            *map(str, plan.checkpoint_dirs),
+            *(str(each.mirror.store) for each in plan.storages if each.mirror is not None),
+        ],
         "predicted_memory": {name: size for name, size in estimate_memory(shape, plan.mesh, work).items() if size},
     }
 

@@ -94,7 +94,8 @@ class Trackers:
         if self._names:
             from accelerate import PartialState
 
-            PartialState()  # accelerate's logging wants it; in a process group that exists it starts nothing
+            # accelerate's logging wants it; in a process group that exists it starts nothing. It refuses some GPUs.
+            self._attempt(self._names[0], PartialState)
         for name in self._names:
             records: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
             thread = threading.Thread(target=self._serve, args=(name, records), name=f"tracker-{name}", daemon=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.checkpoint import mirror, object_store
+from smp.checkpoint import mirror, object_store, writer
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
@@ -164,6 +164,7 @@ def _slow(folder: str) -> None:
     gate.open.set()
     checkpoints.finish()
     assert committed(folder) == [4]  # and not the ones between
+    assert sorted(path.name for path in pathlib.Path(folder, "here").glob("*steps")) == ["model-4steps"]
     checkpoints.save(5)
     checkpoints.finish()
     assert sorted(path.name for path in pathlib.Path(folder, "here").glob("*steps")) == ["model-5steps"]
@@ -349,6 +350,24 @@ def _fenced(folder: str) -> None:
 @pytest.mark.full
 def test_a_job_whose_url_another_one_has_taken_commits_nothing_more(tmp_path):
     run_distributed(_fenced, str(tmp_path), world_size=1)
+
+
+def _taken_midway(folder: str) -> None:
+    checkpoints, gate = of(folder), Gate()
+    checkpoints.save(1)
+    assert gate.reached.wait(HANG_SECONDS)
+    of(folder).storage.mirror.open()  # as another job would on another machine
+    gate.open.set()
+    with pytest.raises(RunError, match="another job writes"):
+        checkpoints.finish()
+    uploaded = sorted(path.name for path in pathlib.Path(folder, "there", "model-1steps").iterdir())
+    assert uploaded == ["rank00000-000.safetensors"]  # the one that was on its way
+
+
+@pytest.mark.full
+def test_a_job_whose_url_is_taken_in_the_middle_of_an_upload_uploads_no_more_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "FILE_BYTES", 1)  # a file of its own for each tensor
+    run_distributed(_taken_midway, str(tmp_path), world_size=1)
 
 
 def _no_room(folder: str) -> None:

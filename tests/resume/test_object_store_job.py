@@ -12,6 +12,7 @@ from smp.checkpoint import object_store
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.checkpoint.object_store import ObjectStore, StoreError
+from smp.report.run_files import read_run
 from tests.clock import HANG_SECONDS, wait_until
 from tests.faults.jobs import at_call, wrapped
 from tests.job import LLAMA, losses, run_job
@@ -60,6 +61,7 @@ def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
     assert f"Downloading {url}/llama_v2-6steps" in outcome.output
     assert losses(tmp_path / "two") == losses(tmp_path / "whole")[6:]
     assert whole(store) == [6, 8] == whole(tmp_path / "two" / "checkpoints")
+    assert f"checkpoints in {url} are not listed here: `smp inspect {url}` does" in read_run(tmp_path / "two").notes
 
     branch = [*JOB, "--max_steps", 7, "--resume_from_checkpoint", f"{url}/llama_v2-6steps"]
     outcome = run_job(*branch, "--output_dir", tmp_path / "three", world_size=1).succeeded()

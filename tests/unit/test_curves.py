@@ -47,6 +47,24 @@ def test_a_picture_that_cannot_be_written_ends_no_run(run, monkeypatch):
     assert curves.write_curves(folder).startswith("it cannot be written")
 
 
+def test_what_cannot_be_drawn_ends_no_run_and_costs_as_little(run, monkeypatch):
+    folder, clock, _ = run
+    tried = []
+
+    def broken(metrics, png):
+        clock.now += 0.5
+        tried.append(png)
+        raise RuntimeError("no such font")
+
+    monkeypatch.setattr(curves, "plot_metrics", broken)
+    redrawn = curves.Curves(folder)
+    for _ in range(1030):
+        redrawn.redraw()
+        clock.now += 1.0
+    assert len(tried) == 10  # with half a second each
+    assert curves.write_curves(folder) == "it cannot be drawn (RuntimeError: no such font)"
+
+
 def test_who_looks_while_it_is_drawn_sees_the_old_picture(run, monkeypatch):
     from matplotlib.figure import Figure
 

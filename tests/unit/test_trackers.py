@@ -208,6 +208,17 @@ def test_a_tracker_is_finished_at_an_error(use):
     assert made[0].calls[-2:] == [("log", {"train/loss": 1.0}, 1), ("finish",)]
 
 
+def test_where_accelerate_refuses_the_device_training_goes_on(use, monkeypatch):
+    def refuse():
+        raise NotImplementedError("no such card")
+
+    monkeypatch.setattr("accelerate.PartialState", refuse)
+    said = use(Recorder)
+    with Trackers(("wandb",)):
+        pass
+    assert [text.split(". ")[0] for text in said] == ["--report_to wandb: NotImplementedError: no such card"]
+
+
 @pytest.mark.parametrize("broken", ["start", "store_init_configuration", "log", "finish"])
 def test_a_failing_tracker_is_one_warning(broken, use):
     def fail(self, *_, **__):
