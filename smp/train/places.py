@@ -51,6 +51,8 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
             f"--output_dir {config.run.output_dir} is a URL, and metrics and logs are written to a directory: give a "
             f"local one, and the URL as --checkpoint_dir or --model_dir"
         )
+    if config.data.evaluate_only:  # which writes nothing
+        return
     model_dir = config.checkpoint.model_dir if config.checkpoint.save_final_model else None
     final = [model_dir] if model_dir and not is_url(model_dir) else []
     places = [("output_dir", run_dir)]

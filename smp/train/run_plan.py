@@ -111,8 +111,7 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     if model is None:
         raise ConfigError(problems)
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
-    if not config.data.evaluate_only:  # which writes nothing there
-        attempt(check_output, config, run_dir)
+    attempt(check_output, config, run_dir)
     if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
