@@ -32,6 +32,7 @@ MINIMUM = {
     "datasets": "4.0",
     "safetensors": "0.6",
     "pyyaml": "6.0",
+    "tqdm": "4.66",
     "xxhash": "3.0",
 }
 

@@ -11,6 +11,7 @@ import yaml
 
 from smp.cli import launch
 from smp.cli import main as smp
+from smp.errors import ConfigError
 from smp.launch import kubernetes, script
 from smp.launch.command_line import check_arguments, comment, value_of
 
@@ -98,12 +99,12 @@ def test_no_value_of_a_config_ends_a_comment(tmp_path):
     assert comment(lines).splitlines() == ["# one two  three", "# s3://me:***@host/x", *(f"# {x}" for x in lines[2:])]
 
 
-def test_secrets_of_a_config_stay_there(tmp_path):
-    """They are refused among the flags, which the script shows."""
+def test_secrets_of_a_config_are_refused(tmp_path):
+    """The run's own config.yaml would keep them."""
     named = configured(tmp_path, training_dir="s3://me:hunter2@host/x")
-    assert check_arguments(list(map(str, named)), ROOT).settings["training_dir"] == "s3://me:hunter2@host/x"
-    text = written("local", *HERE, "--", *named)
-    assert "hunter2" not in text and "run.yaml" in text
+    with pytest.raises(ConfigError, match="--training_dir s3://me:.* holds a secret") as refusal:
+        check_arguments(list(map(str, named)), ROOT)
+    assert "hunter2" not in str(refusal.value)
 
 
 def as_kubernetes(word, values):

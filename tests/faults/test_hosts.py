@@ -130,7 +130,18 @@ def by_step(run: pathlib.Path) -> dict[int, float]:
 def undisturbed(hosts, tmp_path_factory):
     """A run of two hosts with two ranks each that nothing happens to."""
     root = tmp_path_factory.mktemp("hosts")
-    words = [*JOB, *HYBRID, "--max_steps", STEPS, "--checkpoint_freq", 4, "--output_dir", root / "run"]
+    words = [
+        *JOB,
+        *HYBRID,
+        "--max_steps",
+        STEPS,
+        "--checkpoint_freq",
+        4,
+        "--comm_report",
+        1,
+        "--output_dir",
+        root / "run",
+    ]
     finished(hosts, [2, 2], *words, output=root / "output")
     return root / "run"
 
@@ -158,7 +169,7 @@ def disturbed(names, layout, run, output, disturb, *words, steps=6, prepare=slow
 
 
 def test_two_hosts_train_as_one_does(hosts, undisturbed, tmp_path):
-    words = [*JOB, *HYBRID, "--max_steps", STEPS, "--output_dir", tmp_path / "run"]
+    words = [*JOB, *HYBRID, "--max_steps", STEPS, "--comm_report", 1, "--output_dir", tmp_path / "run"]
     outcome = finished(hosts, [4], *words, output=tmp_path / "output")
     assert losses(undisturbed) == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
     assert "network" not in outcome.output and "network" in (undisturbed.parent / "output").read_text()

@@ -140,7 +140,7 @@ def test_names_and_a_resumed_run(offline, tmp_path):
     assert in_trackio(tmp_path)[2] == "eight"
     run_job(*TINY, *words, "--lr_decay_iters", 6, "--max_steps", 6, "--resume_from_checkpoint", "latest").succeeded()
     rows = sqlite3.connect(tmp_path / "trackio" / "mine.db").execute("select run_name, step from metrics").fetchall()
-    assert {step for _, step in rows} == {1, 2, 3, 4, 5, 6}
+    assert {step for _, step in rows} == {0, 1, 2, 3, 4, 5, 6}  # 0: the validation before the first
     assert all(run_name.startswith("eight") for run_name, _ in rows)
 
 
