@@ -102,7 +102,7 @@ def test_no_value_of_a_config_ends_a_comment(tmp_path):
 def test_secrets_of_a_config_are_refused(tmp_path):
     """The run's own config.yaml would keep them."""
     named = configured(tmp_path, training_dir="s3://me:hunter2@host/x")
-    with pytest.raises(ConfigError, match="--training_dir s3://me:.* holds a secret") as refusal:
+    with pytest.raises(ConfigError, match=r"--training_dir s3://me:.* holds a secret") as refusal:
         check_arguments(list(map(str, named)), ROOT)
     assert "hunter2" not in str(refusal.value)
 
