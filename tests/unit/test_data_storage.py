@@ -85,7 +85,8 @@ def test_a_broken_gzip_file_is_named(tmp_path):
 
 def test_missing_s3_support_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # an earlier test may have opened one
+    # An earlier test may have opened one.
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(UserError, match="pip install s3fs"):
         names("s3://bucket/folder")
 
