@@ -24,6 +24,7 @@ def run(tmp_path, monkeypatch):
     return tmp_path, clock, drawn
 
 
+@pytest.mark.full
 def test_curves_are_drawn_now_and_then_for_a_small_share_of_the_time(run):
     folder, clock, drawn = run
     redrawn = curves.Curves(folder)

@@ -84,7 +84,12 @@ def write(kind, folder, texts):
 CONTAINERS = ["txt", "txt.gz", "jsonl", "json.gz", "parquet", "arrow", "saved"]
 
 
-@pytest.mark.parametrize("kind", CONTAINERS[1:])
+OFTEN = ("jsonl", "parquet")
+
+
+@pytest.mark.parametrize(
+    "kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.full) for each in CONTAINERS[1:]]
+)
 def test_the_same_documents_give_the_same_tokens_in_any_container(tmp_path, kind):
     expected = tokens(write("txt", tmp_path / "txt", TEXTS), tmp_path)
     assert expected.count(0) == len(TEXTS) - 1 and len(expected) > 100_000
