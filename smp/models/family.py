@@ -38,6 +38,14 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class LogitTransform:
+    """Function of the head's outputs that makes the logits: ``cap * tanh(scale * x / cap)``; no cap: ``scale * x``."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """One architecture of Hugging Face, described by paths and keys.
 
@@ -48,12 +56,16 @@ class Family:
         base: path of the model without its head; checkpoints of the bare model leave this prefix out.
         blocks: path of the list of transformer blocks.
         embedding: path of the token embedding.
-        final_norm: path of the norm after the last block.
+        final_norm: path of the norm after the last block; None: there is none, or more than a norm.
         head: path of the output projection.
         gated_mlp: whether the MLP has three matrices (SwiGLU) or two.
         settings: setting name -> config.json key; settings not named here do not exist in the family.
         defaults: config.json values that ``--model_type`` starts from.
         tensor_plan: how blocks are split over ranks; None: tensor parallelism is refused.
+        no_tensor_plan: why there is none, for the refusal.
+        whole_embedding: whether every tensor-parallel rank computes what is before the first block of all tokens, as
+            where positions are added to the embedding; else the rank's own tokens.
+        logits: what becomes of the head's outputs.
         file_prefixes: ``(prefix in checkpoint files, prefix of the module)`` where the two differ.
         old_buffers: regular expressions of keys in older files that are no parameters and are skipped.
     """
@@ -64,12 +76,15 @@ class Family:
     base: str
     blocks: str
     embedding: str
-    final_norm: str
+    final_norm: str | None
     head: str
     gated_mlp: bool
     settings: Mapping[str, str]
     defaults: Mapping[str, Any]
     tensor_plan: TensorPlan | None = None
+    no_tensor_plan: str = ""
+    whole_embedding: bool = False
+    logits: LogitTransform = LogitTransform()
     file_prefixes: tuple[tuple[str, str], ...] = ()
     old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
 

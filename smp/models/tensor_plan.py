@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,11 @@ class Part:
         row: path in ``module`` of the linear layer of the output, split by its inputs.
         heads: whether the columns' outputs are attention heads, none of which is cut.
         key_value: those of ``columns`` for keys and values alone, which may have fewer heads.
+        fused: those of ``columns`` with several outputs one after the other, and what each is: ``heads``,
+            ``key_value`` (heads) or ``width``.
+        norms: paths in ``module`` of RMS norms over all heads of a column's output together.
+        counts: attributes of ``module`` that count heads or widths, which a rank has fewer of; ``config.`` before
+            those of its config.
     """
 
     module: str
@@ -23,6 +29,17 @@ class Part:
     row: str
     heads: bool = False
     key_value: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    norms: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+
+
+class PlanSizes(NamedTuple):
+    """Numbers of a model that a plan splits."""
+
+    heads: int
+    key_value_heads: int
+    width: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +51,25 @@ class TensorPlan:
 
     Attributes:
         parts: in the order of the forward.
-        heads, key_value_heads, width: config keys of the number of heads, of key and value heads (absent: as many as
-            heads), and of the columns' outputs where a part has no heads.
+        heads, key_value_heads, width: number of heads, of key and value heads, and of the columns' outputs where a
+            part has no heads; or the config keys of them (absent: as many key and value heads as heads).
     """
 
     parts: tuple[Part, ...]
-    heads: str = "num_attention_heads"
-    key_value_heads: str = "num_key_value_heads"
-    width: str = "intermediate_size"
+    heads: str | int = "num_attention_heads"
+    key_value_heads: str | int = "num_key_value_heads"
+    width: str | int = "intermediate_size"
+
+    def sizes(self, hf_config: Any) -> PlanSizes:
+        """Return the numbers of a model."""
+        heads: int
+        key_value_heads: int | None
+        width: int
+        heads, key_value_heads, width = (  # type: ignore[assignment]
+            key if isinstance(key, int) else getattr(hf_config, key, None)
+            for key in (self.heads, self.key_value_heads, self.width)
+        )
+        return PlanSizes(heads, key_value_heads or heads, width)
 
 
 LLAMA_PLAN = TensorPlan(
@@ -67,14 +95,13 @@ def leaves_a_rank_empty(total: int, size: int) -> bool:
 
 def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> list[str]:
     """Return the reasons against a degree above 1."""
-    heads, hidden = getattr(hf_config, plan.heads), hf_config.hidden_size
-    key_value = getattr(hf_config, plan.key_value_heads, heads)
+    (heads, key_value, width), hidden = plan.sizes(hf_config), hf_config.hidden_size
     found = []
     if heads % degree:
         found.append(f"does not divide the {heads} attention heads")
     elif key_value % degree and degree % key_value:
         found.append(f"neither divides the {key_value} key/value heads nor is a multiple of them")
-    for what, size in (("vocabulary", hf_config.vocab_size), ("MLP", getattr(hf_config, plan.width))):
+    for what, size in (("vocabulary", hf_config.vocab_size), ("MLP", width)):
         if leaves_a_rank_empty(size, degree):
             found.append(f"leaves a rank without any of the {what}'s {size} rows")
         elif size % degree and hidden % shard:
@@ -102,6 +129,6 @@ def tensor_parallel_problems(plan: TensorPlan | None, hf_config: Any, *, degree:
     found = _reasons(plan, hf_config, degree=degree, shard=shard)
     if not found:
         return []
-    higher = range(2, getattr(hf_config, plan.heads) + 1)
+    higher = range(2, plan.sizes(hf_config).heads + 1)
     legal = [1, *(d for d in higher if not _reasons(plan, hf_config, degree=d, shard=shard))]
     return [f"{name} {reason}: choose one of {', '.join(map(str, legal))}" for reason in found]

@@ -209,13 +209,14 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool =
 
 
 def _units(model: nn.Module, family: Family, parallel: ParallelConfig, *, reshard: bool) -> list[Unit]:
-    embedding, norm, head = (model.get_submodule(p) for p in (family.embedding, family.final_norm, family.head))
+    embedding, head = model.get_submodule(family.embedding), model.get_submodule(family.head)
+    final = [head] if family.final_norm is None else [model.get_submodule(family.final_norm), head]
     blocks, tied = model_blocks(model, family), head.weight is embedding.weight
     if parallel.auto_wrap_policy == "size_based_auto_wrap_policy":
         parts = blocks if tied else model.children()
         units = size_based_units(parts, reshard=reshard, minimum=MIN_UNIT_PARAMETERS)
-        return [*units, Unit([embedding, norm, head], reshard=False)] if tied else units
-    return transformer_units(embedding=embedding, blocks=blocks, final=[norm, head], tied=tied, reshard=reshard)
+        return [*units, Unit([embedding, *final], reshard=False)] if tied else units
+    return transformer_units(embedding=embedding, blocks=blocks, final=final, tied=tied, reshard=reshard)
 
 
 def choose(situation: Situation) -> Iterator[Choice]:

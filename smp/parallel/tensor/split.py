@@ -128,8 +128,7 @@ def _split_part(
 ) -> None:  # fmt: skip
     where = f"{type(block).__name__}.{part.module}"
     module = _child(block, part.module, type(block).__name__)
-    heads = getattr(hf_config, plan.heads)
-    key_value = getattr(hf_config, plan.key_value_heads, heads)
+    heads, key_value, _ = plan.sizes(hf_config)
     linears, slices = [], {}
     for index, path in enumerate(part.columns):
         linear = _linear(module, path, where)
@@ -198,7 +197,9 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
     if from_rank0:
         take_from_rank0(model, torch.device(tp.device), parameters=False)
     distribute = _Distributor(tp, from_rank0=from_rank0)
-    embedding, head, norm = (_child(model, p, "the model") for p in (family.embedding, family.head, family.final_norm))
+    embedding, head, norm = (
+        _child(model, path, "the model") for path in (family.embedding, family.head, family.final_norm or "")
+    )
     distribute(embedding, "weight", Shard(0))
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))
