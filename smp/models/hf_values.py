@@ -118,6 +118,8 @@ def apply_settings(
     if values.get("sliding_window") == 0:
         values["sliding_window"] = None
     if not family.defaults:  # transformers completes and checks the values of a type that is derived
+        if "num_layers" in given and given["num_layers"] != base.get(family.settings["num_layers"]):
+            values.pop("layer_types", None)  # one for each layer
         return values, found
     for key, value in _derived(values, family).items():
         if key != "head_dim":
