@@ -59,8 +59,12 @@ def family_of(hf_config: Any) -> Family:
     key = type(hf_config).__name__ + hf_config.to_json_string()
     if key not in _derived:
         plan = TENSOR_PLANS.get(hf_config.model_type)
-        with torch.device("meta"):
-            twin = _build(hf_config, "eager")
+        try:
+            with torch.device("meta"):
+                twin = _build(hf_config, "eager")
+        except Exception as error:  # of any type: code of any model
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"transformers builds no model of this {hf_config.model_type} config ({reason})") from error
         _derived[key] = derive_family(twin, None if plan is None else plan(hf_config))
     return _derived[key]
 
