@@ -136,7 +136,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
     largest = blocks[block_counts.index(max(block_counts))]
     intermediate = _mlp_width(largest, config)
     table = count(built.get_submodule(family.embedding))
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from smp.models.tensor_plan import TensorPlan
+from smp.models.tensor_plan import TensorPlan, degree_reasons
 
 # Settings that every family has, and the config.json key each one sets (a dot reaches into a nested object).
 COMMON_SETTINGS: Mapping[str, str] = {
@@ -101,3 +101,26 @@ class Family:
             if module_key.startswith(in_module):
                 return in_file + module_key.removeprefix(in_module)
         return module_key
+
+
+def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
+    """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.
+
+    Args:
+        family: the model's.
+        hf_config: the model's config.
+        degree: tensor-parallel ranks.
+        shard: ranks of a sharding group.
+    """
+    if degree == 1:
+        return []
+    name, plan = f"--tensor_parallel_degree {degree}", family.tensor_plan
+    if plan is None:
+        why = family.no_tensor_plan or "its family has none"
+        return [f"{name}: a model of type {hf_config.model_type!r} has no tensor-parallel plan ({why}): leave it at 1"]
+    found = degree_reasons(plan, hf_config, degree=degree, shard=shard)
+    if not found:
+        return []
+    higher = range(2, plan.sizes(hf_config).heads + 1)
+    legal = [1, *(d for d in higher if not degree_reasons(plan, hf_config, degree=d, shard=shard))]
+    return [f"{name} {reason}: choose one of {', '.join(map(str, legal))}" for reason in found]

@@ -29,7 +29,7 @@ def _attention_layers(hf_config: Any) -> int:
     """Count the layers that compute attention scores; recurrent layers and convolutions do not."""
     types = getattr(hf_config, "layer_types", None) or getattr(hf_config, "layers_block_type", None)
     if types is None:
-        return hf_config.num_hidden_layers
+        return hf_config.num_hidden_layers if getattr(hf_config, "num_attention_heads", None) else 0
     return sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in types)
 
 
@@ -51,7 +51,7 @@ def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
     weights = sum(inputs * outputs for inputs, outputs in filter(None, map(projection_size, model.modules())))
-    layers, heads = _attention_layers(hf_config), hf_config.num_attention_heads
+    layers, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     formula = (
         f"6 x {weights} matmul weights (head included, embedding not) + 12 x {layers} layers x {heads} query heads "
