@@ -50,8 +50,8 @@ def _replaced(model: nn.Module, stand_ins: dict[nn.Module, _StandIn]) -> Iterato
 
 
 def _outputs(tokens: int, vocabulary: int) -> torch.Tensor:
-    """Return ``(1, tokens or more, vocabulary)``: both signs, 0 and four numbers of each power of two, exact in bf16."""
-    sizes = torch.tensor([1.0, 1.25, 1.5, 1.75]).double() * 2.0 ** torch.arange(-24, 40).double().unsqueeze(1)
+    """Return ``(1, tokens or more, vocabulary)``: of both signs, four numbers of each power of two, exact in bf16."""
+    sizes = torch.tensor([1.0, 1.25, 1.5, 1.75]).double() * 2.0 ** torch.arange(-40, 40).double().unsqueeze(1)
     values = torch.cat([sizes.flatten(), -sizes.flatten(), torch.zeros(1).double()])
     tokens = max(tokens, -(-len(values) // vocabulary))
     return values[torch.arange(tokens * vocabulary) % len(values)].view(1, tokens, vocabulary)
@@ -119,8 +119,10 @@ def find_logits(model: nn.Module, head: nn.Module | None = None) -> LogitTransfo
         logits = found[0] if isinstance(found, tuple) else found.logits
     except Exception as error:  # of the model's code
         raise unknown(f"its forward fails on outputs of its head: {type(error).__name__}: {error}") from error
-    if stands_for_head.calls != 1 or not isinstance(logits, torch.Tensor) or logits.shape != outputs.shape:
-        raise unknown("its forward does not return what its head returned")
+    if stands_for_head.calls != 1:
+        raise unknown(f"its forward calls its head {stands_for_head.calls} times")
+    if not isinstance(logits, torch.Tensor) or logits.shape != outputs.shape:
+        raise unknown(f"of its head's outputs {tuple(outputs.shape)} it makes {tuple(getattr(logits, 'shape', ()))}")
     transform = _fit(outputs, logits)
     if transform is None:
         raise unknown("neither a scale nor a cap by tanh")

@@ -376,7 +376,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """
     fp32, chunk = 4, cast(int, work.settings[Config].loss_chunk_tokens)
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
-    of_logit = fp32 + low if chunk else 3 * fp32
+    of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
     needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
     if chunk and work.device_type == "cpu":
