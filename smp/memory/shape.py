@@ -134,7 +134,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         gated_mlp=family.gated_mlp,
         key_value_heads=key_value_heads,
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
-        capped_logits=family.logits.cap is not None,
+        capped_logits=bool(family.logits and family.logits.cap),
     )
 
 

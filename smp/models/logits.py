@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,12 +50,13 @@ def _replaced(model: nn.Module, stand_ins: dict[nn.Module, _StandIn]) -> Iterato
             children[name] = child
 
 
-def _outputs(tokens: int, vocabulary: int) -> torch.Tensor:
+def _outputs(tokens: int, vocabulary: int, device: torch.device | str) -> torch.Tensor:
     """Return ``(1, tokens or more, vocabulary)``: of both signs, four numbers of each power of two, exact in bf16."""
-    sizes = torch.tensor([1.0, 1.25, 1.5, 1.75]).double() * 2.0 ** torch.arange(-40, 40).double().unsqueeze(1)
-    values = torch.cat([sizes.flatten(), -sizes.flatten(), torch.zeros(1).double()])
+    sizes = [mantissa * 2.0**power for power in range(-40, 40) for mantissa in (1, 1.25, 1.5, 1.75)]
+    values = [0.0, *sizes, *(-size for size in sizes)]
     tokens = max(tokens, -(-len(values) // vocabulary))
-    return values[torch.arange(tokens * vocabulary) % len(values)].view(1, tokens, vocabulary)
+    endless = itertools.islice(itertools.cycle(values), tokens * vocabulary)
+    return torch.tensor(list(endless), dtype=torch.float64, device=device).view(1, tokens, vocabulary)
 
 
 def _plain(value: float, rounding: float) -> float:
@@ -107,7 +109,7 @@ def find_logits(model: nn.Module, head: nn.Module | None = None) -> LogitTransfo
     except (AttributeError, NotImplementedError, ValueError) as error:
         raise unknown(f"its embedding and its head are not found: {error}") from error
     weight: Any = head.weight  # type: ignore[union-attr]
-    outputs = _outputs(2, vocabulary).to("cpu" if weight.is_meta else weight.device)
+    outputs = _outputs(2, vocabulary, "cpu" if weight.is_meta else weight.device)
     given = outputs.clone()  # which the model may change
     hidden = torch.zeros(1, outputs.shape[1], width, dtype=weight.dtype, device=weight.device)
     bases = [child for child in model.children() if any(module is embedding for module in child.modules())]

@@ -27,12 +27,12 @@ from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
+from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import has_product, local_tensor
-from smp.parallel.technique import Setup, no_problems
+from smp.parallel.technique import Setup
 
 Config = LossConfig
-problems = no_problems
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
@@ -360,6 +360,19 @@ def choose(situation: Situation) -> Iterator[Choice]:
         yield Choice("loss_chunk_tokens", large, "fewer passes over the gradient of the head, and it fits")
     else:
         yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{large} do not fit")
+
+
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Say that it is not known what the model makes of its head's outputs."""
+    if not setup.settings[Config].loss_chunk_tokens or setup.family.logits is not None:
+        return []
+    with torch.device("meta"):
+        twin = build_model(hf_config, attn_implementation="eager")
+    try:
+        find_logits(twin, twin.get_submodule(setup.family.head))
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
