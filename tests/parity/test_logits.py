@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from transformers.models.cohere import modeling_cohere  # imported before the ra
 from transformers.models.gemma2 import modeling_gemma2
 
 import smp
-from smp.models import llama, registry
 from smp.models.family import LogitTransform
-from smp.models.logits import find_logits
 from smp.parallel.loss import SplitHead, linear_cross_entropy
 from tests.distributed import run_distributed
 from tests.reference import Layout, assert_parity, global_batch, reference_trajectory, relative
@@ -25,14 +22,11 @@ STEPS = 3
 
 
 @pytest.fixture
-def families(monkeypatch):
-    """The models' families by hand: Llama's paths, and what each makes of its head's outputs."""
-    for name in NAMES:
-        model = build(name)
-        kind = model.config.model_type
-        family = dataclasses.replace(llama.FAMILY, name=kind, hf_model_type=kind, logits=find_logits(model))
-        monkeypatch.setitem(registry.FAMILIES, kind, family)
-    # These convert their weights to fp32, and so sum their gradients of each micro-batch in fp32.
+def exact(monkeypatch):
+    """Let norms compute in their input's precision.
+
+    Hugging Face's convert their weights to fp32, and so sum their gradients of each micro-batch in fp32.
+    """
     monkeypatch.setattr(modeling_gemma2.Gemma2RMSNorm, "forward", lambda norm, x: _scaled(x, norm.eps, 1 + norm.weight))
     monkeypatch.setattr(
         modeling_cohere.CohereLayerNorm,
@@ -53,7 +47,7 @@ def _train(references):
 
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_is_hugging_faces(families, world_size):
+def test_training_is_hugging_faces(exact, world_size):
     references = [build(name) for name in NAMES]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]
     run_distributed(_train, pairs, world_size=world_size)
@@ -76,7 +70,7 @@ def _script(reference, loss, gradients, after):
 
 @pytest.mark.full
 @pytest.mark.parametrize("after", [False, True])
-def test_before_and_after_sharding(families, after):
+def test_before_and_after_sharding(exact, after):
     reference = build("cap")
     ids, labels = global_batch(0)
     loss = loss_of(reference(input_ids=ids).logits, labels)

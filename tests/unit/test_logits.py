@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict
 
 import pytest
@@ -14,10 +15,15 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPTJC
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import smp
+from smp.config import LossConfig, ParallelConfig, Settings
 from smp.errors import UserError
+from smp.mesh import resolve_mesh
+from smp.models import registry
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
+from smp.parallel import loss
 from smp.parallel.loss import chunk_loss
+from smp.parallel.technique import Setup
 from tests.reference import VOCABULARY, global_batch, relative
 
 TINY = dict(  # noqa: C408
@@ -149,6 +155,34 @@ def test_what_is_not_known_is_refused(after, reason):
 def test_a_model_without_an_embedding_is_refused():
     with pytest.raises(UserError, match="does not know what Sequential does with its logits"):
         smp.chunk_loss(nn.Sequential(OrderedDict(lm_head=nn.Linear(4, 4))))
+
+
+@pytest.mark.parametrize("after", [lambda logits: logits / 3, lambda logits: logits + 1])
+def test_a_family_that_does_not_tell(monkeypatch, after):
+    """What its models do is found, or the job is refused with one more sentence."""
+    forward = LlamaForCausalLM.forward
+
+    def other(*args, **kwargs):
+        found = forward(*args, **kwargs)
+        found.logits = after(found.logits)
+        return found
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", other)
+    family = dataclasses.replace(registry.FAMILIES["llama"], logits=None)
+    monkeypatch.setitem(registry.FAMILIES, "llama", family)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).double()
+    mesh = resolve_mesh(ParallelConfig(), world_size=1, local_world_size=1)
+    setup = Setup(family, mesh, Settings((LossConfig(loss_chunk_tokens=5),)))
+    if after(1) == 2:
+        (problem,) = loss.problems(model.config, setup)
+        assert "does not know what LlamaForCausalLM does with its logits" in problem
+        assert not loss.problems(model.config, Setup(family, mesh, Settings((LossConfig(loss_chunk_tokens=0),))))
+        return
+    assert not loss.problems(model.config, setup)
+    ids, labels = global_batch(0)
+    expected = loss_of(model(input_ids=ids).logits, labels)
+    loss.apply(model, setup)
+    assert model(input_ids=ids, labels=labels).loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_a_head_that_is_called_twice_is_refused():
