@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers.models.cohere import modeling_cohere  # imported before the ranks are forked
 from transformers.models.gemma2 import modeling_gemma2
 
@@ -53,17 +55,32 @@ def test_training_is_hugging_faces(exact, world_size):
     run_distributed(_train, pairs, world_size=world_size)
 
 
+def _units_of_backward(loss):
+    """The sharding units whose hooks backward runs, in order."""
+    run, units = FSDPParamGroup.pre_backward, []
+
+    def hook(group, *args):
+        units.append(group._module_fqn)
+        return run(group, *args)
+
+    with mock.patch.object(FSDPParamGroup, "pre_backward", hook):
+        loss.backward()
+    return units
+
+
 def _script(reference, loss, gradients, after):
     """Shard and make the loss in chunks, in either order; every rank has the whole batch."""
     smp.init({"hybrid_shard_degree": 2})
+    ids, labels = global_batch(0)
+    whole = smp.parallelize(copy.deepcopy(reference))
+    units = _units_of_backward(loss_of(whole(input_ids=ids).logits, labels))
     model = copy.deepcopy(reference)
     model = smp.chunk_loss(smp.parallelize(model)) if after else smp.parallelize(smp.chunk_loss(model))
-    ids, labels = global_batch(0)
     for _ in range(2):  # what a backward leaves behind would spoil the next
         model.zero_grad()
         found = model(input_ids=ids, labels=labels).loss
         assert abs(found - loss) <= 1e-9 * loss
-        (found / 2).backward()
+        assert _units_of_backward(found / 2) == units
         for name, parameter in model.named_parameters():
             assert relative(parameter.grad.full_tensor() - gradients[name], gradients[name]) <= 1e-9, name
 
