@@ -82,6 +82,26 @@ def _fit(outputs: torch.Tensor, logits: torch.Tensor) -> LogitTransform | None:
     return found if ((y - expected).abs() <= rounding * expected.abs()).all() else None
 
 
+def _run(model: Any, head: Any) -> tuple[torch.Tensor, Any]:
+    """Return outputs of the head and the logits that the forward of the model's class makes of them.
+
+    Raises:
+        Exception: of any type, of the model's code; RuntimeError: the head is not called once.
+    """
+    head, embedding = model.get_output_embeddings() if head is None else head, model.get_input_embeddings()
+    weight = head.weight
+    outputs = _outputs(2, weight.shape[0], "cpu" if weight.is_meta else weight.device)
+    hidden = torch.zeros(1, outputs.shape[1], weight.shape[1], dtype=weight.dtype, device=weight.device)
+    bases = [child for child in model.children() if any(module is embedding for module in child.modules())]
+    in_heads_place = _StandIn(head, outputs.clone())  # which the model may change
+    stand_ins = {base: _StandIn(base, _Answers([hidden])) for base in bases} | {head: in_heads_place}
+    with torch.no_grad(), _replaced(model, stand_ins):
+        found = type(model).forward(model, torch.zeros_like(hidden[..., 0], dtype=torch.int64))
+    if in_heads_place.calls != 1:
+        raise RuntimeError(f"its head is called {in_heads_place.calls} times")
+    return outputs, found[0] if isinstance(found, tuple) else found.logits
+
+
 def find_logits(model: nn.Module, head: nn.Module | None = None) -> LogitTransform:
     """Find what a causal language model makes of its head's outputs, by its class's forward.
 
@@ -95,37 +115,16 @@ def find_logits(model: nn.Module, head: nn.Module | None = None) -> LogitTransfo
     Raises:
         UserError: neither a scale nor a cap, or a forward that cannot be run so.
     """
-
-    def unknown(reason: str) -> UserError:
-        return UserError(
-            f"the loss in chunks does not know what {type(model).__name__} does with its logits ({reason}): use "
-            f"--loss_chunk_tokens 0"
-        )
-
+    reason, cause = "neither a scale nor a cap by tanh", None
     try:
-        head = model.get_output_embeddings() if head is None else head  # type: ignore[operator]
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
-        vocabulary, width = head.weight.shape  # type: ignore[union-attr,misc]
-    except (AttributeError, NotImplementedError, ValueError) as error:
-        raise unknown(f"its embedding and its head are not found: {error}") from error
-    weight: Any = head.weight  # type: ignore[union-attr]
-    outputs = _outputs(2, vocabulary, "cpu" if weight.is_meta else weight.device)
-    given = outputs.clone()  # which the model may change
-    hidden = torch.zeros(1, outputs.shape[1], width, dtype=weight.dtype, device=weight.device)
-    bases = [child for child in model.children() if any(module is embedding for module in child.modules())]
-    stands_for_head = _StandIn(head, given)  # type: ignore[arg-type]
-    stand_ins = {base: _StandIn(base, _Answers([hidden])) for base in bases} | {head: stands_for_head}
-    try:
-        with torch.no_grad(), _replaced(model, stand_ins):  # type: ignore[arg-type]
-            found = type(model).forward(model, torch.zeros_like(hidden[..., 0], dtype=torch.int64))
-        logits = found[0] if isinstance(found, tuple) else found.logits
+        outputs, logits = _run(model, head)
+        if logits.shape != outputs.shape:
+            reason = f"of its head's outputs {tuple(outputs.shape)} it makes {tuple(logits.shape)}"
+        elif (transform := _fit(outputs, logits)) is not None:
+            return transform
     except Exception as error:  # of the model's code
-        raise unknown(f"its forward fails on outputs of its head: {type(error).__name__}: {error}") from error
-    if stands_for_head.calls != 1:
-        raise unknown(f"its forward calls its head {stands_for_head.calls} times")
-    if not isinstance(logits, torch.Tensor) or logits.shape != outputs.shape:
-        raise unknown(f"of its head's outputs {tuple(outputs.shape)} it makes {tuple(getattr(logits, 'shape', ()))}")
-    transform = _fit(outputs, logits)
-    if transform is None:
-        raise unknown("neither a scale nor a cap by tanh")
-    return transform
+        reason, cause = " ".join(f"its forward fails without its base model: {error!r}".split())[:200], error
+    raise UserError(
+        f"the loss in chunks does not know what {type(model).__name__} does with its logits ({reason}): use "
+        f"--loss_chunk_tokens 0"
+    ) from cause

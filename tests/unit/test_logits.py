@@ -141,8 +141,8 @@ def test_scale_and_cap_in_place():
     (lambda _, logits: logits.log_softmax(-1), "neither a scale nor a cap"),
     (lambda _, logits: logits * 0, "neither a scale nor a cap"),
     (lambda _, logits: logits[..., :-3], r"it makes \(1, \d+, 93\)"),
-    (lambda model, logits: logits + model.lm_head(model.model.norm.weight), "calls its head 2 times"),
-    (lambda _, logits: logits.no_such_method(), "its forward fails on outputs of its head: AttributeError"),
+    (lambda model, logits: logits + model.lm_head(model.model.norm.weight), "its head is called 2 times"),
+    (lambda _, logits: logits.no_such_method(), "its forward fails without its base model: AttributeError"),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused(after, reason):
     model = llama(after)
