@@ -30,6 +30,7 @@ class ModelShape:
     gated_mlp: bool
     key_value_heads: int = 0  # 0: as many as heads
     key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
+    capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -151,6 +152,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         gated_mlp=family.gated_mlp and _is_gated(largest, intermediate),
         key_value_heads=key_value_heads,
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
+        capped_logits=bool(family.logits and family.logits.cap),
     )
 
 

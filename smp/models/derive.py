@@ -12,7 +12,8 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models.derive_plan import Call, derive_plan
-from smp.models.family import COMMON_SETTINGS, Family
+from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
+from smp.models.logits import find_logits
 from smp.models.tensor_plan import TensorPlan
 
 # Settings of some families, and the names of their config keys.
@@ -194,6 +195,13 @@ def _final_norm(calls: list[Call], last_block: str, model: nn.Module) -> str | N
     return None
 
 
+def _logits(model: nn.Module) -> LogitTransform | None:
+    try:
+        return find_logits(model)
+    except UserError:  # raised again for a loss in chunks, which alone needs it
+        return None
+
+
 def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     """Derive the family of a causal language model.
 
@@ -246,4 +254,5 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         tensor_plan=plan,
         no_tensor_plan=why,
         whole_embedding=True,
+        logits=_logits(model),
     )

@@ -65,7 +65,7 @@ class Family:
         no_tensor_plan: why there is none, for the refusal.
         whole_embedding: whether every tensor-parallel rank computes what is before the first block of all tokens, as
             where positions are added to the embedding; else the rank's own tokens.
-        logits: what becomes of the head's outputs.
+        logits: what becomes of the head's outputs; None: it is found by the model's forward, for a loss in chunks.
         file_prefixes: ``(prefix in checkpoint files, prefix of the module)`` where the two differ.
         old_buffers: regular expressions of keys in older files that are no parameters and are skipped.
     """
@@ -84,7 +84,7 @@ class Family:
     tensor_plan: TensorPlan | None = None
     no_tensor_plan: str = ""
     whole_embedding: bool = False
-    logits: LogitTransform = LogitTransform()
+    logits: LogitTransform | None = None
     file_prefixes: tuple[tuple[str, str], ...] = ()
     old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
 

@@ -1,6 +1,6 @@
 """GPT-NeoX: parallel residual, partial rotary embedding, two-matrix MLP with biases."""
 
-from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family
+from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family, LogitTransform
 from smp.models.tensor_plan import GPT_NEOX_PLAN
 
 FAMILY = Family(
@@ -12,6 +12,7 @@ FAMILY = Family(
     embedding="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
     head="lm_head",
+    logits=LogitTransform(),
     gated_mlp=False,
     settings={
         **COMMON_SETTINGS,

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
