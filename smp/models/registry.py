@@ -11,6 +11,7 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models import gpt_neox, llama, mistral
+from smp.models.attention_support import check_attention, default_attention
 from smp.models.derive import check_config, derive_family
 from smp.models.family import Family
 from smp.models.tensor_plan import TensorPlan
@@ -114,17 +115,20 @@ def _build(hf_config: Any, attn_implementation: str) -> Any:
     return model
 
 
-def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
+def build_model(hf_config: Any, *, attn_implementation: str | None) -> nn.Module:
     """Build the causal language model in fp32 under the caller's ``torch.device`` context.
 
     Args:
         hf_config: of a causal language model; it is copied, not changed.
-        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``; None: sdpa, or eager
+            for a model that cannot have it.
 
     Raises:
-        UserError: the architecture is not supported.
+        UserError: the architecture is not supported, or not with this function.
     """
     family = family_of(hf_config)
+    attn_implementation = attn_implementation or default_attention(hf_config)
+    check_attention(hf_config, attn_implementation)
     model = _build(hf_config, attn_implementation)
     if getattr(hf_config, "tie_word_embeddings", False):
         # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
