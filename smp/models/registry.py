@@ -104,6 +104,14 @@ def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> tupl
     )
 
 
+# A method of some models: with a pad token and no mask, it reads the first and last tokens from the device.
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+def _no_warning(*_: Any) -> None:
+    """Take no look at the tokens: rows are padded on the right, where a causal model needs no mask."""
+
+
 def _build(hf_config: Any, attn_implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -112,6 +120,9 @@ def _build(hf_config: Any, attn_implementation: str) -> Any:
     )
     # A cache of keys and values serves generation only, and would hold every layer's during training.
     model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, _WARNING):
+            setattr(module, _WARNING, _no_warning)
     return model
 
 

@@ -280,7 +280,8 @@ def apply(model: nn.Module, setup: Setup) -> None:
         return  # no mask to make, or of several kinds
     _register()
     wanted = setup.settings[Config].attn_implementation
-    if name == "sdpa" and (not own or wanted in ("fused", "flash_attention_3")):
+    renamed = wanted in ("fused", "flash_attention_3") and not attention_misfit(config, wanted)
+    if name == "sdpa" and (renamed or not own):
         name = {"fused": MASKED if own else FUSED, "flash_attention_3": wanted}.get(wanted, SDPA)
         # Not in the model's own config, with which others may build a model that makes its mask in transformers.
         private = _renamed(config, name)
