@@ -122,7 +122,7 @@ def test_scores_that_are_capped_are_not_for_sdpa(tmp_path, caplog):
     with caplog.at_level("INFO"):
         assert resolve_model(ModelConfig(model=where)).attn_implementation == "eager"
     assert "eager, and not sdpa: the model caps the scores of attention (attn_logit_softcapping 50.0)" in caplog.text
-    with pytest.raises(ConfigError, match="--attn_implementation sdpa: the model caps .*: use eager"):
+    with pytest.raises(ConfigError, match=r"--attn_implementation sdpa: the model caps .*: use eager"):
         resolve_model(ModelConfig(model=where, attn_implementation="sdpa"))
     with pytest.raises(UserError, match="attn_implementation sdpa: the model caps"):
         build_model(config_of("gemma3", attn_logit_softcapping=30.0), attn_implementation="sdpa")
@@ -142,7 +142,7 @@ def test_what_transformers_does_not_support_is_refused(tmp_path, name, asked, wo
 @pytest.mark.parametrize(("model_type", "values", "words"), [
     ("falcon", SHAPE, "do not depend on positions"),
     ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4, "vocab_size": 48}, "takes no positions|do not depend"),
-    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "state_size": 4}, "convolutions"),
+    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "state_size": 4}, "linear_attention layers"),
 ])  # fmt: skip
 def test_documents_of_a_model_that_mixes_them_are_refused(model_type, values, words):
     config = CONFIG_MAPPING[model_type](**values)
