@@ -342,4 +342,4 @@ def choose(situation: Situation) -> Iterator[Choice]:
     elif not no_flash and is_flash_attn_3_available() and torch.cuda.get_device_capability()[0] == _HOPPER:
         yield Choice(name, "flash_attention_3", "its package is here, and the GPU is a Hopper")
     else:
-        yield Choice(name, "fused", "cuDNN's kernels first; documents and windows by their lengths, without a mask")
+        yield Choice(name, "fused", "torch's kernels, cuDNN's first")

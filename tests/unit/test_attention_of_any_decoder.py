@@ -142,7 +142,7 @@ def test_what_transformers_does_not_support_is_refused(tmp_path, name, asked, wo
 @pytest.mark.parametrize(("model_type", "values", "words"), [
     ("falcon", SHAPE, "do not depend on positions"),
     ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4, "vocab_size": 48}, "takes no positions|do not depend"),
-    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "state_size": 4}, "linear_attention layers"),
+    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "state_size": 4}, "linear_attention"),
 ])  # fmt: skip
 def test_documents_of_a_model_that_mixes_them_are_refused(model_type, values, words):
     config = CONFIG_MAPPING[model_type](**values)
