@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -18,7 +17,6 @@ _SUPPORT = {  # attribute of the model's class
 }
 
 
-@functools.cache
 def _model_class(config_class: type) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
