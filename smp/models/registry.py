@@ -11,6 +11,7 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models import falcon, gpt2, gpt_neox, gptj, llama, mistral
+from smp.models.attention_support import check_attention, default_attention
 from smp.models.derive import check_config, derive_family
 from smp.models.family import Family
 from smp.models.tensor_plan import TensorPlan
@@ -111,6 +112,14 @@ def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> tupl
     )
 
 
+# A method of some models: with a pad token and no mask, it reads the first and last tokens from the device.
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+def _no_warning(*_: Any) -> None:
+    """Take no look at the tokens: rows are padded on the right, where a causal model needs no mask."""
+
+
 def _build(hf_config: Any, attn_implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -119,20 +128,26 @@ def _build(hf_config: Any, attn_implementation: str) -> Any:
     )
     # A cache of keys and values serves generation only, and would hold every layer's during training.
     model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, _WARNING):
+            setattr(module, _WARNING, _no_warning)
     return model
 
 
-def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
+def build_model(hf_config: Any, *, attn_implementation: str | None) -> nn.Module:
     """Build the causal language model in fp32 under the caller's ``torch.device`` context.
 
     Args:
         hf_config: of a causal language model; it is copied, not changed.
-        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``; None: sdpa, or eager
+            for a model that cannot have it.
 
     Raises:
-        UserError: the architecture is not supported.
+        UserError: the architecture is not supported, or not with this function.
     """
     family = family_of(hf_config)
+    attn_implementation = attn_implementation or default_attention(hf_config)
+    check_attention(hf_config, attn_implementation)
     model = _build(hf_config, attn_implementation)
     if getattr(hf_config, "tie_word_embeddings", False):
         # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
