@@ -22,6 +22,7 @@ from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
 from smp.models.family import Family
+from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
 from smp.parallel.sharding import reshard
 
@@ -102,6 +103,11 @@ def _claim(directory: pathlib.Path) -> None:
     partial.mkdir()
 
 
+def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in the files, given what was asked for."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
 def _plan_files(
     parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
@@ -109,7 +115,7 @@ def _plan_files(
     groups: list[list[str]] = [[]]
     size = 0
     for name, parameter in parameters.items():
-        needed = parameter.numel() * (dtype or parameter.dtype).itemsize
+        needed = parameter.numel() * _stored(parameter, dtype).itemsize
         if groups[-1] and size + needed > max_shard_bytes:
             groups.append([])
             size = 0
@@ -182,7 +188,8 @@ def _gather_and_write(
             progress()
             tensor = whole(name)
             if _is_main():
-                tensors[family.file_key(name)] = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+                key = family.file_names.file_key(name)
+                tensors[key] = tensor.detach().to("cpu", _stored(tensor, dtype)).contiguous()
         progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         weight_map.update(dict.fromkeys(tensors, file))
@@ -226,7 +233,7 @@ def export_hf(
 
     Args:
         model: of a supported family, its parameters plain or DTensor; or, to go with ``whole``, tensors of the shape
-            and dtype of each parameter by name, a tied one once.
+            and dtype of each parameter, a tied one once, and each saved buffer by name.
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
         whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
@@ -236,17 +243,18 @@ def export_hf(
         progress: called before each parameter and each file.
 
     Raises:
-        UserError: the directory holds other files, is a mount point, or is in use; raised on every rank.
+        UserError: the model's files differ from it by more than names, the directory holds other files, is a mount point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
-        parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+        parameters: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         hf_config = model.config if hf_config is None else hf_config
     else:
         parameters = model
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = _beside(directory, "partial"), family_of(hf_config)
+    family.file_names.check(directory, "have transformers' save_pretrained write it")
     stored = dtype or next(iter(parameters.values())).dtype
 
     with contextlib.ExitStack() as held:

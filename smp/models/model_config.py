@@ -223,18 +223,12 @@ def _preset_source(name: str) -> _Source:
 
 
 def _directory_source(directory: pathlib.Path) -> _Source:
-    from transformers import AutoConfig
-
     path = directory / "config.json"
     try:
         content = read_object(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no readable Hugging Face config ({error}): give another model directory") from error
-    hf_config = checked_config(
-        path,
-        content,
-        lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
-    )
+    hf_config = checked_config(path, content)
     length = min(DEFAULT_SEQUENCE_LENGTH, hf_config.max_position_embeddings)
     return _Source(directory.resolve().name or "model", hf_config, length, directory)
 
