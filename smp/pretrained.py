@@ -49,7 +49,7 @@ def _equal(first: _Entry, second: _Entry) -> bool:
 
 
 def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
-    """Find the key of each parameter and buffer. A tied parameter may be in the files once or, with the same values, twice."""
+    """Find the keys of parameters and buffers. A tied one may be in the files once or, with the same values, twice."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     names |= {name: name for name, _ in buffers_of(model)}
@@ -114,7 +114,9 @@ def _local_slices(name: str, parameter: torch.Tensor) -> tuple[torch.Tensor, tup
 
 @torch.no_grad()
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
-    """Fill every parameter and saved buffer from a Hugging Face checkpoint, in place; no rank holds more than its shards and one slice.
+    """Fill every parameter and saved buffer from a Hugging Face checkpoint, in place.
+
+    No rank holds more than its shards and one slice.
 
     Keys are Hugging Face's, with or without the base model's prefix; old buffers are skipped; a head that is tied to
     the embedding may be left out. Every rank needs to see the files.
@@ -125,8 +127,8 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
         hf_config: the model's config, names its family.
 
     Raises:
-        UserError: files that cannot be read slice by slice, or that do not fit the model: missing and unexpected keys, shapes and
-            dtypes, all reported together before any parameter is changed.
+        UserError: files that cannot be read slice by slice, or that do not fit the model: missing and unexpected keys,
+            shapes and dtypes, all reported together before any parameter is changed.
     """
     from safetensors import safe_open
 

@@ -243,7 +243,8 @@ def export_hf(
         progress: called before each parameter and each file.
 
     Raises:
-        UserError: the model's files differ from it by more than names, the directory holds other files, is a mount point, or is in use; raised on every rank.
+        UserError: the model's files differ from it by more than names; the directory holds other files, is a mount
+            point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
     if isinstance(model, nn.Module):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from smp.errors import ConfigError, UserError
 from smp.models.family import Family
+from smp.models.registry import count_parameters
+
+logger = logging.getLogger(__name__)
 
 # SMP v2's defaults for --rope_scaling_type llama3.
 _LLAMA3_ROPE: Mapping[str, Any] = {
@@ -111,7 +116,7 @@ def apply_settings(
         The new values, and one sentence for each setting that cannot be used.
     """
     values, found = copy.deepcopy(dict(base)), []
-    if not pretrained:
+    if not pretrained and family.defaults:
         for key, value in _derived(base, family).items():
             if values.get(key) == value:  # derived from the base's width; derived again below
                 del values[key]
@@ -128,6 +133,8 @@ def apply_settings(
         found.append("--intermediate_size and --llama_intermediate_size differ: give one of them")
     if values.get("sliding_window") == 0:
         values["sliding_window"] = None
+    if not family.defaults:  # transformers completes and checks the values of a type that is derived
+        return values, found
     for key, value in _derived(values, family).items():
         if key != "head_dim":
             values.setdefault(key, value)
@@ -137,6 +144,14 @@ def apply_settings(
 
 def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     """Return one sentence for each combination of config values that no model can be built from."""
+    found: list[str] = []
+    padding = values.get("pad_token_id")
+    if padding is not None and not 0 <= padding < values.get("vocab_size", padding + 1):
+        found.append(f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it")
+    return found + (_shape_problems(values, family) if family.defaults else [])
+
+
+def _shape_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     key_value_heads = values.get("num_key_value_heads", heads)
     found = []
@@ -158,7 +173,46 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
             f"and at least 2: change --hidden_width, --num_heads"
             + (" or --rotary_pct" if "rotary_pct" in family.settings else "")
         )
-    padding = values.get("pad_token_id")
-    if padding is not None and not 0 <= padding < values["vocab_size"]:
-        found.append(f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it")
     return found
+
+
+def new_config(model_type: str, values: dict[str, Any]) -> Any:
+    """Return transformers' config object of config.json values."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type].from_dict(values)
+
+
+def rebuilt(model_type: str, values: dict[str, Any]) -> Any:
+    """Return the config object of values that settings have changed.
+
+    Raises:
+        ConfigError: no model can be built from them.
+    """
+    try:
+        hf_config = new_config(model_type, values)
+        count_parameters(hf_config)
+    except UserError:
+        raise
+    except Exception as error:  # of any type, for values that do not fit each other
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError([f"with these settings transformers builds no {model_type} model ({reason})"]) from error
+    return hf_config
+
+
+def raise_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool) -> None:
+    """Make room for longer sequences than the config has positions.
+
+    Raises:
+        ConfigError: positions are parameters, and weights fix their number.
+    """
+    key = getattr(hf_config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
+    most = values.get(key)
+    if most is None or length <= most:
+        return
+    values[key] = length
+    if fixed and count_parameters(new_config(hf_config.model_type, values)) != count_parameters(hf_config):
+        raise ConfigError(
+            [f"--max_context_width {length}: the model has learned {most} positions: choose at most {most}"]
+        )
+    logger.info("%s raised from %d to %d", key, most, length)

@@ -13,7 +13,7 @@ from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
 from smp.models.checked_config import checked_config
 from smp.models.family import Family
-from smp.models.hf_values import apply_settings, value_problems
+from smp.models.hf_values import apply_settings, new_config, raise_positions, rebuilt, value_problems
 from smp.models.preset import list_presets, load_preset
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
 from smp.models.weight_files import weight_map
@@ -210,15 +210,9 @@ class _Source:
     from_settings: bool = False  # the model has no config of its own
 
 
-def _new_config(family: Family, values: dict[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[family.hf_model_type].from_dict(values)
-
-
 def _preset_source(name: str) -> _Source:
     preset = load_preset(name)
-    config = _new_config(FAMILIES[preset["family"]], preset["config"])
+    config = new_config(preset["family"], preset["config"])
     return _Source(name, config, preset["sequence_length"])
 
 
@@ -229,14 +223,14 @@ def _directory_source(directory: pathlib.Path) -> _Source:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no readable Hugging Face config ({error}): give another model directory") from error
     hf_config = checked_config(path, content)
-    length = min(DEFAULT_SEQUENCE_LENGTH, hf_config.max_position_embeddings)
+    length = min(DEFAULT_SEQUENCE_LENGTH, getattr(hf_config, "max_position_embeddings", DEFAULT_SEQUENCE_LENGTH))
     return _Source(directory.resolve().name or "model", hf_config, length, directory)
 
 
 def _type_source(model_type: str) -> _Source:
     family = FAMILIES[MODEL_TYPES[model_type]]
     values = {**family.defaults, "max_position_embeddings": DEFAULT_SEQUENCE_LENGTH}
-    return _Source(model_type, _new_config(family, values), DEFAULT_SEQUENCE_LENGTH, from_settings=True)
+    return _Source(model_type, new_config(family.hf_model_type, values), DEFAULT_SEQUENCE_LENGTH, from_settings=True)
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
@@ -342,27 +336,26 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
             weight_map(weights)
         except UserError as error:
             found.append(str(error))
-    known = {name for member in FAMILIES.values() for name in member.settings}
+    known = {name for member in (*FAMILIES.values(), family) for name in member.settings}
     given = {name: value for name in sorted(known) if (value := getattr(config, name)) is not None}
     # Without a config beside the weights, the settings give their shape.
     fixed = weights is not None and not source.from_settings
     values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)
     found += problems + value_problems(values, family)
-    if problem := _attention_problem(config, values.get("attention_dropout") or 0.0):
+    if problem := _attention_problem(config, values.get(family.settings.get("attn_pdrop", "")) or 0.0):
         found.append(problem)
     if found:
         raise ConfigError(found)
     length = config.max_context_width or source.sequence_length
     if source.from_settings:
         values["max_position_embeddings"] = length  # as SMP v2 does
-    elif length > values["max_position_embeddings"]:
-        logger.info("max_position_embeddings raised from %d to %d", values["max_position_embeddings"], length)
-        values["max_position_embeddings"] = length
+    raise_positions(values, length, source.hf_config, fixed=fixed)
     values.update(use_cache=False, architectures=[family.architecture])
+    hf_config = rebuilt(family.hf_model_type, values)
     return ResolvedModel(
         name=source.name,
-        family=family,
-        hf_config=_new_config(family, values),
+        family=family_of(hf_config),
+        hf_config=hf_config,
         sequence_length=length,
         weights=weights,
         tokenizer_dir=tokenizer_dir_of(source.directory, _directory_of(weights)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,16 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models import gpt_neox, llama, mistral
+from smp.models.derive import check_config, derive_family
 from smp.models.family import Family
+from smp.models.tensor_plan import TensorPlan
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, mistral.FAMILY, gpt_neox.FAMILY)}
+
+_derived: dict[str, Family] = {}  # by config
+
+# model_type -> the tensor-parallel plan of a config, for types of which transformers has none that can be used.
+TENSOR_PLANS: dict[str, Callable[[Any], TensorPlan]] = {}
 
 # SMP v2's --model_type -> family.
 MODEL_TYPES: Mapping[str, str] = {
@@ -25,20 +32,32 @@ MODEL_TYPES: Mapping[str, str] = {
 
 
 def family_of(hf_config: Any) -> Family:
-    """Return the family of a Hugging Face config.
+    """Return the family of a Hugging Face config: one that is registered, or else one that is derived.
 
     Args:
         hf_config: a ``PreTrainedConfig``, or its ``model_type``.
 
     Raises:
-        UserError: the architecture is none of the supported ones.
+        UserError: no family can be derived.
     """
     model_type = hf_config if isinstance(hf_config, str) else getattr(hf_config, "model_type", None)
     for family in FAMILIES.values():
         if family.hf_model_type == model_type:
             return family
-    supported = ", ".join(family.hf_model_type for family in FAMILIES.values())
-    raise UserError(f"architecture {model_type!r} is not supported: the config's model_type must be one of {supported}")
+    if hf_config is None or isinstance(hf_config, str):
+        from transformers import CONFIG_MAPPING
+
+        if hf_config is None or hf_config not in CONFIG_MAPPING:
+            raise UserError(f"architecture {hf_config!r} is not supported: transformers knows no model of this type")
+        hf_config = CONFIG_MAPPING[hf_config]()
+    check_config(hf_config)
+    key = type(hf_config).__name__ + hf_config.to_json_string()
+    if key not in _derived:
+        plan = TENSOR_PLANS.get(hf_config.model_type)
+        with torch.device("meta"):
+            twin = _build(hf_config, "eager")
+        _derived[key] = derive_family(twin, None if plan is None else plan(hf_config))
+    return _derived[key]
 
 
 def register_family(family: Family) -> None:
@@ -83,25 +102,30 @@ def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> tupl
     )
 
 
-def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
-    """Build the causal language model in fp32 under the caller's ``torch.device`` context.
-
-    Args:
-        hf_config: config of a supported family; it is copied, not changed.
-        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``.
-
-    Raises:
-        UserError: the architecture is not supported.
-    """
+def _build(hf_config: Any, attn_implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    family = family_of(hf_config)
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(hf_config), dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
     )
     # A cache of keys and values serves generation only, and would hold every layer's during training.
     model.config.use_cache = False
-    if hf_config.tie_word_embeddings:
+    return model
+
+
+def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
+    """Build the causal language model in fp32 under the caller's ``torch.device`` context.
+
+    Args:
+        hf_config: of a causal language model; it is copied, not changed.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    family = family_of(hf_config)
+    model = _build(hf_config, attn_implementation)
+    if getattr(hf_config, "tie_word_embeddings", False):
         # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
         # assigned by a new one, and so takes the tie apart.
         embedding, head = (model.get_submodule(path) for path in (family.embedding, family.head))

@@ -1,0 +1,223 @@
+"""A family that is derived from what transformers knows of a model, checked by a forward on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.errors import UserError
+from smp.models.derive_plan import Call, derive_plan
+from smp.models.family import COMMON_SETTINGS, Family
+from smp.models.file_names import file_names_of
+from smp.models.tensor_plan import TensorPlan
+
+# Settings of some families, and the names of their config keys.
+_OTHER_SETTINGS = {
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "sliding_window": ("sliding_window",),
+    "attn_pdrop": ("attention_dropout", "attn_pdrop"),
+    "resid_pdrop": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
+    "rotary_pct": ("rope_parameters.partial_rotary_factor",),
+}
+_MIXTURE = re.compile(r"Expert|MoE|Moe(?![a-z])|MOE")
+_TRACE = "smp_trace"  # an attention function for which transformers makes no mask
+
+
+def _refusal(hf_config: Any, why: str) -> UserError:
+    return UserError(
+        f"a model of type {hf_config.model_type!r} cannot be trained: {why}. docs/models.md lists the types that can"
+    )
+
+
+def check_config(hf_config: Any) -> None:
+    """Check that a config is that of a decoder alone.
+
+    Raises:
+        UserError: it is not.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(hf_config, "transformers has no causal language model of this type")
+    if hf_config.get_text_config(decoder=True) is not hf_config:
+        raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise _refusal(hf_config, "it has an encoder and a decoder, and only decoders alone are trained")
+    if getattr(hf_config, "is_decoder", True) is False:
+        raise _refusal(hf_config, "it is an encoder: its tokens see the ones after them (is_decoder is false)")
+
+
+def _path_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    return next((path for path, module in model.named_modules() if module is wanted), None)
+
+
+def _find_blocks(model: nn.Module, hf_config: Any) -> str:
+    """Return the path of the list of modules with the most parameters."""
+    sizes = {
+        path: sum(parameter.numel() for parameter in module.parameters())
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    if not sizes:
+        raise _refusal(hf_config, "its blocks are in no list (nn.ModuleList)")
+    return max(sizes, key=lambda path: (sizes[path], -path.count(".")))
+
+
+@contextlib.contextmanager
+def _without_masks(model: nn.Module) -> Iterator[None]:
+    """Let transformers make no mask, which would read tensors' values."""
+    from transformers import AttentionInterface
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
+        batch, heads, length, _width = query.shape
+        return query.new_empty(batch, length, heads, value.shape[-1]), None
+
+    AttentionInterface.register(_TRACE, attend)
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    former = {key: getattr(config, "_attn_implementation_internal", None) for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = _TRACE
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = former[key]
+
+
+def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -> list[Call]:
+    """Run a forward on the meta device; returns the calls of the watched modules, in order."""
+    calls: list[Call] = []
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, path=path: calls.append(Call(path, args, kwargs)), with_kwargs=True
+        )
+        for path, module in watched.items()
+    ]
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def trace(model: nn.Module, watched: dict[str, nn.Module], hf_config: Any) -> list[Call]:
+    """Return the calls of modules in a forward pass of a model on the meta device, in order.
+
+    Raises:
+        UserError: it does not run there.
+    """
+    ids = torch.zeros(2, 6, dtype=torch.long, device="meta")
+    try:
+        return _trace(model, watched, ids)
+    except Exception:  # of any type: code of any model
+        pass
+    try:
+        with _without_masks(model):
+            return _trace(model, watched, ids)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise _refusal(hf_config, f"its forward cannot be followed without values ({reason})") from error
+
+
+def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str, hf_config: Any) -> None:
+    """Check that the forward is embedding, each block once and in order, head.
+
+    Raises:
+        UserError: it is something else.
+    """
+    order = [call.path for call in calls if call.path in {embedding, *blocks, head}]
+    if order != [embedding, *blocks, head]:
+        wrong = next((path for path in (embedding, *blocks, head) if order.count(path) != 1), None)
+        what = f"{wrong} is called {order.count(wrong)} times" if wrong else "they are called in another order"
+        raise _refusal(hf_config, f"its forward is not one embedding, each block once and one head ({what})")
+    shapes = {tuple(call.input.shape) if torch.is_tensor(call.input) else None for call in calls if call.path in blocks}
+    if len(shapes) != 1 or None in shapes or len(next(iter(shapes)) or ()) != 3:
+        raise _refusal(hf_config, f"its blocks do not take hidden states (batch, sequence, width) first, but {shapes}")
+
+
+def _settings(hf_config: Any) -> dict[str, str]:
+    """Return the settings that the config has keys for."""
+    keys, names = set(hf_config.to_dict()), getattr(hf_config, "attribute_map", {})
+    found = {}
+    wanted = {name: (key,) for name, key in COMMON_SETTINGS.items()} | _OTHER_SETTINGS
+    for setting, candidates in wanted.items():
+        for key in candidates:
+            top, _, rest = key.partition(".")
+            own = names.get(top, top)
+            if own in keys:
+                found[setting] = f"{own}.{rest}" if rest else own
+                break
+    return found
+
+
+def _final_norm(calls: list[Call], last_block: str, model: nn.Module) -> str | None:
+    """Return the norm after the last block, if nothing else with parameters follows."""
+    paths = [call.path for call in calls]
+    after = paths[paths.index(last_block) + 1 : -1]
+    if len(after) == 1 and "norm" in type(model.get_submodule(after[0])).__name__.lower():
+        return after[0]
+    return None
+
+
+def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
+    """Derive the family of a causal language model.
+
+    Args:
+        model: of transformers, whole, on the meta device.
+        plan: tensor-parallel plan written by hand; None: that of transformers, if it has one.
+
+    Raises:
+        UserError: it is no decoder, a mixture of experts, or its forward is not embedding, blocks and head.
+    """
+    hf_config: Any = model.config
+    if mixture := next(
+        (m for m in model.modules() if _MIXTURE.search(type(m).__name__.removesuffix("ForCausalLM"))), None
+    ):
+        raise _refusal(
+            hf_config, f"mixture-of-experts models are out of scope for now (it has a {type(mixture).__name__})"
+        )
+    embedding = _path_of(model, model.get_input_embeddings())  # type: ignore[operator]
+    head = _path_of(model, model.get_output_embeddings())  # type: ignore[operator]
+    if embedding is None or head is None:
+        raise _refusal(hf_config, f"transformers does not tell its {'embedding' if embedding is None else 'head'}")
+    blocks = _find_blocks(model, hf_config)
+    block_paths = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
+    own = [embedding, head, *block_paths]
+    rest = {
+        path: module
+        for path, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+        and not any(path == other or path.startswith(f"{other}.") for other in own)
+    }
+    calls = trace(model, {path: model.get_submodule(path) for path in own} | rest, hf_config)
+    _check_calls(calls, embedding, block_paths, head, hf_config)
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # type: ignore[arg-type]
+    why = ""
+    if plan is None:
+        plan, why = derive_plan(model, blocks.removeprefix(prefix), [c for c in calls if c.path in block_paths])
+    return Family(
+        name=hf_config.model_type,
+        hf_model_type=hf_config.model_type,
+        architecture=type(model).__name__,
+        base=prefix.rstrip("."),
+        blocks=blocks,
+        embedding=embedding,
+        final_norm=_final_norm(calls, block_paths[-1], model),
+        head=head,
+        gated_mlp=True,
+        settings=_settings(hf_config),
+        defaults={},
+        tensor_plan=plan,
+        no_tensor_plan=why,
+        whole_embedding=True,
+        file_names=file_names_of(model),
+    )
