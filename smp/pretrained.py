@@ -116,10 +116,8 @@ def _local_slices(name: str, parameter: torch.Tensor) -> tuple[torch.Tensor, tup
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
     """Fill every parameter and saved buffer from a Hugging Face checkpoint, in place.
 
-    No rank holds more than its shards and one slice.
-
-    Keys are Hugging Face's, with or without the base model's prefix; old buffers are skipped; a head that is tied to
-    the embedding may be left out. Every rank needs to see the files.
+    No rank holds more than its shards and one slice. Keys are Hugging Face's, with or without the base model's prefix;
+    old buffers are skipped; a head that is tied to the embedding may be left out. Every rank needs to see the files.
 
     Args:
         model: parameters allocated, plain or DTensor with ``Shard`` and ``Replicate`` placements.

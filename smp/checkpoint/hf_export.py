@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -26,12 +26,15 @@ from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
 from smp.parallel.sharding import reshard
 
+logger = logging.getLogger(__name__)
+
 # Lists the files of an export, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "emoji.json", "chat_template.json",
 )  # fmt: skip
 
 
@@ -131,18 +134,26 @@ def _write_configs(
     hf_config: Any,
     family: Family,
     *,
+    generation: Any,
     dtype: torch.dtype,
     tokenizer_dir: pathlib.Path | str | None,
 ) -> None:
     from transformers import GenerationConfig
 
-    config = copy.deepcopy(hf_config)
+    config = type(hf_config).from_dict(hf_config.to_dict())  # which leaves out what is of generation alone
     config.architectures = [family.architecture]
     config.dtype = dtype
     config.use_cache = True  # off in training only
     config.save_pretrained(partial)
-    GenerationConfig.from_model_config(config).save_pretrained(partial)
-    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
+    plain = GenerationConfig.from_model_config(config)
+    try:
+        (generation or plain).save_pretrained(partial)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        logger.warning("the model's generation_config is left out, as transformers refuses it: %s", reason)
+        plain.save_pretrained(partial)
+    # Token ids to stop at belong to the tokenizer.
+    for name in (*_TOKENIZER_FILES, "generation_config.json") if tokenizer_dir is not None else ():
         file = pathlib.Path(tokenizer_dir, name)  # type: ignore[arg-type]
         if file.is_file():
             shutil.copyfile(file, partial / name)
@@ -237,7 +248,7 @@ def export_hf(
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
         whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
-        tokenizer_dir: directory whose tokenizer files are copied along.
+        tokenizer_dir: directory whose tokenizer files and ``generation_config.json`` are copied along.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
         progress: called before each parameter and each file.
@@ -266,7 +277,8 @@ def export_hf(
             held.enter_context(locked(lock, directory, "give another directory", required=False))
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
-            _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)
+            generation = getattr(model, "generation_config", None)
+            _write_configs(partial, hf_config, family, generation=generation, dtype=stored, tokenizer_dir=tokenizer_dir)
 
         _on_main(prepare)
         _gather_and_write(

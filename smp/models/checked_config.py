@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +11,13 @@ import torch
 from smp.errors import UserError
 from smp.models.hf_values import range_problems
 from smp.models.registry import count_parameters
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, or else the object."""
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
 
 
 def _class_of(where: object, content: Mapping[str, Any]) -> Any:
@@ -53,7 +60,7 @@ def config_from(where: object, content: Mapping[str, Any]) -> Any:
     if problems := range_problems(content, known.attribute_map):
         raise UserError(f"{where} describes no model that can be built: {'; '.join(problems)}")
     try:
-        hf_config = known.from_dict(copy.deepcopy(dict(content)))
+        hf_config = known.from_dict(json.loads(json.dumps(content), object_hook=_number))
         if not isinstance(hf_config.dtype, (torch.dtype, type(None))):
             raise TypeError(f"dtype {hf_config.dtype!r}")
     except Exception as error:  # of any type, for malformed values

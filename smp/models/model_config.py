@@ -333,6 +333,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         found.append(f"--model_type {config.model_type} contradicts {source.name}, a {family.name} model: leave it out")
     if weights is not None:
         try:
+            family.file_names.check(weights, "train from initial values, with --model")
             weight_map(weights)
         except UserError as error:
             found.append(str(error))
