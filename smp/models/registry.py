@@ -124,13 +124,13 @@ def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
     Raises:
         UserError: the architecture is not supported.
     """
-    family = family_of(hf_config)
+    family_of(hf_config)
     model = _build(hf_config, attn_implementation)
-    if getattr(hf_config, "tie_word_embeddings", False):
-        # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
-        # assigned by a new one, and so takes the tie apart.
-        embedding, head = (model.get_submodule(path) for path in (family.embedding, family.head))
-        head._parameters["weight"] = embedding._parameters["weight"]
+    # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
+    # assigned by a new one, and so takes ties apart.
+    for tied, source in model.all_tied_weights_keys.items():
+        owner, _, name = tied.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
     return model
 
 
