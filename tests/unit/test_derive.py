@@ -104,7 +104,7 @@ def test_settings_change_a_derived_model(tmp_path):
     assert resolved.hf_config.num_hidden_layers == 3 and resolved.family.tensor_plan.heads == 2
     with pytest.raises(ConfigError, match="--rotary_pct is no setting of the qwen2 family"):
         resolve_model(ModelConfig(model=where, rotary_pct=0.5))
-    with pytest.raises(ConfigError, match="transformers builds no qwen2 model"):
+    with pytest.raises(ConfigError, match="--num_key_value_heads 2 does not divide --num_heads 5"):
         resolve_model(ModelConfig(model=where, num_heads=5))
 
 
