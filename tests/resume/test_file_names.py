@@ -19,6 +19,7 @@ from smp.models.file_names import buffers_of, file_names_of
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import build_model, family_of
 from smp.pretrained import load_pretrained_
+from tests.job import run_job
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
@@ -195,6 +196,29 @@ def test_commands_take_directories_of_derived_models(tmp_path, capsys):
     assert command("inspect", tmp_path / "without", "--tensors", "--json") == 0
     out = capsys.readouterr().out
     assert "transformer.h.0.attn.c_attn.weight" in out and '"model_type": "gpt2"' in out
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_a_derived_model_is_exported_with_its_buffers(tmp_path, capsys):
+    model_of("apertus").save_pretrained(tmp_path / "model")
+    run_job(
+        "--hf_pretrained_model_name_or_dir", tmp_path / "model", "--use_synthetic_data", 1, "--max_steps", 1,
+        "--max_context_width", 16, "--output_dir", tmp_path / "run", "--save_final_model", 1,
+    ).succeeded()  # fmt: skip
+    assert keys_of(tmp_path / "run" / "final") == keys_of(tmp_path / "model")
+    checkpoint = tmp_path / "run" / "checkpoints" / "model-1steps"
+    assert command("verify", checkpoint) == 0 and command("export", checkpoint, tmp_path / "out") == 0
+    for one in (checkpoint, tmp_path / "run" / "final"):
+        assert command("diff", one, tmp_path / "out", "--values") == 0
+    assert capsys.readouterr().out.count("values: all 31 tensors") == 2
+
+
+def test_ties_are_those_of_the_model():
+    """CPM-Ant's config says that they are, and its embedding has rows that its head has not."""
+    config = CONFIG_MAPPING["cpmant"](vocab_size=97, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48)
+    assert config.tie_word_embeddings
+    model = build_on_meta(lambda: build_model(config, attn_implementation="eager"))
+    assert model.get_output_embeddings().weight.shape != model.get_input_embeddings().weight.shape
 
 
 BAD = {
