@@ -13,6 +13,7 @@ from torch import nn
 from smp.errors import UserError
 from smp.models.derive_plan import Call, derive_plan
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
+from smp.models.file_names import file_names_of
 from smp.models.logits import find_logits
 from smp.models.tensor_plan import TensorPlan
 
@@ -255,4 +256,5 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         no_tensor_plan=why,
         whole_embedding=True,
         logits=_logits(model),
+        file_names=file_names_of(model),
     )

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from smp.models.file_names import FileNames
 from smp.models.tensor_plan import TensorPlan, degree_reasons
 
 # Settings that every family has, and the config.json key each one sets (a dot reaches into a nested object).
@@ -66,8 +67,7 @@ class Family:
         whole_embedding: whether every tensor-parallel rank computes what is before the first block of all tokens, as
             where positions are added to the embedding; else the rank's own tokens.
         logits: what becomes of the head's outputs; None: it is found by the model's forward, for a loss in chunks.
-        file_prefixes: ``(prefix in checkpoint files, prefix of the module)`` where the two differ.
-        old_buffers: regular expressions of keys in older files that are no parameters and are skipped.
+        file_names: names of parameters in files, where they differ from the model's.
     """
 
     name: str
@@ -85,22 +85,7 @@ class Family:
     no_tensor_plan: str = ""
     whole_embedding: bool = False
     logits: LogitTransform | None = None
-    file_prefixes: tuple[tuple[str, str], ...] = ()
-    old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
-
-    def module_key(self, file_key: str) -> str:
-        """Return the parameter name of a key in a checkpoint file."""
-        for in_file, in_module in self.file_prefixes:
-            if file_key.startswith(in_file):
-                return in_module + file_key.removeprefix(in_file)
-        return file_key
-
-    def file_key(self, module_key: str) -> str:
-        """Return the key in a checkpoint file of a parameter name."""
-        for in_file, in_module in self.file_prefixes:
-            if module_key.startswith(in_module):
-                return in_file + module_key.removeprefix(in_module)
-        return module_key
+    file_names: FileNames = FileNames()
 
 
 def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:

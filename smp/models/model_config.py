@@ -220,18 +220,12 @@ def _preset_source(name: str) -> _Source:
 
 
 def _directory_source(directory: pathlib.Path) -> _Source:
-    from transformers import AutoConfig
-
     path = directory / "config.json"
     try:
         content = read_object(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no readable Hugging Face config ({error}): give another model directory") from error
-    hf_config = checked_config(
-        path,
-        content,
-        lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
-    )
+    hf_config = checked_config(path, content)
     length = min(DEFAULT_SEQUENCE_LENGTH, getattr(hf_config, "max_position_embeddings", DEFAULT_SEQUENCE_LENGTH))
     return _Source(directory.resolve().name or "model", hf_config, length, directory)
 
@@ -351,6 +345,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         found.append(f"--model_type {config.model_type} contradicts {source.name}, a {family.name} model: leave it out")
     if weights is not None:
         try:
+            family.file_names.check(weights, "train from initial values, with --model")
             weight_map(weights)
         except UserError as error:
             found.append(str(error))

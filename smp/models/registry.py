@@ -145,15 +145,15 @@ def build_model(hf_config: Any, *, attn_implementation: str | None) -> nn.Module
     Raises:
         UserError: the architecture is not supported, or not with this function.
     """
-    family = family_of(hf_config)
+    family_of(hf_config)
     attn_implementation = attn_implementation or default_attention(hf_config)
     check_attention(hf_config, attn_implementation)
     model = _build(hf_config, attn_implementation)
-    if getattr(hf_config, "tie_word_embeddings", False):
-        # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
-        # assigned by a new one, and so takes the tie apart.
-        embedding, head = (model.get_submodule(path) for path in (family.embedding, family.head))
-        head._parameters["weight"] = embedding._parameters["weight"]
+    # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
+    # assigned by a new one, and so takes ties apart.
+    for tied, source in model.all_tied_weights_keys.items():
+        owner, _, name = tied.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
     return model
 
 

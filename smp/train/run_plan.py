@@ -111,6 +111,8 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     model = attempt(resolve_model, config.model)
     if model is None:
         raise ConfigError(problems)
+    if config.checkpoint.save_final_model:
+        attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     attempt(check_output, config, run_dir)
     if mesh is None:
