@@ -26,6 +26,7 @@ from smp.models.init_rules import InitRule
 
 BLOCK = 1 << 16
 
+
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Call ``build`` so that parameters are on the meta device and buffers are real.
 

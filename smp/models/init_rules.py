@@ -21,7 +21,7 @@ from smp.errors import UserError
 from smp.models.registry import build_model
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_SAME_VALUES = {"clone", "_to_copy", "contiguous"}
+_SAME_VALUES = {"clone", "_to_copy", "constant_pad_nd"}  # the last where it pads by nothing
 # Of torch.nn.init; on the meta device they return at once, so that no operation shows them.
 _SILENT = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
@@ -81,6 +81,8 @@ class _Recorder(TorchDispatchMode):
         self._written: dict[StorageWeakRef, list[Step] | str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "device" in (kwargs or {}) and not any(isinstance(a, torch.Tensor) for a in args):
+            kwargs = {**kwargs, "device": "cpu"}  # asked for by a parameter's device: values, of which some are made
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
@@ -91,12 +93,25 @@ class _Recorder(TorchDispatchMode):
             if name in _EMPTY:
                 self._written[key] = []
             elif out.is_meta:
-                self._written[key] = self._copy(args[0]) if name in _SAME_VALUES else f"aten.{name}"
+                self._written[key] = self._derive(func, name, args, kwargs or {}, out)
         return out
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> StorageWeakRef:
         return StorageWeakRef(tensor.untyped_storage())
+
+    def _derive(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any, out: torch.Tensor) -> list[Step] | str:
+        """Return the steps of a new tensor on the meta device, by the tensor that it is made of."""
+        source, *rest = args or (None,)
+        if not isinstance(source, torch.Tensor) or source.shape != out.shape:
+            return f"aten.{name}"
+        if name in _SAME_VALUES:
+            return self._copy(source)
+        steps = self._copy(source) if source.is_meta and torch.Tag.pointwise in func.tags else f"aten.{name}"
+        if isinstance(steps, str) or any(isinstance(a, torch.Tensor) for a in rest):
+            return f"aten.{name}"
+        change = functools.partial(_bound, func, tuple(rest), kwargs)
+        return [*steps, Step(0, out.numel(), "change", lambda values: values.copy_(change(values)))]
 
     def _copy(self, source: torch.Tensor) -> list[Step] | str:
         """Return the steps that give a new tensor the values of ``source``."""
@@ -145,8 +160,8 @@ class _Recorder(TorchDispatchMode):
         if not target.is_contiguous():
             self.refuse(target, "a write to a part that is not contiguous")
             return
-        start, stop = target.storage_offset(), target.storage_offset() + target.numel()
-        step, key = Step(start, stop, kind, operation, values), self._key(target)
+        start = int(target.storage_offset())
+        step, key = Step(start, start + target.numel(), kind, operation, values), self._key(target)
         before = self._written.get(key, "unknown")
         if kind != "change" and _whole(target):
             self._written[key] = [step]
