@@ -131,7 +131,7 @@ def test_truncated_normal_values_stay_in_their_range():
 @pytest.mark.parametrize(
     ("fill", "reason"),
     [
-        (nn.init.orthogonal_, "orthogonal_"),
+        (lambda weight: nn.init.orthogonal_(weight), "orthogonal_"),
         (lambda weight: weight[:, :2].normal_(), "not contiguous"),
         (lambda weight: weight[:3].normal_(), "nothing sets them"),
         (lambda weight: None, "nothing sets them"),
