@@ -44,10 +44,10 @@ def check_config(hf_config: Any) -> None:
 
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(hf_config, "transformers has no causal language model of this type")
-    if hf_config.get_text_config(decoder=True) is not hf_config:
-        raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
     if getattr(hf_config, "is_encoder_decoder", False):
         raise _refusal(hf_config, "it has an encoder and a decoder, and only decoders alone are trained")
+    if hf_config.get_text_config(decoder=True) is not hf_config:
+        raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
     if getattr(hf_config, "is_decoder", True) is False:
         raise _refusal(hf_config, "it is an encoder: its tokens see the ones after them (is_decoder is false)")
 
@@ -144,19 +144,45 @@ def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str
         raise _refusal(hf_config, f"its blocks do not take hidden states (batch, sequence, width) first, but {shapes}")
 
 
+def _check_ties(model: nn.Module, units: list[str], hf_config: Any) -> None:
+    """Check that no parameter is shared by two of the embedding, the blocks, the head and the rest, but for the head's.
+
+    Args:
+        model: the model.
+        units: paths of embedding, head and blocks.
+
+    Raises:
+        UserError: one is.
+    """
+    embedding, head, *_ = units
+    owners: dict[int, tuple[str, str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((path for path in units if name.startswith(f"{path}.")), None)
+        other, first = owners.setdefault(id(parameter), (name, unit))
+        if first != unit and {other, name} != {f"{embedding}.weight", f"{head}.weight"}:
+            raise _refusal(hf_config, f"it ties {name} to {other}, and only the head's weight may be tied")
+
+
 def _settings(hf_config: Any) -> dict[str, str]:
     """Return the settings that the config has keys for."""
-    keys, names = set(hf_config.to_dict()), getattr(hf_config, "attribute_map", {})
+    values, names = hf_config.to_dict(), getattr(hf_config, "attribute_map", {})
     found = {}
     wanted = {name: (key,) for name, key in COMMON_SETTINGS.items()} | OTHER_SETTINGS
     for setting, candidates in wanted.items():
         for key in candidates:
-            top, _, rest = key.partition(".")
+            top, _, inner = key.partition(".")
             own = names.get(top, top)
-            if own in keys:
-                found[setting] = f"{own}.{rest}" if rest else own
+            if own in values and (not inner or _takes(values[own], inner, optional=setting in COMMON_SETTINGS)):
+                found[setting] = f"{own}.{inner}" if inner else own
                 break
     return found
+
+
+def _takes(nested: Any, key: str, *, optional: bool) -> bool:
+    """Return whether a nested object of a config has a key, or may: not if it has an object for each type of layer."""
+    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+        return False
+    return optional or key in nested
 
 
 def _final_norm(calls: list[Call], last_block: str, model: nn.Module) -> str | None:
@@ -192,6 +218,7 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     blocks = _find_blocks(model, hf_config)
     block_paths = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
     own = [embedding, head, *block_paths]
+    _check_ties(model, own, hf_config)
     rest = {
         path: module
         for path, module in model.named_modules()
