@@ -82,36 +82,6 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> tuple[str, float]:
-    """Return how Hugging Face's ``_init_weights`` of the supported families initialises a parameter.
-
-    Args:
-        module: the module that owns the parameter (not an ancestor of it).
-        parameter_name: its name in ``module``, such as ``weight``.
-        hf_config: gives ``initializer_range``.
-
-    Returns:
-        ``normal`` (of mean 0), ``ones`` or ``zeros``, and the standard deviation.
-
-    Raises:
-        UserError: there is no rule for the parameter.
-    """
-    is_bias = parameter_name == "bias"
-    if parameter_name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-        # Hugging Face reads an initializer_range of 0 as "not set".
-        return "normal", hf_config.initializer_range or 0.02
-    if is_bias and isinstance(module, nn.Linear):
-        return "zeros", 0.0
-    # By name: each family has a norm class of its own, and sharding prefixes class names.
-    class_name = type(module).__name__
-    if parameter_name in ("weight", "bias") and ("LayerNorm" in class_name or "RMSNorm" in class_name):
-        return ("zeros" if is_bias else "ones"), 0.0
-    raise UserError(
-        f"parameter {parameter_name!r} of a {class_name} has no initialisation rule: only linear, embedding and norm "
-        f"weights and biases of the supported families can be initialised"
-    )
-
-
 # A method of some models: with a pad token and no mask, it reads the first and last tokens from the device.
 _WARNING = "warn_if_padding_and_no_attention_mask"
 

@@ -4,12 +4,11 @@ import pathlib
 
 import pytest
 import torch
-from torch import nn
 
 from smp.errors import ConfigError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.preset import list_presets, preset_path
-from smp.models.registry import FAMILIES, build_model, count_parameters, family_of, init_rule
+from smp.models.registry import FAMILIES, build_model, count_parameters, family_of
 
 # From the models' cards; gpt_neox_65b has no published weights (12 h^2 L + 13 h L + 2 V h + 2 h worked out by hand).
 PUBLISHED = {
@@ -265,29 +264,6 @@ def test_paths_lead_to_the_named_modules(family_name):
     assert "Norm" in type(model.get_submodule(family.final_norm)).__name__
     assert model.base_model_prefix == family.base and {p.dtype for p in model.parameters()} == {torch.float32}
     assert any("gate_proj" in name for name, _ in model.named_modules()) == family.gated_mlp
-
-
-@pytest.mark.parametrize("family_name", FAMILIES)
-def test_init_rules_are_hugging_faces(family_name):
-    torch.manual_seed(0)
-    config = tiny(family_name).hf_config
-    config.initializer_range = 0.5
-    model = build_model(config, attn_implementation="eager")
-    model.init_weights()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            kind, _ = init_rule(module, name, hf_config=config)
-            expected = {"ones": (1.0, 0.0), "zeros": (0.0, 0.0), "normal": (0.0, 0.5)}[kind]
-            found = (parameter.mean().item(), parameter.std().item())
-            assert found == pytest.approx(expected, abs=0.05 if kind == "normal" else 0), (module, name)
-
-
-def test_init_rule_of_biases_and_of_unknown_parameters():
-    config = tiny("gpt_neox").hf_config
-    assert init_rule(nn.Linear(2, 2), "bias", hf_config=config) == ("zeros", 0.0)
-    assert init_rule(nn.Linear(2, 2), "weight", hf_config=config) == ("normal", 0.02)
-    with pytest.raises(UserError, match="parameter 'scale' of a Linear"):
-        init_rule(nn.Linear(2, 2), "scale", hf_config=config)
 
 
 @pytest.mark.parametrize("family_name", FAMILIES)
