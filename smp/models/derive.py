@@ -147,7 +147,9 @@ def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str
 
 
 def _check_ties(model: nn.Module, units: list[str], hf_config: Any) -> None:
-    """Check that no parameter is shared by two of the embedding, the blocks, the head and the rest, but for the head's.
+    """Check that no parameter is shared by two of the embedding, the blocks, the head and the rest.
+
+    But for the head's: its weight with the embedding, and what it shares with the rest, as a bias.
 
     Args:
         model: the model.
@@ -161,8 +163,9 @@ def _check_ties(model: nn.Module, units: list[str], hf_config: Any) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((path for path in units if name.startswith(f"{path}.")), None)
         other, first = owners.setdefault(id(parameter), (name, unit))
-        if first != unit and {other, name} != {f"{embedding}.weight", f"{head}.weight"}:
-            raise _refusal(hf_config, f"it ties {name} to {other}, and only the head's weight may be tied")
+        weights = {f"{embedding}.weight", f"{head}.weight"}
+        if first != unit and {other, name} != weights and {first, unit} != {head, None}:
+            raise _refusal(hf_config, f"it ties {name} to {other}, and only the head may be tied to others")
 
 
 def _settings(hf_config: Any) -> dict[str, str]:
