@@ -16,10 +16,11 @@ from smp.models.family import COMMON_SETTINGS, Family
 from smp.models.tensor_plan import TensorPlan
 
 # Settings of some families, and the names of their config keys.
-_OTHER_SETTINGS = {
+OTHER_SETTINGS = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "sliding_window": ("sliding_window",),
     "attn_pdrop": ("attention_dropout", "attn_pdrop"),
+    "embd_pdrop": ("embd_pdrop",),
     "resid_pdrop": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
     "rotary_pct": ("rope_parameters.partial_rotary_factor",),
 }
@@ -147,7 +148,7 @@ def _settings(hf_config: Any) -> dict[str, str]:
     """Return the settings that the config has keys for."""
     keys, names = set(hf_config.to_dict()), getattr(hf_config, "attribute_map", {})
     found = {}
-    wanted = {name: (key,) for name, key in COMMON_SETTINGS.items()} | _OTHER_SETTINGS
+    wanted = {name: (key,) for name, key in COMMON_SETTINGS.items()} | OTHER_SETTINGS
     for setting, candidates in wanted.items():
         for key in candidates:
             top, _, rest = key.partition(".")

@@ -184,19 +184,26 @@ def rebuilt(model_type: str, values: dict[str, Any]) -> Any:
     return hf_config
 
 
-def raise_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool) -> None:
-    """Make room for longer sequences than the config has positions.
+def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool, exact: bool) -> None:
+    """Make room for sequences of ``length`` tokens in config values.
+
+    Args:
+        values: changed in place.
+        hf_config: config object of the values.
+        fixed: weights are loaded, which may hold one vector for each position.
+        exact: have no more positions either, as SMP v2 where settings alone give the shape.
 
     Raises:
         ConfigError: positions are parameters, and weights fix their number.
     """
     key = getattr(hf_config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     most = values.get(key)
-    if most is None or length <= most:
+    if most is None or not (exact or length > most):
         return
     values[key] = length
     if fixed and count_parameters(new_config(hf_config.model_type, values)) != count_parameters(hf_config):
         raise ConfigError(
             [f"--max_context_width {length}: the model has learned {most} positions: choose at most {most}"]
         )
-    logger.info("%s raised from %d to %d", key, most, length)
+    if not exact:
+        logger.info("%s raised from %d to %d", key, most, length)

@@ -12,8 +12,9 @@ from smp.config import AUTO, Section, Settings, setting
 from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
 from smp.models.checked_config import checked_config
-from smp.models.family import Family
-from smp.models.hf_values import apply_settings, new_config, raise_positions, rebuilt, value_problems
+from smp.models.derive import OTHER_SETTINGS
+from smp.models.family import COMMON_DEFAULTS, Family
+from smp.models.hf_values import apply_settings, new_config, rebuilt, set_positions, value_problems
 from smp.models.preset import list_presets, load_preset
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
 from smp.models.weight_files import weight_map
@@ -35,7 +36,7 @@ class ModelConfig(Section):
     model_type: Literal["gpt_neox", "llama_v2", "llama_v3", "mistral", "mixtral", "gpt2"] | None = setting(
         None, "SMP v2's choice of architecture, shaped by the settings below. Default without --model: gpt_neox.",
         only=(None, *MODEL_TYPES),
-        otherwise="gpt2 and mixtral are out of scope for now; use gpt_neox, llama_v2, llama_v3 or mistral",
+        otherwise="mixtral is out of scope for now; use gpt_neox, llama_v2, llama_v3, mistral or gpt2",
     )  # fmt: skip
     max_context_width: int | None = setting(
         None, "Tokens per sample. Default: the preset's; 2048 with --model_type.", minimum=2
@@ -62,15 +63,16 @@ class ModelConfig(Section):
         minimum=1,
         maximum=1 << 22,
     )
-    resid_pdrop: float | None = setting(None, "GPT-NeoX: dropout of hidden states. Default 0.", minimum=0, maximum=1)
+    resid_pdrop: float | None = setting(
+        None, "GPT-NeoX, GPT-2: dropout of hidden states. Default: the model's; 0 for GPT-NeoX.", minimum=0, maximum=1
+    )
     attn_pdrop: float | None = setting(None, "Dropout of attention weights. Default 0.", minimum=0, maximum=1)
     embd_pdrop: float | None = setting(
-        None, "GPT-2's embedding dropout.", only=(None,),
-        otherwise="no supported model has it; use --resid_pdrop, which in GPT-NeoX covers the embedding too",
-    )  # fmt: skip
+        None, "GPT-2 and its like: dropout of embeddings. Default: the model's.", minimum=0, maximum=1
+    )
     summary_first_pdrop: float | None = setting(
         None, "GPT-2's summary dropout.", only=(None,),
-        otherwise="no supported model has it; use --resid_pdrop or --attn_pdrop",
+        otherwise="no model that is trained here has it; use --resid_pdrop, --attn_pdrop or --embd_pdrop",
     )  # fmt: skip
     initializer_range: float | None = setting(
         None, "Standard deviation of initial weights. 0.02 with --model_type.", above=0, maximum=1
@@ -234,9 +236,13 @@ def _directory_source(directory: pathlib.Path) -> _Source:
 
 
 def _type_source(model_type: str) -> _Source:
-    family = FAMILIES[MODEL_TYPES[model_type]]
-    values = {**family.defaults, "max_position_embeddings": DEFAULT_SEQUENCE_LENGTH}
-    return _Source(model_type, new_config(family.hf_model_type, values), DEFAULT_SEQUENCE_LENGTH, from_settings=True)
+    family = FAMILIES.get(MODEL_TYPES[model_type])
+    if family is None:  # which is derived from transformers' own defaults
+        hf_config = new_config(MODEL_TYPES[model_type], {"vocab_size": COMMON_DEFAULTS["vocab_size"]})
+    else:
+        values = {**family.defaults, "max_position_embeddings": DEFAULT_SEQUENCE_LENGTH}
+        hf_config = new_config(family.hf_model_type, values)
+    return _Source(model_type, hf_config, DEFAULT_SEQUENCE_LENGTH, from_settings=True)
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
@@ -342,7 +348,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
             weight_map(weights)
         except UserError as error:
             found.append(str(error))
-    known = {name for member in (*FAMILIES.values(), family) for name in member.settings}
+    known = {*OTHER_SETTINGS, *(name for member in FAMILIES.values() for name in member.settings)}
     given = {name: value for name in sorted(known) if (value := getattr(config, name)) is not None}
     # Without a config beside the weights, the settings give their shape.
     fixed = weights is not None and not source.from_settings
@@ -353,9 +359,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     if found:
         raise ConfigError(found)
     length = config.max_context_width or source.sequence_length
-    if source.from_settings:
-        values["max_position_embeddings"] = length  # as SMP v2 does
-    raise_positions(values, length, source.hf_config, fixed=fixed)
+    set_positions(values, length, source.hf_config, fixed=fixed, exact=source.from_settings)
     values.update(use_cache=False, architectures=[family.architecture])
     hf_config = rebuilt(family.hf_model_type, values)
     return ResolvedModel(

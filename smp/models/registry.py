@@ -22,12 +22,13 @@ _derived: dict[str, Family] = {}  # by config
 # model_type -> the tensor-parallel plan of a config, for types of which transformers has none that can be used.
 TENSOR_PLANS: dict[str, Callable[[Any], TensorPlan]] = {}
 
-# SMP v2's --model_type -> family.
+# SMP v2's --model_type -> family, or transformers' model type.
 MODEL_TYPES: Mapping[str, str] = {
     "gpt_neox": "gpt_neox",
     "llama_v2": "llama",
     "llama_v3": "llama",
     "mistral": "mistral",
+    "gpt2": "gpt2",
 }
 
 

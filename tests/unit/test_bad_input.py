@@ -130,7 +130,7 @@ SETTINGS = [
         ["--training_dir", "allenai/c4", "--use_synthetic_data", 0],
         "hubs are never asked: .*`hf download allenai/c4 --repo-type dataset --local-dir DIR`, then give DIR",
     ),
-    (["--model_type", "gpt2"], "--model_type gpt2 is not available: .*use gpt_neox"),
+    (["--model_type", "mixtral"], "--model_type mixtral is not available: .*use gpt_neox"),
     (["--finetune", 1], "--finetune 1 needs --pretrained_model_name .*or --pretrained_checkpoint_file"),
     (["--finetune", 1, "--pretrained_model_name", "llama7b"], "needs --finetune_checkpoint_load_dir: give both"),
     (["--hf_pretrained_model_name_or_dir", "/absent"], "/absent: .*Give a local Hugging Face directory"),

@@ -45,6 +45,8 @@ from tests.job import LLAMA, NEOX
 from tests.reference import VOCABULARY
 from tests.unit.test_activation_checkpoint import products
 
+GPT2 = [*NEOX[2:], "--model_type", "gpt2"]
+
 # flag -> (words, reading of the resolved config, expected, base). The built model reads the config: test_models.py.
 SHAPES: dict[str, tuple[Words, Callable[[Any], Any], Any, Words]] = {
     "vocab_size": ([99], lambda c: c.vocab_size, 99, LLAMA),
@@ -56,6 +58,7 @@ SHAPES: dict[str, tuple[Words, Callable[[Any], Any], Any, Words]] = {
     "intermediate_size": ([50], lambda c: c.intermediate_size, 50, NEOX),
     "resid_pdrop": ([0.3], lambda c: c.hidden_dropout, 0.3, NEOX),
     "attn_pdrop": ([0.3], lambda c: c.attention_dropout, 0.3, LLAMA),
+    "embd_pdrop": ([0.3], lambda c: c.embd_pdrop, 0.3, GPT2),
     "initializer_range": ([0.5], lambda c: c.initializer_range, 0.5, LLAMA),
     "tie_word_embeddings": ([1], lambda c: c.tie_word_embeddings, True, LLAMA),
     "rotary_pct": ([0.5], lambda c: c.rope_parameters["partial_rotary_factor"], 0.5, NEOX),
