@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 import smp
 from smp.errors import UserError
@@ -29,24 +31,34 @@ SHARDED = Layout("full_shard", checkpointing=True)
 SPLIT = Layout("full_shard", tp=2, checkpointing=True)
 
 
-class InDouble(TorchFunctionMode):
+def _in_double(function: Any) -> Any:
+    """Let a function of a tensor leave fp64 as it is where it is asked for fp32."""
+
+    @functools.wraps(function)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.float64:
+            if function is torch.Tensor.float:
+                return tensor
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(tensor, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
     """Leave out the casts of fp64 tensors to fp32 that some of transformers' modules contain.
 
-    Without it fp32 rounds what differs in the last bit of fp64 either up or down, on one side only.
+    fp32 would round what differs in the last bit of fp64 either up or down, on one side only.
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.backward:  # the mode is off within a function that it is asked about
-            with self:
-                return torch.autograd.backward(*args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
+    with contextlib.ExitStack() as patches:
+        for owner, name in (
+            (torch.Tensor, "float"), (torch.Tensor, "to"), (torch.Tensor, "type"), (torch.Tensor, "softmax"),
+            (torch.Tensor, "sum"), (torch, "softmax"), (F, "softmax"), (F, "log_softmax"),
+        ):  # fmt: skip
+            patches.enter_context(mock.patch.object(owner, name, _in_double(getattr(owner, name))))
+        yield
 
 
 class Reference(NamedTuple):
@@ -67,11 +79,11 @@ def build_plain(model_type: str) -> nn.Module:
 def build_reference(model_type: str) -> Reference:
     """Build and train the plain model; zeros and ones among its values would hide what is left out."""
     model = build_plain(model_type).double().train()
-    with torch.no_grad(), InDouble():
+    with torch.no_grad(), in_double():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    with InDouble():
+    with in_double():
         return Reference(model, reference_trajectory(model, STEPS))
 
 
@@ -82,7 +94,7 @@ def assert_same_training(reference: Reference, layout: Layout) -> None:
     """
     expected = reference.expected
     least = 1e-6 * max(float(gradient.norm()) for gradient in expected.gradients.values())
-    with InDouble():
+    with in_double():
         for step, (loss, _, gradients) in enumerate(train_parallel(reference.model, layout, STEPS)):
             if step == 0:
                 for name in gradients.keys() | expected.gradients.keys():
