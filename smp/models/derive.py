@@ -146,17 +146,24 @@ def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str
 
 def _settings(hf_config: Any) -> dict[str, str]:
     """Return the settings that the config has keys for."""
-    keys, names = set(hf_config.to_dict()), getattr(hf_config, "attribute_map", {})
+    values, names = hf_config.to_dict(), getattr(hf_config, "attribute_map", {})
     found = {}
     wanted = {name: (key,) for name, key in COMMON_SETTINGS.items()} | OTHER_SETTINGS
     for setting, candidates in wanted.items():
         for key in candidates:
-            top, _, rest = key.partition(".")
+            top, _, inner = key.partition(".")
             own = names.get(top, top)
-            if own in keys:
-                found[setting] = f"{own}.{rest}" if rest else own
+            if own in values and (not inner or _takes(values[own], inner, optional=setting in COMMON_SETTINGS)):
+                found[setting] = f"{own}.{inner}" if inner else own
                 break
     return found
+
+
+def _takes(nested: Any, key: str, *, optional: bool) -> bool:
+    """Return whether a nested object of a config has a key, or may: not if it has an object for each type of layer."""
+    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+        return False
+    return optional or key in nested
 
 
 def _final_norm(calls: list[Call], last_block: str, model: nn.Module) -> str | None:

@@ -118,6 +118,8 @@ def apply_settings(
     if values.get("sliding_window") == 0:
         values["sliding_window"] = None
     if not family.defaults:  # transformers completes and checks the values of a type that is derived
+        if "num_layers" in given and given["num_layers"] != base.get(family.settings["num_layers"]):
+            values.pop("layer_types", None)  # one for each layer
         return values, found
     for key, value in _derived(values, family).items():
         if key != "head_dim":
@@ -132,20 +134,22 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     padding = values.get("pad_token_id")
     if padding is not None and not 0 <= padding < values.get("vocab_size", padding + 1):
         found.append(f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it")
-    return found + (_shape_problems(values, family) if family.defaults else [])
-
-
-def _shape_problems(values: Mapping[str, Any], family: Family) -> list[str]:
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    key_value_heads = values.get("num_key_value_heads", heads)
-    found = []
-    if hidden % heads:
-        found.append(f"--num_heads {heads} does not divide --hidden_width {hidden}: choose a divisor")
-    if heads % key_value_heads:
+    heads, key_value_heads = (
+        values.get(family.settings.get(name, "")) for name in ("num_heads", "num_key_value_heads")
+    )
+    if type(heads) is int and type(key_value_heads) is int and heads % key_value_heads:
         found.append(
             f"--num_key_value_heads {key_value_heads} does not divide --num_heads {heads}: choose a divisor, "
             f"or {heads} for plain multi-head attention"
         )
+    return _shape_problems(values, family, found) if family.defaults else found
+
+
+def _shape_problems(values: Mapping[str, Any], family: Family, found: list[str]) -> list[str]:
+    """Add what a family's own settings can get wrong."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    if hidden % heads:
+        found.append(f"--num_heads {heads} does not divide --hidden_width {hidden}: choose a divisor")
     head_dim = values.get("head_dim") or hidden // heads
     fraction = values["rope_parameters"].get("partial_rotary_factor", 1.0)
     if not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
