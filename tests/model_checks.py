@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -57,6 +58,8 @@ def in_double() -> Iterator[None]:
             (torch.Tensor, "sum"), (torch, "sum"), (torch, "softmax"), (F, "softmax"), (F, "log_softmax"),
         ):  # fmt: skip
             patches.enter_context(mock.patch.object(owner, name, _in_double(getattr(owner, name))))
+        patches.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
         yield
 
 
@@ -174,7 +177,7 @@ def _in_rank(folder: str, check: Callable[..., None], args: tuple[Any, ...]) -> 
         check(*args)
         place.write_text(json.dumps(["works", ""]))
     except UserError as error:
-        place.write_text(json.dumps(["refused", str(error)]))
+        place.write_text(json.dumps(["refused", re.sub(r"/tmp/\S+: ", "", str(error))]))
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("AssertionError: ")
         place.write_text(json.dumps(["fails", text[:300]]))
