@@ -124,7 +124,7 @@ def _kind(reason: str) -> str:
 
 
 def _cell(part: list[str]) -> str:
-    kind, sentence = part
+    kind, sentence = part[0], "; ".join(part[1].splitlines())
     return "✓" if kind == "works" else sentence if kind == "refused" else f"**fails**: {sentence}"
 
 
@@ -148,9 +148,13 @@ def page(results: list[dict[str, Any]]) -> str:
         "fail": sum(any(p[0] == "fails" for p in r.values() if isinstance(p, list)) for r in results),
     }
     lines += _table(["", ""], [[what, str(number)] for what, number in counts.items()])
-    reasons = collections.Counter(_kind(_reason(r["family"][1])) for r in whole)
-    lines += ["", "Of those that are refused:", ""]
-    lines += _table(["reason", "types"], [[reason, str(number)] for reason, number in reasons.most_common()])
+    lines += ["", "Reasons of the refusals:", ""]
+    parts = {"the type": ("family", whole)} | {PARTS[part]: (part, tried) for part in ("shard", "tp")}
+    rows = []
+    for name, (part, of) in parts.items():
+        reasons = collections.Counter(_kind(_reason(r[part][1])) for r in of if r[part][0] == "refused")
+        rows += [[name, reason, str(number)] for reason, number in reasons.most_common()]
+    lines += _table(["", "reason", "types"], rows)
     lines += ["", "## Types that train", ""]
     lines += _table(["type", *PARTS.values()], [[f"`{r['type']}`", *(_cell(r[part]) for part in PARTS)] for r in tried])
     lines += ["", "## Types that are refused", ""]
