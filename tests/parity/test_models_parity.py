@@ -23,10 +23,10 @@ REST = [
 ]  # fmt: skip
 
 
-def _check_training(references):
+def _check_training(references, layouts):
     failed = []
     for name, reference in references.items():
-        for layout in (SHARDED, SPLIT):
+        for layout in layouts:
             try:
                 assert_same_training(reference, layout)
             except Exception:  # the other ranks fail too: gradients and losses are of all
@@ -36,7 +36,13 @@ def _check_training(references):
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(REST, marks=pytest.mark.full)], ids=["quick", "rest"])
 def test_derived_families_train_like_hugging_face(names):
-    run_distributed(_check_training, {name: build_reference(name) for name in names}, world_size=2)
+    references = {name: build_reference(name) for name in names}
+    run_distributed(_check_training, references, (SHARDED, SPLIT), world_size=2)
+
+
+@pytest.mark.full
+def test_a_head_that_shares_its_bias_stays_tied():
+    run_distributed(_check_training, {"bert": build_reference("bert")}, (SHARDED,), world_size=2)
 
 
 def _check_files(references, folder):
