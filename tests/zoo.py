@@ -24,6 +24,9 @@ _MOST: tuple[tuple[str, float], ...] = (
 )
 _OPEN = {"head_dim": 16, "num_key_value_heads": 2}  # where the default is None
 
+# Without which transformers builds no configuration of a type.
+_NEEDED = {"gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}}
+
 # What the rules above do not give, by type.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
@@ -71,7 +74,7 @@ def tiny_config(model_type: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    plain = kind()
+    plain = kind(**_NEEDED.get(model_type, {}))
     if plain.get_text_config(decoder=True) is not plain:
         return plain
     layers = getattr(plain, "num_hidden_layers", None)

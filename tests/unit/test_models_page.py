@@ -36,7 +36,10 @@ def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
         {"type": "split", **parts, "tp": ["refused", "no plan | none"]},
         {"type": "wrong", **parts, "shard": ["fails", "the loss of step 0 differs by 1.0e+00"]},
         *(
-            {"type": name, "family": ["refused", f"a model of type {name!r} cannot be trained: {why}. docs/models.md x"]}
+            {
+                "type": name,
+                "family": ["refused", f"a model of type {name!r} cannot be trained: {why}. docs/models.md x"],
+            }
             for name, why in (("m1", "mixture (A)"), ("m2", "mixture (B(2))"))
         ),
     ]
