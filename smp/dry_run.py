@@ -51,11 +51,11 @@ def sharded_parameters(
 
 def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
     """List the legal tensor-parallel degrees of a job of as many processes."""
-    plan, config = resolved.family.tensor_plan, resolved.hf_config
+    family, config = resolved.family, resolved.hf_config
     return ", ".join(
         str(degree)
         for degree in tensor_parallel_choices(mesh.world_size)
-        if not tensor_parallel_problems(plan, config, degree=degree, shard=mesh.shard.size)
+        if not tensor_parallel_problems(family, config, degree=degree, shard=mesh.shard.size)
     )
 
 

@@ -133,8 +133,8 @@ def _meshes(
     else:
         candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, keep_gathered=keeps)
     for mesh in candidates:
-        plan, config = resolved.family.tensor_plan, resolved.hf_config
-        if not tensor_parallel_problems(plan, config, degree=tp, shard=mesh.shard.size):
+        family, config = resolved.family, resolved.hf_config
+        if not tensor_parallel_problems(family, config, degree=tp, shard=mesh.shard.size):
             yield mesh
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp.errors import UserError
-from smp.models import gpt_neox, llama, mistral
+from smp.models import falcon, gpt2, gpt_neox, gptj, llama, mistral
 from smp.models.derive import check_config, derive_family
 from smp.models.family import Family
 from smp.models.tensor_plan import TensorPlan
@@ -20,7 +20,11 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, 
 _derived: dict[str, Family] = {}  # by config
 
 # model_type -> the tensor-parallel plan of a config, for types of which transformers has none that can be used.
-TENSOR_PLANS: dict[str, Callable[[Any], TensorPlan]] = {}
+TENSOR_PLANS: dict[str, Callable[[Any], TensorPlan | None]] = {
+    "falcon": falcon.plan,
+    "gpt2": gpt2.plan,
+    "gptj": gptj.plan,
+}
 
 # SMP v2's --model_type -> family, or transformers' model type.
 MODEL_TYPES: Mapping[str, str] = {

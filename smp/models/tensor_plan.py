@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from smp.models.family import Family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,20 +115,21 @@ def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> li
     return found
 
 
-def tensor_parallel_problems(plan: TensorPlan | None, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
+def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
     """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.
 
     Args:
-        plan: of the model's family; None if it has none.
+        family: the model's.
         hf_config: the model's config.
         degree: tensor-parallel ranks.
         shard: ranks of a sharding group.
     """
     if degree == 1:
         return []
-    name = f"--tensor_parallel_degree {degree}"
+    name, plan = f"--tensor_parallel_degree {degree}", family.tensor_plan
     if plan is None:
-        return [f"{name}: the architecture {hf_config.model_type!r} has no tensor-parallel plan; leave it at 1"]
+        why = family.no_tensor_plan or "its family has none"
+        return [f"{name}: a model of type {hf_config.model_type!r} has no tensor-parallel plan ({why}): leave it at 1"]
     found = _reasons(plan, hf_config, degree=degree, shard=shard)
     if not found:
         return []

@@ -66,15 +66,20 @@ def _refuse(kwargs: dict[str, Any], config: Any) -> None:
                             f"leave it out")  # fmt: skip
 
 
-def split_forward(model: nn.Module, tp: TPGroup) -> None:
+def split_forward(model: nn.Module, tp: TPGroup, head: nn.Module, *, whole_embedding: bool) -> None:
     """Replace the forward of a causal language model.
+
+    Positions and masks of full sequences are made here, unless transformers makes them of all tokens' embeddings.
 
     It takes ``input_ids``, ``attention_mask``, ``position_ids`` ``(batch, sequence)`` and ``labels`` as Hugging Face's
     does. ``logits`` of the result is a DTensor ``(batch, sequence, vocabulary)``, split by the vocabulary: its
     ``full_tensor()`` gathers it; ``loss`` is computed without doing so.
     """
     forward, config = model.forward, cast(Any, model.config)
-    random = draws(model, config)
+    random, rows = draws(model, config), 1
+    if whole_embedding and tp.sequence_parallel:
+        # Some models give the hidden states the shape of all tokens' ids again, with which a rank's are of fewer rows.
+        head.register_forward_pre_hook(lambda _, args: (args[0].reshape(rows, -1, args[0].shape[-1]), *args[1:]))
 
     def split(
         input_ids: torch.Tensor,
@@ -83,19 +88,22 @@ def split_forward(model: nn.Module, tp: TPGroup) -> None:
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        nonlocal rows
         _refuse(kwargs, config)
-        length = input_ids.shape[1]
+        rows, length = input_ids.shape
         ids, positions, mask = input_ids, position_ids, attention_mask
         if tp.sequence_parallel:
             extra = -length % tp.size
             ids = F.pad(input_ids, (0, extra))
-            positions = _positions(position_ids, input_ids, extra)
+            if not whole_embedding or position_ids is not None:
+                positions = _positions(position_ids, input_ids, extra)
             if extra and "cu_seq_lens_q" in kwargs:
                 kwargs |= attention.lengthened(kwargs, length, extra)
-            elif position_ids is None and mask is None:
+            elif position_ids is None and mask is None and not whole_embedding:
                 kwargs |= attention.whole_rows(ids)
             if mask is None or mask.ndim == 2:
-                mask = _mask(model, ids, _padded(mask, extra, 0), positions)
+                mask = _padded(mask, extra, 0)
+                mask = mask if whole_embedding else _mask(model, ids, mask, cast(torch.Tensor, positions))
             elif extra:
                 raise UserError(
                     f"a 4-D attention_mask needs a sequence length that the {tp.size} tensor-parallel ranks "
@@ -104,10 +112,9 @@ def split_forward(model: nn.Module, tp: TPGroup) -> None:
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = kwargs.pop("return_dict", True) is False
         fork = random and model.training and tp.sequence_parallel
+        given = {"position_ids": positions} if positions is not None or not whole_embedding else {}
         with tp.fork_random(ids.device) if fork else contextlib.nullcontext():
-            found = forward(
-                input_ids=ids, attention_mask=mask, position_ids=positions, **{**kwargs, "use_cache": False}
-            )
+            found = forward(input_ids=ids, attention_mask=mask, **{**given, **kwargs, "use_cache": False})
         if not found.logits.ndim:  # the loss, computed in chunks by the head
             return found
         logits = _as_dtensor(found.logits[:, :length], config.vocab_size, tp)

@@ -7,11 +7,10 @@ computes with their local tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from smp.parallel.linear import has_product, linear, local_tensor
@@ -23,7 +22,22 @@ from smp.parallel.tensor.functions import (
     gathered_linears,
     reduced_linear,
 )
+from smp.parallel.tensor.fused import ExchangeRows, RowExchange, SumOverRanks
 from smp.parallel.tensor.group import TPGroup
+
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether the weight of a linear layer is ``(inputs, outputs)``: transformers' ``Conv1D``."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D)
+
+
+def by_rows(layer: nn.Module, weight: T) -> T:
+    """Return the weight of a linear layer as ``(outputs, inputs)``."""
+    return weight.t() if weight is not None and is_transposed(layer) else weight
 
 
 def _columns(
@@ -120,12 +134,17 @@ class ColumnParallel:
     Args:
         tp: the group.
         linears: the layers.
-        slices: of a layer with a replicated weight, the rows that this rank computes.
-        replicated: holds such weights.
+        slices: of a layer with a replicated weight or bias, the rows that this rank computes.
+        exchanges: of a fused layer, how the rows of its weight come here.
+        replicated: holds replicated weights.
     """
 
-    def __init__(self, tp: TPGroup, linears: list[nn.Linear], slices: dict[int, slice], replicated: ReplicatedParams):
+    def __init__(
+        self, tp: TPGroup, linears: list[nn.Linear], slices: Mapping[int, Any], exchanges: Mapping[int, RowExchange],
+        replicated: ReplicatedParams,
+    ):  # fmt: skip
         self.tp, self.linears, self.slices, self.replicated = tp, linears, slices, replicated
+        self.exchanges = exchanges
         self._indices = {name: [replicated.index_of(layer, name) for layer in linears] for name in ("weight", "bias")}
         self._whole: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
@@ -154,10 +173,14 @@ class ColumnParallel:
             self._outputs = {}
 
     def _parameter(self, index: int, name: str) -> torch.Tensor | None:
-        replica = self._indices[name][index]
-        if replica is None:
-            return local_tensor(getattr(self.linears[index], name))
-        return self.replicated.tensor(replica)[self.slices[index]]  # type: ignore[index]
+        replica, layer = self._indices[name][index], self.linears[index]
+        if replica is not None:
+            whole = self.replicated.tensor(replica)
+            return (whole if name == "bias" else by_rows(layer, whole))[self.slices[index]]  # type: ignore[index,type-var]
+        if name == "bias":
+            return local_tensor(layer.bias)
+        weight = by_rows(layer, local_tensor(layer.weight))
+        return ExchangeRows.apply(weight, self.exchanges[index]) if index in self.exchanges else weight
 
     def _parameters(self) -> list[Any]:
         return [(self._parameter(i, "weight"), self._parameter(i, "bias")) for i in range(len(self.linears))]
@@ -193,20 +216,23 @@ def split_part(
     """
     forward, bias = module.forward, replicated.index_of(row, "bias")
     fork = random and not tp.sequence_parallel
+    forked = contextlib.ExitStack()
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         named = "hidden_states" in kwargs
         part = kwargs["hidden_states"] if named else args[0]
-        with contextlib.ExitStack() as stack:
-            whole = stack.enter_context(columns.input(part))
-            if fork and module.training:
-                stack.enter_context(tp.fork_random(part.device))
-            if named:
-                return forward(*args, **{**kwargs, "hidden_states": whole})
-            return forward(whole, *args[1:], **kwargs)
+        with columns.input(part) as whole:
+            args, kwargs = (args, {**kwargs, "hidden_states": whole}) if named else ((whole, *args[1:]), kwargs)
+            if not (fork and module.training):
+                return forward(*args, **kwargs)
+            with forked:
+                forked.enter_context(tp.fork_random(part.device))
+                return forward(*args, **kwargs)
 
     def reduced(x: torch.Tensor) -> torch.Tensor:
-        weight = local_tensor(row.weight)
+        if fork:
+            forked.close()  # what follows is the same on all ranks
+        weight = by_rows(row, local_tensor(row.weight))
         if tp.overlap and not has_product(row):
             out = reduced_linear(tp, x, weight)
         else:
@@ -217,17 +243,29 @@ def split_part(
     row.forward = reduced  # type: ignore[method-assign,assignment]
 
 
-def split_embedding(tp: TPGroup, embedding: nn.Embedding) -> None:
-    """Let an embedding look up this rank's rows of the vocabulary."""
+def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, whole: bool) -> None:
+    """Let an embedding look up this rank's rows of the vocabulary.
+
+    Args:
+        tp: the group.
+        embedding: the token embedding.
+        whole: return all tokens with sequence parallelism, too; then the ranks' gradients are partial.
+    """
     first, last = tp.bounds(embedding.num_embeddings)
     padding = embedding.padding_idx
+    forward = embedding.forward  # which may be a model's own, as one that scales
     own_padding = padding - first if padding is not None and first <= padding < last else None
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
         foreign = (ids < first) | (ids >= last)
-        rows = (ids - first).masked_fill(foreign, 0)
-        found = F.embedding(rows, local_tensor(embedding.weight), padding_idx=own_padding)  # type: ignore[arg-type]
-        return ReducePartial.apply(found.masked_fill(foreign.unsqueeze(-1), 0), tp)
+        weight = embedding._parameters["weight"]
+        embedding._parameters["weight"] = local_tensor(weight)  # type: ignore[type-var,assignment]
+        embedding.padding_idx = own_padding
+        try:
+            found = forward((ids - first).masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(-1), 0)
+        finally:
+            embedding._parameters["weight"], embedding.padding_idx = weight, padding
+        return SumOverRanks.apply(found, tp) if whole and tp.sequence_parallel else ReducePartial.apply(found, tp)
 
     embedding.forward = look_up  # type: ignore[method-assign,assignment]
 
@@ -240,3 +278,19 @@ def split_head(tp: TPGroup, head: nn.Linear) -> None:
         return _columns(tp, [head], [(local_tensor(head.weight), local_tensor(head.bias))], whole=whole, part=part)[0]
 
     head.forward = logits  # type: ignore[method-assign,assignment]
+
+
+def take_own_tokens(tp: TPGroup, block: nn.Module) -> None:
+    """Let the first block take this rank's tokens of the hidden states of all."""
+    forward = block.forward
+
+    def own(hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden.shape
+        return hidden.reshape(tp.size, batch, length // tp.size, width)[tp.rank]
+
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        if "hidden_states" in kwargs:
+            return forward(*args, **{**kwargs, "hidden_states": own(kwargs["hidden_states"])})
+        return forward(own(args[0]), *args[1:], **kwargs)
+
+    block.forward = entered  # type: ignore[method-assign]

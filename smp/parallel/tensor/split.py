@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,18 +12,21 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.errors import ConfigError, UserError
 from smp.models.family import Family
-from smp.models.tensor_plan import Part, TensorPlan, tensor_parallel_problems
+from smp.models.tensor_plan import Part, PlanSizes, tensor_parallel_problems
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.technique import draws
 from smp.parallel.tensor.forward import split_forward
+from smp.parallel.tensor.fused import RowExchange, fused_rows, share_of, split_norm
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.layers import (
     ColumnParallel,
     Replicated,
     ReplicatedParams,
+    is_transposed,
     split_embedding,
     split_head,
     split_part,
+    take_own_tokens,
 )
 
 _MARK = "_smp_tensor_parallel"
@@ -102,60 +106,101 @@ def _child(module: nn.Module, path: str, where: str) -> nn.Module:
         raise UserError(f"the tensor-parallel plan names {path}, which {where} does not have") from None
 
 
-def _linear(module: nn.Module, path: str, where: str) -> nn.Linear:
+def _linear(module: nn.Module, path: str, where: str) -> Any:
+    """Return a linear layer of a part; transformers' models have some of their own that compute the same."""
     found = _child(module, path, where)
-    if not isinstance(found, nn.Linear) or type(found).forward is not nn.Linear.forward:
+    plain = isinstance(found, nn.Linear) and (
+        type(found).forward is nn.Linear.forward or type(found).__module__.startswith("transformers.models.")
+    )
+    if not plain and not is_transposed(found):
         raise UserError(f"the tensor-parallel plan splits {path} of {where}, which is a {type(found).__name__}: only "
                         f"nn.Linear can be split, and its product is replaced by smp.parallel.linear")  # fmt: skip
     return found
 
 
-def _rows(tp: TPGroup, linear: nn.Linear, heads: int | None) -> tuple[bool, slice]:
-    """Return whether a column-parallel layer's rows are sharded, and the rows that this rank computes.
+class _PartSplitter:
+    """Splits one part of a block."""
 
-    Heads are never cut; where there are fewer than ranks, the layer is replicated and several ranks compute a head.
-    """
-    rows = linear.out_features
-    if heads is None or heads % tp.size == 0:
-        return True, slice(*tp.bounds(rows))
-    width, head = rows // heads, tp.rank * heads // tp.size
-    return False, slice(head * width, (head + 1) * width)
+    def __init__(
+        self, tp: TPGroup, block: nn.Module, part: Part, sizes: PlanSizes, distribute: _Distributor,
+        replicated: ReplicatedParams,
+    ):  # fmt: skip
+        self.tp, self.part, self.sizes, self.distribute, self.replicated = tp, part, sizes, distribute, replicated
+        self.where = f"{type(block).__name__}.{part.module}"
+        self.module: Any = _child(block, part.module, type(block).__name__)
+        self.slices: dict[int, Any] = {}
+        self.exchanges: dict[int, RowExchange] = {}
 
+    def _heads_of(self, path: str) -> int | None:
+        if not self.part.heads:
+            return None
+        return self.sizes.key_value_heads if path in self.part.key_value else self.sizes.heads
 
-def _split_part(
-    tp: TPGroup, block: nn.Module, part: Part, plan: TensorPlan, hf_config: Any, distribute: _Distributor,
-    replicated: ReplicatedParams,
-) -> None:  # fmt: skip
-    where = f"{type(block).__name__}.{part.module}"
-    module = _child(block, part.module, type(block).__name__)
-    heads, key_value, _ = plan.sizes(hf_config)
-    linears, slices = [], {}
-    for index, path in enumerate(part.columns):
-        linear = _linear(module, path, where)
-        count = (key_value if path in part.key_value else heads) if part.heads else None
-        split, rows = _rows(tp, linear, count)
-        if not split:
-            slices[index] = rows
-            replicated.params += [
-                Replicated(linear, name, True) for name in ("weight", "bias") if getattr(linear, name) is not None
-            ]
-        elif linear.bias is not None and linear.out_features % tp.size:
-            # fully_shard cannot shard an unevenly sharded vector further.
-            slices[index] = rows
-            replicated.params.append(Replicated(linear, "bias", True))
-            distribute(linear, "weight", Shard(0))
+    def _column(self, index: int, path: str, layer: Any) -> None:
+        """Shard a column-parallel layer, or replicate it where heads are fewer than ranks, none of which is cut."""
+        tp, heads = self.tp, self._heads_of(path)
+        dim = 1 if is_transposed(layer) else 0
+        rows = layer.weight.shape[dim]
+        kinds = self.part.fused.get(path)
+        if kinds is not None:
+            number = {"heads": self.sizes.heads, "key_value": self.sizes.key_value_heads}
+            needed = [fused_rows(kinds, rows, **number, rank=rank, tp=tp) for rank in range(tp.size)]
+            self.exchanges[index], self.slices[index] = RowExchange(tp, needed, rows), needed[tp.rank].to(tp.device)
+        elif heads is None or heads % tp.size == 0:
+            self.slices[index] = slice(*tp.bounds(rows))
         else:
-            distribute(linear, "weight", Shard(0))
-            distribute(linear, "bias", Shard(0))
-        linears.append(linear)
-    row = _linear(module, part.row, where)
-    distribute(row, "weight", Shard(1))
-    if row.bias is not None:  # added after the reduction
-        replicated.params.append(Replicated(row, "bias", tp.sequence_parallel))
-    if part.heads and key_value < tp.size and hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = heads // tp.size  # type: ignore[assignment]
-    columns = ColumnParallel(tp, linears, slices, replicated)
-    split_part(tp, module, columns, row, replicated, random=draws(module, hf_config))
+            self.slices[index] = slice(*share_of("key_value", rows, heads=heads, rank=tp.rank, tp=tp))
+            self.replicated.params += [
+                Replicated(layer, name, True) for name in ("weight", "bias") if getattr(layer, name) is not None
+            ]
+            return
+        self.distribute(layer, "weight", Shard(dim))
+        # fully_shard cannot shard an unevenly sharded vector further.
+        if layer.bias is not None and (kinds is not None or rows % tp.size):
+            self.replicated.params.append(Replicated(layer, "bias", True))
+        else:
+            self.distribute(layer, "bias", Shard(0))
+
+    def _norm(self, path: str, heads: int) -> None:
+        """Split a norm over all of so many heads."""
+        tp, norm = self.tp, self.module.get_submodule(path)
+        if heads % tp.size == 0:
+            self.distribute(norm, "weight", Shard(0))
+            split_norm(tp, norm, lambda: norm.weight, copies=1)
+            return
+        own = slice(*share_of("key_value", norm.weight.shape[0], heads=heads, rank=tp.rank, tp=tp))
+        index = len(self.replicated.params)
+        self.replicated.params.append(Replicated(norm, "weight", True))
+        split_norm(tp, norm, lambda: self.replicated.tensor(index)[own], copies=tp.size // heads)  # type: ignore[index]
+
+    def _set_counts(self) -> None:
+        """Give attributes that count heads or widths the numbers of a rank."""
+        module, (heads, key_value, _), size = self.module, self.sizes, self.tp.size
+        if any(name.startswith("config.") for name in self.part.counts):
+            module.config = copy.copy(module.config)
+        for path in self.part.counts:
+            owner, name = (module.config, path.removeprefix("config.")) if "." in path else (module, path)
+            setattr(owner, name, max(1, getattr(owner, name) // size))
+        if self.part.heads and key_value < size and hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = heads // size
+
+    def split(self, hf_config: Any) -> None:
+        """Replace parameters and forwards."""
+        part, tp, module = self.part, self.tp, self.module
+        linears = [_linear(module, path, self.where) for path in part.columns]
+        row = _linear(module, part.row, self.where)
+        inputs = row.weight.shape[0 if is_transposed(row) else 1]
+        for index, (path, layer) in enumerate(zip(part.columns, linears, strict=True)):
+            self._column(index, path, layer)
+        for path in part.norms:
+            of_all = module.get_submodule(path).weight.shape[0] == inputs
+            self._norm(path, self.sizes.heads if of_all else self.sizes.key_value_heads)
+        self.distribute(row, "weight", Shard(0 if is_transposed(row) else 1))
+        if row.bias is not None:  # added after the reduction
+            self.replicated.params.append(Replicated(row, "bias", tp.sequence_parallel))
+        self._set_counts()
+        columns = ColumnParallel(tp, linears, self.slices, self.exchanges, self.replicated)
+        split_part(tp, module, columns, row, self.replicated, random=draws(module, hf_config))
 
 
 def _replicate_rest(
@@ -176,6 +221,17 @@ def _replicate_rest(
         distribute(h.module, h.name, Replicate())
 
 
+def _replicate_own(tp: TPGroup, module: nn.Module, distribute: _Distributor) -> None:
+    """Replicate the parameters of a module outside the blocks: a norm, learned positions."""
+    own = [name for name, parameter in module.named_parameters(recurse=False) if not isinstance(parameter, DTensor)]
+    if own:
+        replicated = ReplicatedParams(tp, [Replicated(module, name, tp.sequence_parallel) for name in own])
+        replicated.compute_with(module)
+        for name in own:
+            distribute(module, name, Replicate())
+        replicated.surround(module)
+
+
 def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bool = False) -> nn.Module:
     """Apply tensor parallelism to a Hugging Face causal language model, in place; before sharding.
 
@@ -189,39 +245,39 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
         ConfigError: the model cannot be split over so many ranks.
         UserError: the plan does not fit the model.
     """
-    plan = family.tensor_plan
-    if problems := tensor_parallel_problems(plan, model.config, degree=tp.size):
+    if problems := tensor_parallel_problems(family, model.config, degree=tp.size):
         raise ConfigError(problems)
+    plan = family.tensor_plan
     assert plan is not None  # one of the problems, at any degree above 1
     tied = model.get_submodule(family.head).weight is model.get_submodule(family.embedding).weight
     if from_rank0:
         take_from_rank0(model, torch.device(tp.device), parameters=False)
     distribute = _Distributor(tp, from_rank0=from_rank0)
-    embedding, head, norm = (
-        _child(model, path, "the model") for path in (family.embedding, family.head, family.final_norm or "")
-    )
+    embedding, head = (_child(model, path, "the model") for path in (family.embedding, family.head))
     distribute(embedding, "weight", Shard(0))
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))
-    split_embedding(tp, embedding)  # type: ignore[arg-type]
+    split_embedding(tp, embedding, whole=family.whole_embedding)  # type: ignore[arg-type]
     split_head(tp, head)  # type: ignore[arg-type]
-    for block in _child(model, family.blocks, "the model").children():
+    blocks, sizes = list(_child(model, family.blocks, "the model").children()), plan.sizes(model.config)
+    for block in blocks:
         replicated = ReplicatedParams(tp, [])
         inside: set[int] = set()
         for part in plan.parts:
-            _split_part(tp, block, part, plan, model.config, distribute, replicated)
+            _PartSplitter(tp, block, part, sizes, distribute, replicated).split(model.config)
             inside |= {id(m) for m in block.get_submodule(part.module).modules()}
         _replicate_rest(tp, block, distribute, replicated, inside)
         replicated.surround(block)
-    replicated = ReplicatedParams(tp, [])
-    _replicate_rest(tp, norm, distribute, replicated, set())
-    replicated.surround(norm)
+    if family.whole_embedding and tp.sequence_parallel:
+        take_own_tokens(tp, blocks[0])
+    for module in model.modules():
+        _replicate_own(tp, module, distribute)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
         raise UserError(f"the tensor-parallel plan of {family.name} says nothing of {left[0]}, outside the blocks")
     if (head.weight is embedding.weight) != tied:
         raise UserError("tensor parallelism untied the head from the embedding; this is a defect in smp")
-    split_forward(model, tp)
+    split_forward(model, tp, head, whole_embedding=family.whole_embedding)
     setattr(model, SPLIT_HEAD, _split_head_of(tp, head.weight.shape[0]))  # type: ignore[index,arg-type]
     setattr(model, _MARK, tp)
     return model

@@ -50,7 +50,7 @@ def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return the reasons why the model cannot be split over so many tensor-parallel and sharding ranks."""
     mesh = setup.mesh
-    found = tensor_parallel_problems(setup.family.tensor_plan, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
+    found = tensor_parallel_problems(setup.family, hf_config, degree=mesh.tp.size, shard=mesh.shard.size)
     if setup.settings[Config].tp_overlap:
         if setup.device_type == "cpu":
             found.append(_refusal("there is no GPU"))

@@ -1,0 +1,148 @@
+"""Fused column-parallel layers, and norms over all heads: what a rank needs from the others beside hidden states.
+
+A fused layer's outputs are several things one after the other: all queries, then all keys, then all values. Its weight
+is sharded as any other, by consecutive rows, so that files, checkpoints and initial values need to know nothing. The
+rows that a rank computes with, of each of the things its share, are brought by one all_to_all in forward, and their
+gradients by one in backward: a rank's share of the weight, which is less than a hidden state where a rank has more
+tokens than the layer has outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+
+from smp.parallel.linear import local_tensor
+from smp.parallel.tensor.group import TPGroup
+
+
+def share_of(kind: str, rows: int, *, heads: int, rank: int, tp: TPGroup) -> tuple[int, int]:
+    """Return the bounds [first, last) of a rank's rows of one thing.
+
+    Args:
+        kind: ``heads`` or ``key_value``, none of which is cut, or ``width``.
+        rows: of the whole thing.
+        heads: of the thing; where there are fewer than ranks, several ranks have the same.
+        rank: in the group.
+        tp: the group.
+    """
+    if kind == "width":
+        step = -(-rows // tp.size)
+        return min(rank * step, rows), min((rank + 1) * step, rows)
+    width = rows // heads
+    count, first = max(1, heads // tp.size), rank * heads // tp.size
+    return first * width, (first + count) * width
+
+
+def fused_rows(kinds: Sequence[str], rows: int, *, heads: int, key_value: int, rank: int, tp: TPGroup) -> torch.Tensor:
+    """Return the rows of a fused layer that a rank computes, in order.
+
+    Args:
+        kinds: of its outputs, one after the other.
+        rows: of the whole layer.
+        heads, key_value: numbers of heads.
+        rank, tp: the rank in the group.
+    """
+    counts = {"heads": heads, "key_value": key_value, "width": 1}
+    unit = rows // sum(counts[kind] for kind in kinds)
+    found, start = [], 0
+    for kind in kinds:
+        size = counts[kind] * unit
+        first, last = share_of(kind, size, heads=counts[kind], rank=rank, tp=tp)
+        found.append(torch.arange(start + first, start + last))
+        start += size
+    return torch.cat(found)
+
+
+class RowExchange:
+    """Exchange of a weight's rows: each rank holds consecutive ones, and needs others.
+
+    Args:
+        tp: the group.
+        needed: of each rank, the rows that it needs; one may be needed by several.
+        rows: of the whole weight.
+    """
+
+    def __init__(self, tp: TPGroup, needed: Sequence[torch.Tensor], rows: int):
+        step = -(-rows // tp.size)
+        self.tp = tp
+        owners = [other // step for other in needed]
+        mine = [other[owner == tp.rank] - tp.rank * step for other, owner in zip(needed, owners, strict=True)]
+        own = owners[tp.rank]
+        self.send = torch.cat(mine).to(tp.device)
+        self.sent = [len(rows) for rows in mine]
+        self.received = [int((own == rank).sum()) for rank in range(tp.size)]
+        # Rows arrive by owner.
+        self.order = torch.argsort(own, stable=True).to(tp.device)
+
+    def bring(self, held: torch.Tensor) -> torch.Tensor:
+        """Return the rows that this rank needs; collective.
+
+        Args:
+            held: ``(rows held, columns)``.
+        """
+        arrived = held.new_empty(len(self.order), held.shape[1])
+        dist.all_to_all_single(arrived, held[self.send], self.received, self.sent, group=self.tp.group)
+        return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
+
+    def give_back(self, gradient: torch.Tensor, held: int) -> torch.Tensor:
+        """Return the sum of the ranks' gradients of the rows that this rank holds; collective."""
+        arrived = gradient.new_empty(len(self.send), gradient.shape[1])
+        dist.all_to_all_single(arrived, gradient[self.order], self.sent, self.received, group=self.tp.group)
+        return gradient.new_zeros(held, gradient.shape[1]).index_add_(0, self.send, arrived)
+
+
+class ExchangeRows(Function):
+    """Rows held to rows needed; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, held: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+        ctx.exchange, ctx.held = exchange, len(held)
+        return exchange.bring(held)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.exchange.give_back(gradient, ctx.held), None
+
+
+class SumOverRanks(Function):
+    """Sum of all ranks' tensors; each rank's gradient of it is partial, and they are summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tp: TPGroup) -> torch.Tensor:
+        ctx.tp = tp
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=tp.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.tp.group)
+        return total, None
+
+
+def split_norm(tp: TPGroup, norm: nn.Module, weight: Any, *, copies: int) -> None:
+    """Let an RMS norm over all heads compute this rank's heads; the squares are summed over the ranks.
+
+    Args:
+        tp: the group.
+        norm: of transformers: in fp32, the weight last.
+        weight: returns this rank's part of it.
+        copies: ranks that have the same heads.
+    """
+    epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+    width = norm.weight.shape[0]  # type: ignore[union-attr,index]
+
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        exact = x.to(torch.float32)
+        squares = SumOverRanks.apply(exact.pow(2).sum(-1, keepdim=True), tp)
+        exact = exact * torch.rsqrt(squares / (width * copies) + epsilon)
+        return (local_tensor(weight()) * exact).to(x.dtype)
+
+    norm.forward = normalised  # type: ignore[method-assign,assignment]
