@@ -87,7 +87,9 @@ def build_reference(model_type: str) -> Reference:
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     with in_double():
-        return Reference(model, reference_trajectory(model, STEPS))
+        reference = Reference(model, reference_trajectory(model, STEPS))
+    family_of(model.config)  # derived once, in fp32, before the ranks are forked
+    return reference
 
 
 def assert_same_training(reference: Reference, layout: Layout) -> None:
