@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 
 import pytest
+import torch
 import transformers  # noqa: F401  imported before the ranks are forked
 
 from tests.distributed import run_distributed
@@ -43,6 +44,15 @@ def test_derived_families_train_like_hugging_face(names):
 @pytest.mark.full
 def test_a_head_that_shares_its_bias_stays_tied():
     run_distributed(_check_training, {"bert": build_reference("bert")}, (SHARDED,), world_size=2)
+
+
+@pytest.mark.full
+def test_the_comparison_notices_a_wrong_weight():
+    reference = build_reference("qwen3")
+    with torch.no_grad():
+        reference.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-5
+    with pytest.raises(AssertionError, match="differs by"):
+        run_distributed(assert_same_training, reference, SHARDED, world_size=2)
 
 
 def _check_files(references, folder):
