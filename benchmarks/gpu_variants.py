@@ -12,7 +12,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +35,9 @@ from smp.environment import read_launch
 from smp.memory.plan import estimate_memory
 from smp.memory.shape import model_shape, workload
 from smp.mesh import Mesh, resolve_mesh
+from smp.models import init_rules
 from smp.models.model_config import ResolvedModel, resolve_model
-from smp.models.registry import build_model, init_rule
+from smp.models.registry import build_model
 from smp.parallel.parallelize import compute_dtype, prepare_model
 from smp.parallel.technique import model_blocks
 from smp.runtime import choose_device, process_group
@@ -61,12 +61,16 @@ def draw_quickly() -> None:
     """Let initial values repeat, the same in every variant: drawing 2.4e9 on the host takes longer than measuring."""
     generator = torch.Generator().manual_seed(0)
     blocks = [torch.randn(delayed_init.BLOCK, generator=generator) for _ in range(251)]
-    delayed_init._normal_block = lambda seed, name, block: blocks[(zlib.crc32(name.encode()) + block) % len(blocks)]  # type: ignore
+
+    def draw(values: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator) -> torch.Tensor:
+        return blocks[generator.initial_seed() % len(blocks)] * std + mean
+
+    init_rules._draw_normal = draw
 
 
 def _fill(model: nn.Module, resolved: ResolvedModel, seed: int) -> nn.Module:
     """Give a model the values that the job gives it."""
-    initialize_(model, functools.partial(init_rule, hf_config=resolved.hf_config), seed=seed)
+    initialize_(model, init_rules.init_rules(resolved.hf_config, seed=seed), seed=seed)
     return model.train()
 
 

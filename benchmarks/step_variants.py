@@ -24,8 +24,9 @@ from smp.delayed_init import initialize_
 from smp.environment import malloc
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
+from smp.models.init_rules import init_rules
 from smp.models.model_config import ResolvedModel
-from smp.models.registry import build_model, family_of, init_rule
+from smp.models.registry import build_model, family_of
 from smp.parallel.parallelize import prepare_model
 from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -202,8 +203,7 @@ def plain_model(case: Case) -> nn.Module:
     """Build the whole Hugging Face model, with the values that the job gives its shards."""
     resolved = resolved_model(case.model)
     model = build_model(resolved.hf_config, attn_implementation=resolved.attn_implementation)
-    rule = functools.partial(init_rule, hf_config=resolved.hf_config)
-    initialize_(model, rule, seed=SEED)
+    initialize_(model, init_rules(resolved.hf_config, seed=SEED), seed=SEED)
     return model.train()
 
 

@@ -39,7 +39,7 @@ if not _is_command():
     from smp.loss import causal_lm_loss_sum, count_valid_tokens
     from smp.memory.profile import profile_memory
     from smp.mesh import Mesh
-    from smp.models.family import Family
+    from smp.models.family import Family, LogitTransform
     from smp.models.registry import register_family
     from smp.models.tensor_plan import Part, TensorPlan
     from smp.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -63,6 +63,7 @@ __all__ = [
     "Family",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LogitTransform",
     "LossConfig",
     "Mesh",
     "ParallelConfig",

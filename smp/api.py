@@ -289,12 +289,12 @@ def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:
     return bool(count)
 
 
-def meta_init(config: Any, *, attn_implementation: str = "sdpa") -> nn.Module:
+def meta_init(config: Any, *, attn_implementation: str | None = None) -> nn.Module:
     """Build a Hugging Face causal language model on the meta device: no memory for parameters, buffers are real.
 
     Args:
         config: Hugging Face's, such as a ``LlamaConfig``; it is copied.
-        attn_implementation: as ``from_pretrained``'s.
+        attn_implementation: as ``from_pretrained``'s; None: sdpa, or eager for a model that cannot have it.
 
     Returns:
         The model for :func:`parallelize`, which gives it initial values; fp32.

@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.errors import UserError
+from smp.models.init_rules import InitRule
 
 BLOCK = 1 << 16
-
-Initializer = Callable[[nn.Module, str], "tuple[str, float]"]
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -71,11 +70,11 @@ def materialize_(model: nn.Module, device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _normal_block(seed: int, name: str, block: int) -> torch.Tensor:
-    """Draw one block's standard normal values, fp32, ``(BLOCK,)``; cached as neighbouring runs share a block."""
+def _block_values(rule: InitRule, seed: int, name: str, block: int) -> torch.Tensor:
+    """Make one block's values, fp32, ``(BLOCK,)``; cached as neighbouring runs share a block."""
     digest = hashlib.blake2b(f"{seed}:{name}:{block}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(BLOCK, dtype=torch.float32).normal_(generator=generator)
+    return rule.block(block * BLOCK, BLOCK, generator)
 
 
 def _contiguous_runs(shape: torch.Size, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -96,62 +95,45 @@ def _contiguous_runs(shape: torch.Size, offsets: tuple[int, ...], sizes: tuple[i
         yield base + offsets[split] * inner, sizes[split] * inner
 
 
-def _draw_normal(
-    local: torch.Tensor, global_shape: torch.Size, offsets: tuple[int, ...], *, seed: int, name: str
-) -> None:
-    """Fill ``local``, the box of the parameter at ``offsets``, with its standard normal values."""
-    flat = local.view(-1)
-    filled = 0
-    for start, length in _contiguous_runs(global_shape, offsets, tuple(local.shape)):
-        end = start + length
-        while start < end:
-            block, inside = divmod(start, BLOCK)
-            count = min(BLOCK - inside, end - start)
-            flat[filled : filled + count].copy_(_normal_block(seed, name, block)[inside : inside + count])
-            start, filled = start + count, filled + count
-
-
 @torch.no_grad()
-def initialize_(model: nn.Module, rule: Initializer, *, seed: int) -> None:
+def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int) -> None:
     """Give every parameter its initial value; each rank fills only its shard.
 
     Args:
         model: parameters allocated, plain or DTensor.
-        rule: ``(owning module, parameter name) -> (kind, std)`` with kind ``normal``, ``ones`` or ``zeros``.
+        rules: the rule of a parameter by its qualified name, as of :func:`smp.models.init_rules.init_rules`.
         seed: the run's seed.
 
     Raises:
         UserError: a parameter has no rule, or is still on the meta device; the text names it.
     """
-    done: set[int] = set()
-    for module_name, module in model.named_modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in done:
-                continue
-            done.add(id(parameter))
-            name = f"{module_name}.{parameter_name}" if module_name else parameter_name
-            if parameter.is_meta:
-                raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
-            initialize_parameter_(module, parameter, rule(module, parameter_name), seed=seed, name=name)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
+        initialize_parameter_(parameter, rules(name), seed=seed, name=name)
 
 
 @torch.no_grad()
-def initialize_parameter_(
-    module: nn.Module, parameter: torch.Tensor, rule: tuple[str, float], *, seed: int, name: str
-) -> None:
+def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int, name: str) -> None:
     """Give one parameter its initial value, as :func:`initialize_` does.
 
     Args:
-        module: its owner; the row of an embedding's padding becomes zero.
         parameter: allocated, plain or DTensor.
-        rule: ``(kind, std)``.
         seed: the run's seed.
         name: its qualified name in the model, on which its values depend.
     """
-    kind, std = rule
-    _fill(parameter, kind, std, seed=seed, name=name)
-    if kind == "normal" and getattr(module, "padding_idx", None) is not None:
-        _zero_row(parameter, module.padding_idx)  # type: ignore[arg-type]
+    local, offsets = _local_box(parameter)
+    if not local.numel():
+        return
+    flat = local.view(-1)
+    filled = 0
+    for start, length in _contiguous_runs(parameter.shape, offsets, tuple(local.shape)):
+        end = start + length
+        while start < end:
+            block, inside = divmod(start, BLOCK)
+            count = min(BLOCK - inside, end - start)
+            flat[filled : filled + count].copy_(_block_values(rule, seed, name, block)[inside : inside + count])
+            start, filled = start + count, filled + count
 
 
 def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -160,24 +142,3 @@ def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         return parameter, (0,) * parameter.ndim
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), tuple(offsets)
-
-
-def _fill(parameter: torch.Tensor, kind: str, std: float, *, seed: int, name: str) -> None:
-    local, offsets = _local_box(parameter)
-    match kind:
-        case "ones":
-            local.fill_(1.0)
-        case "zeros":
-            local.zero_()
-        case "normal":
-            if local.numel():
-                _draw_normal(local, parameter.shape, offsets, seed=seed, name=name)
-                local.mul_(std)
-        case _:
-            raise ValueError(f"unknown initialisation {kind!r} of parameter {name}: use normal, ones or zeros")
-
-
-def _zero_row(parameter: torch.Tensor, row: int) -> None:
-    local, offsets = _local_box(parameter)
-    if 0 <= row - offsets[0] < local.shape[0]:
-        local[row - offsets[0]].zero_()

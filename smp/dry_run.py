@@ -16,9 +16,9 @@ from smp.delayed_init import build_on_meta
 from smp.memory.plan import GIB, estimate_memory, memory_table, peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh, tensor_parallel_choices
+from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
-from smp.models.tensor_plan import tensor_parallel_problems
 from smp.parallel.choices import Choice
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup

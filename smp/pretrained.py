@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pathlib
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from smp.errors import ConfigError, UserError
 from smp.models.family import Family
+from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
 from smp.models.weight_files import weight_map
 
@@ -49,22 +49,23 @@ def _equal(first: _Entry, second: _Entry) -> bool:
 
 
 def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
-    """Find each parameter's key. A tied parameter may be in the files once or, with the same values, twice."""
+    """Find the keys of parameters and buffers. A tied one may be in the files once or, with the same values, twice."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    names |= {name: name for name, _ in buffers_of(model)}
     plan: _Plan = {}
     unexpected, problems = [], []
     for key, file in files.items():
-        name = family.module_key(key)
+        name = family.file_names.module_key(key)
         if name not in names and f"{family.base}.{name}" in names:
             name = f"{family.base}.{name}"  # a checkpoint of the model without its head
         if name in names:
             twin = plan.setdefault(names[name], (key, file))
             if twin != (key, file) and not _equal(twin, (key, file)):
                 problems.append(f"{twin[0]} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
-        elif not any(re.search(pattern, key) for pattern in family.old_buffers):
+        elif not family.file_names.ignored(key):
             unexpected.append(key)
-    missing = [family.file_key(name) for name in canonical.values() if name not in plan]
+    missing = [family.file_names.file_key(name) for name in dict.fromkeys(names.values()) if name not in plan]
     if missing:
         problems.append(f"the weights lack {_some(missing)}: they are of another model, or incomplete")
     if unexpected:
@@ -72,7 +73,7 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
     return plan, problems
 
 
-def _check_tensors(parameters: dict[str, nn.Parameter], plan: _Plan) -> list[str]:
+def _check_tensors(tensors: dict[str, torch.Tensor], plan: _Plan) -> list[str]:
     """Compare shapes and dtypes from the files' headers; logs a conversion."""
     from safetensors import safe_open
 
@@ -82,14 +83,14 @@ def _check_tensors(parameters: dict[str, nn.Parameter], plan: _Plan) -> list[str
             for name, (key, home) in plan.items():
                 if home != file:
                     continue
-                header, parameter = content.get_slice(key), parameters[name]
+                header, tensor = content.get_slice(key), tensors[name]
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                if shape != tuple(parameter.shape):
-                    shapes.append(f"{key} {list(shape)} instead of {list(parameter.shape)}")
+                if shape != tuple(tensor.shape):
+                    shapes.append(f"{key} {list(shape)} instead of {list(tensor.shape)}")
                 if dtype not in _DTYPES:
                     dtypes.append(f"{key} ({dtype})")
-                elif _DTYPES[dtype] != parameter.dtype:
-                    conversions.add(f"{dtype} to {parameter.dtype}".replace("torch.", ""))
+                elif _DTYPES[dtype] != tensor.dtype:
+                    conversions.add(f"{dtype} to {tensor.dtype}".replace("torch.", ""))
     if conversions:
         logger.info("pretrained weights are converted from %s", ", ".join(sorted(conversions)))
     problems = []
@@ -100,7 +101,7 @@ def _check_tensors(parameters: dict[str, nn.Parameter], plan: _Plan) -> list[str
     return problems
 
 
-def _local_slices(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def _local_slices(name: str, parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """Return this rank's shard of a parameter and its slices in the global shape."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
@@ -113,10 +114,10 @@ def _local_slices(name: str, parameter: nn.Parameter) -> tuple[torch.Tensor, tup
 
 @torch.no_grad()
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
-    """Fill every parameter from a Hugging Face checkpoint, in place; no rank holds more than its shards and one slice.
+    """Fill every parameter and saved buffer from a Hugging Face checkpoint, in place.
 
-    Keys are Hugging Face's, with or without the base model's prefix; old buffers are skipped; a head that is tied to
-    the embedding may be left out. Every rank needs to see the files.
+    No rank holds more than its shards and one slice. Keys are Hugging Face's, with or without the base model's prefix;
+    old buffers are skipped; a head that is tied to the embedding may be left out. Every rank needs to see the files.
 
     Args:
         model: parameters allocated, plain or DTensor with ``Shard`` and ``Replicate`` placements.
@@ -124,21 +125,23 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
         hf_config: the model's config, names its family.
 
     Raises:
-        UserError: files that cannot be read, or that do not fit the model: missing and unexpected keys, shapes and
-            dtypes, all reported together before any parameter is changed.
+        UserError: files that cannot be read slice by slice, or that do not fit the model: missing and unexpected keys,
+            shapes and dtypes, all reported together before any parameter is changed.
     """
     from safetensors import safe_open
 
-    parameters = dict(model.named_parameters())
-    unallocated = [name for name, parameter in parameters.items() if parameter.is_meta]
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+    unallocated = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unallocated:
         raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")
-    plan, problems = _match_keys(model, family_of(hf_config), weight_map(weights))
-    problems += _check_tensors(parameters, plan)
+    family = family_of(hf_config)
+    family.file_names.check(weights, "train from initial values")
+    plan, problems = _match_keys(model, family, weight_map(weights))
+    problems += _check_tensors(tensors, plan)
     if problems:
         raise ConfigError([f"{weights}: {problem}" for problem in problems])
     for name, (key, file) in plan.items():
-        local, slices = _local_slices(name, parameters[name])
+        local, slices = _local_slices(name, tensors[name])
         if local.numel():
             # Opened for each tensor: what was read of a mapped file counts as this process's memory until it is closed.
             with safe_open(file, framework="pt") as content:

@@ -28,7 +28,6 @@ from smp.checkpoint.safetensors_io import Piece, reason
 from smp.checkpoint.shards import Snapshot, snapshot_of
 from smp.checkpoint.state import (
     alike,
-    buffers_of,
     changed_by,
     extra_states,
     model_entry,
@@ -42,6 +41,7 @@ from smp.checkpoint.tagged_json import decode, encode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
 from smp.log import get_logger
+from smp.models.file_names import buffers_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

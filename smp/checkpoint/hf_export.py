@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -22,8 +22,11 @@ from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
 from smp.models.family import Family
+from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
 from smp.parallel.sharding import reshard
+
+logger = logging.getLogger(__name__)
 
 # Lists the files of an export, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"
@@ -31,6 +34,7 @@ MARKER = "smp_export.json"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "emoji.json", "chat_template.json",
 )  # fmt: skip
 
 
@@ -102,6 +106,11 @@ def _claim(directory: pathlib.Path) -> None:
     partial.mkdir()
 
 
+def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in the files, given what was asked for."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
 def _plan_files(
     parameters: Mapping[str, torch.Tensor], *, max_shard_bytes: int, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
@@ -109,7 +118,7 @@ def _plan_files(
     groups: list[list[str]] = [[]]
     size = 0
     for name, parameter in parameters.items():
-        needed = parameter.numel() * (dtype or parameter.dtype).itemsize
+        needed = parameter.numel() * _stored(parameter, dtype).itemsize
         if groups[-1] and size + needed > max_shard_bytes:
             groups.append([])
             size = 0
@@ -125,18 +134,26 @@ def _write_configs(
     hf_config: Any,
     family: Family,
     *,
+    generation: Any,
     dtype: torch.dtype,
     tokenizer_dir: pathlib.Path | str | None,
 ) -> None:
     from transformers import GenerationConfig
 
-    config = copy.deepcopy(hf_config)
+    config = type(hf_config).from_dict(hf_config.to_dict())  # which leaves out what is of generation alone
     config.architectures = [family.architecture]
     config.dtype = dtype
     config.use_cache = True  # off in training only
     config.save_pretrained(partial)
-    GenerationConfig.from_model_config(config).save_pretrained(partial)
-    for name in _TOKENIZER_FILES if tokenizer_dir is not None else ():
+    plain = GenerationConfig.from_model_config(config)
+    try:
+        (generation or plain).save_pretrained(partial)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        logger.warning("the model's generation_config is left out, as transformers refuses it: %s", reason)
+        plain.save_pretrained(partial)
+    # Token ids to stop at belong to the tokenizer.
+    for name in (*_TOKENIZER_FILES, "generation_config.json") if tokenizer_dir is not None else ():
         file = pathlib.Path(tokenizer_dir, name)  # type: ignore[arg-type]
         if file.is_file():
             shutil.copyfile(file, partial / name)
@@ -182,7 +199,8 @@ def _gather_and_write(
             progress()
             tensor = whole(name)
             if _is_main():
-                tensors[family.file_key(name)] = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+                key = family.file_names.file_key(name)
+                tensors[key] = tensor.detach().to("cpu", _stored(tensor, dtype)).contiguous()
         progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
         weight_map.update(dict.fromkeys(tensors, file))
@@ -226,27 +244,29 @@ def export_hf(
 
     Args:
         model: of a supported family, its parameters plain or DTensor; or, to go with ``whole``, tensors of the shape
-            and dtype of each parameter by name, a tied one once.
+            and dtype of each parameter, a tied one once, and each saved buffer by name.
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
         whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
-        tokenizer_dir: directory whose tokenizer files are copied along.
+        tokenizer_dir: directory whose tokenizer files and ``generation_config.json`` are copied along.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
         progress: called before each parameter and each file.
 
     Raises:
-        UserError: the directory holds other files, is a mount point, or is in use; raised on every rank.
+        UserError: the model's files differ from it by more than names; the directory holds other files, is a mount
+            point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
-        parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+        parameters: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
         hf_config = model.config if hf_config is None else hf_config
     else:
         parameters = model
     directory = pathlib.Path(os.path.realpath(directory))  # a link stays, and what it points to is replaced
     partial, family = _beside(directory, "partial"), family_of(hf_config)
+    family.file_names.check(directory, "have transformers' save_pretrained write it")
     stored = dtype or next(iter(parameters.values())).dtype
 
     with contextlib.ExitStack() as held:
@@ -257,7 +277,8 @@ def export_hf(
             held.enter_context(locked(lock, directory, "give another directory", required=False))
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
-            _write_configs(partial, hf_config, family, dtype=stored, tokenizer_dir=tokenizer_dir)
+            generation = getattr(model, "generation_config", None)
+            _write_configs(partial, hf_config, family, generation=generation, dtype=stored, tokenizer_dir=tokenizer_dir)
 
         _on_main(prepare)
         _gather_and_write(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError
+from smp.models.file_names import buffers_of, clean_name
 from smp.parallel.sharding import reshard
 
 
@@ -72,25 +72,6 @@ def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
 
 
 # What wrappers put into names; a checkpoint has the names of the model itself.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """Return a name of the model itself, without those of wrappers."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those that a state dict would hold, by name; complex ones as real numbers, of which a last axis has two."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                yield clean_name(f"{prefix}.{name}" if prefix else name), real
-
-
 def alike(model: nn.Module) -> list[int]:
     """Return the ranks of this one's tensor-parallel group, whose generators must agree; itself alone without one."""
     for parameter in model.parameters():

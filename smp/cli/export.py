@@ -26,8 +26,9 @@ from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
+from smp.models.file_names import buffers_of
 from smp.models.model_config import tokenizer_dir_of
-from smp.models.registry import build_model, family_of
+from smp.models.registry import build_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MODEL = "model."
@@ -73,27 +74,22 @@ def config_of(path: Path | str, manifest: Manifest) -> Any:
     Raises:
         UserError: the manifest has none that can be used.
     """
-    from transformers import CONFIG_MAPPING
-
     content = manifest.model.get("config")
     if not isinstance(content, dict):
         raise UserError(f"checkpoint {path} does not say what its model is: export it from a run that resumes it")
-    return checked_config(
-        f"checkpoint {path}",
-        content,
-        lambda: CONFIG_MAPPING[family_of(content["model_type"]).hf_model_type].from_dict(content),
-    )
+    return checked_config(f"checkpoint {path}", content)
 
 
 def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[str, torch.Tensor]:
-    """Return each parameter in the model's order, on the meta device.
+    """Return each parameter in the model's order, and the saved buffers, on the meta device.
 
     Raises:
         UserError: the checkpoint's tensors are not those of its model.
     """
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     saved = {n.removeprefix(_MODEL): entry for n, entry in manifest.tensors.items() if n.startswith(_MODEL)}
     wrong = sorted(n for n in expected.keys() | saved.keys() if n not in saved or saved[n].shape != expected.get(n))
     if wrong:

@@ -9,6 +9,7 @@ import torch
 from smp.checkpoint.safetensors_io import Stored, read_header, reason
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.models.checked_config import config_from
 from smp.models.registry import family_of
 from smp.models.weight_files import weight_map
 
@@ -25,22 +26,30 @@ class ModelTensors:
     """
 
     def __init__(self, directory: Path):
+        path = directory / "config.json"
         try:
-            family = family_of(read_object(directory / "config.json").get("model_type"))
+            content = read_object(path)
         except (OSError, ValueError) as error:
-            raise UserError(f"{directory}/config.json cannot be used: {error}") from None
+            raise UserError(f"{path} cannot be used: {error}") from None
+        family = family_of(config_from(path, content))
+        family.file_names.check(directory, "give a checkpoint")
         self.entries: dict[str, Stored] = {}
         self.files: dict[str, Path] = {}
         self._keys: dict[str, str] = {}
-        for file in sorted(set(weight_map(directory).values())):
+        keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
+        names = {key: family.file_names.module_key(key) for key in keys}
+        # Files of the model without its head leave out its name there.
+        whole = any(name.startswith(f"{family.base}.") for name in names.values())
+        prefix = "model." if whole else f"model.{family.base}."
+        for file in sorted(set(keys.values())):
             try:
-                with file.open("rb") as content:
-                    header = read_header(content.fileno())
+                with file.open("rb") as opened:
+                    header = read_header(opened.fileno())
             except (OSError, ValueError) as error:
                 raise UserError(f"{file} cannot be read as safetensors ({reason(error)}): copy it again") from None
-            for key, stored in header.items():
-                name = f"model.{family.module_key(key)}"
-                self.entries[name], self.files[name], self._keys[name] = stored, file, key
+            for key in header.keys() & names.keys():
+                name = prefix + names[key]
+                self.entries[name], self.files[name], self._keys[name] = header[key], file, key
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor, on the CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -18,7 +19,7 @@ from smp.delayed_init import initialize_parameter_
 from smp.errors import UserError
 from smp.log import get_logger
 from smp.mesh import served_device_type
-from smp.models.registry import family_of, init_rule
+from smp.models.init_rules import InitRule, init_rules
 
 _logger = get_logger("smp.fsdp")
 
@@ -45,7 +46,7 @@ class DelayedParamIniter:
     """Source of FSDP's ``param_init_fn`` and ``post_param_init_fn`` for a model on the meta device.
 
     Every module's values are a function of the seed and its name, so they are the same on all ranks and at any layout.
-    Llama, Mistral and GPT-NeoX of Hugging Face start as in :mod:`smp.delayed_init`, other models by their own
+    Causal language models of Hugging Face start as in :mod:`smp.delayed_init`, other models by their own
     ``_init_weights(module)``, else by their modules' ``reset_parameters()``.
 
     Args:
@@ -138,11 +139,10 @@ class DelayedParamIniter:
             )
 
     def _fill(self, module: nn.Module, missing: list[str], name: str, device: torch.device) -> None:
-        if self._method is None and self._has_rule(module):
-            for own in missing:
-                rule = init_rule(module, own, hf_config=self._model.config)
-                full = f"{name}.{own}" if name else own
-                initialize_parameter_(module, getattr(module, own), rule, seed=self._seed, name=full)
+        names = {own: f"{name}.{own}" if name else own for own in missing}
+        if self._method is None and (rules := self._rules_of(module, names)) is not None:
+            for own, rule in rules.items():
+                initialize_parameter_(getattr(module, own), rule, seed=self._seed, name=names[own])
             return
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -159,13 +159,19 @@ class DelayedParamIniter:
                     f"give DelayedParamIniter an init_method_using_config"
                 )
 
-    def _has_rule(self, module: nn.Module) -> bool:
-        """Return True for a model of a known family, but for modules with buffers, which it fills by itself."""
+    @functools.cached_property
+    def _rules(self) -> Callable[[str], InitRule] | None:
         config: Any = getattr(self._model, "config", None)
-        if config is None or next(module.buffers(recurse=False), None) is not None:
-            return False
         try:
-            family_of(config)
+            return init_rules(config, seed=self._seed) if hasattr(config, "model_type") else None
+        except UserError:  # no causal language model of transformers
+            return None
+
+    def _rules_of(self, module: nn.Module, names: dict[str, str]) -> dict[str, InitRule] | None:
+        """Return the rules of a module's parameters, if there are; a module with buffers fills them by itself."""
+        if next(module.buffers(recurse=False), None) is not None or self._rules is None:
+            return None
+        try:
+            return {own: self._rules(name) for own, name in names.items()}
         except UserError:
-            return False
-        return True
+            return None

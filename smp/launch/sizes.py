@@ -13,8 +13,8 @@ from smp.errors import UserError
 from smp.memory.plan import GIB, USABLE, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
+from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
-from smp.models.tensor_plan import tensor_parallel_problems
 from smp.parallel.parallelize import settings_of
 
 # Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.

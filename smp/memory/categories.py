@@ -40,6 +40,7 @@ _SITES: dict[str, dict[str, str]] = {
     # Other functions of this file call the model.
     _HERE + "parallel/loss.py": {
         "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_logits": LOGITS, "_add_product": LOGITS,
+        "_transform_": LOGITS,
     },
     "torch/optim/adamw.py": {"": OPTIMIZER},
     "torch/optim/adam.py": {"": OPTIMIZER},

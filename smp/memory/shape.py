@@ -11,6 +11,7 @@ from smp.config import ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
+from smp.models.projection import projection_size
 from smp.models.registry import build_model
 
 
@@ -29,6 +30,7 @@ class ModelShape:
     gated_mlp: bool
     key_value_heads: int = 0  # 0: as many as heads
     key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
+    capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -106,6 +108,20 @@ def workload(
     )
 
 
+def _mlp_width(block: torch.nn.Module, hf_config: Any) -> int:
+    """Return the MLP's inner width: the config's, or else the widest input that becomes hidden states."""
+    if isinstance(width := getattr(hf_config, "intermediate_size", None), int):
+        return width
+    sizes = [projection_size(module) for module in block.modules()]
+    return max((size[0] for size in sizes if size and size[1] == hf_config.hidden_size), default=hf_config.hidden_size)
+
+
+def _is_gated(block: torch.nn.Module, width: int) -> bool:
+    """Return whether two projections, or a fused one, lead to the MLP's inner width."""
+    outputs = [size[1] for size in map(projection_size, block.modules()) if size]
+    return outputs.count(width) > 1 or 2 * width in outputs
+
+
 def model_shape(model: ResolvedModel) -> ModelShape:
     """Count the parameters of a model on the meta device."""
 
@@ -116,10 +132,13 @@ def model_shape(model: ResolvedModel) -> ModelShape:
     with torch.device("meta"):
         built = build_model(config, attn_implementation=model.attn_implementation)
     total = count(built)
-    block_counts = [count(block) for block in built.get_submodule(family.blocks).children()]
+    blocks = list(built.get_submodule(family.blocks).children())
+    block_counts = [count(block) for block in blocks]
+    largest = blocks[block_counts.index(max(block_counts))]
+    intermediate = _mlp_width(largest, config)
     table = count(built.get_submodule(family.embedding))
-    heads = config.num_attention_heads
-    key_value_heads = getattr(config, "num_key_value_heads", 0)
+    heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
+    key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(
         parameters=total,
@@ -127,12 +146,13 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         block=max(block_counts),
         layers=len(block_counts),
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=intermediate,
         heads=heads,
         vocabulary=config.vocab_size,
-        gated_mlp=family.gated_mlp,
+        gated_mlp=family.gated_mlp and _is_gated(largest, intermediate),
         key_value_heads=key_value_heads,
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
+        capped_logits=bool(family.logits and family.logits.cap),
     )
 
 

@@ -2,44 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from smp.errors import UserError
 from smp.models.hf_values import range_problems
-from smp.models.registry import count_parameters, family_of
+from smp.models.registry import count_parameters
 
 
-def checked_config(where: object, content: Mapping[str, Any], load: Callable[[], Any]) -> Any:
-    """Return a configuration from which a model of a supported family can be built; nothing in it is run or fetched.
+def _number(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, or else the object."""
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
 
-    Args:
-        where: its file or directory, for messages.
-        content: its JSON object.
-        load: returns Hugging Face's configuration object; called after the checks of ``content``.
+
+def _class_of(where: object, content: Mapping[str, Any]) -> Any:
+    """Return transformers' class for the configuration of a language model.
 
     Raises:
-        UserError: it asks to run code, is of an unknown architecture or of quantised weights, or no model can be built.
+        UserError: there is none.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name = content.get("model_type")
+    known = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
+    if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "transformers does not know it" if known is None else "it is no causal language model"
+        raise UserError(f"architecture {str(name)[:40]!r} is not supported: {what}; give another model than {where}")
+    if "text_config" in content or "text_config" in known.sub_configs:
+        raise UserError(
+            f"{where} describes a model of several parts, of which text_config is one: only a language model by itself "
+            f"is supported, such as its text model after save_pretrained"
+        )
+    return known
+
+
+def config_from(where: object, content: Mapping[str, Any]) -> Any:
+    """Return Hugging Face's configuration object of a causal language model; nothing is run or fetched.
+
+    Args:
+        where: the file or directory of ``content``, for messages.
+        content: of a config.json.
+
+    Raises:
+        UserError: it asks to run code, or is of an unknown architecture, or holds values that cannot be.
     """
     if "auto_map" in content:
         raise UserError(
             f"{where} asks to run code from the checkpoint (auto_map), which is never done: use another model"
         )
-    if "quantization_config" in content:
-        raise UserError(f"{where} describes quantized weights, which cannot be trained: use the model's full weights")
-    family_of(content.get("model_type"))
-    if problems := range_problems(content):
+    known = _class_of(where, content)
+    if problems := range_problems(content, known.attribute_map):
         raise UserError(f"{where} describes no model that can be built: {'; '.join(problems)}")
     try:
-        hf_config = load()
+        hf_config = known.from_dict(json.loads(json.dumps(content), object_hook=_number))
         if not isinstance(hf_config.dtype, (torch.dtype, type(None))):
             raise TypeError(f"dtype {hf_config.dtype!r}")
+    except Exception as error:  # of any type, for malformed values
+        raise _refusal(where, error) from error
+    return hf_config
+
+
+def _refusal(where: object, error: Exception) -> UserError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return UserError(f"{where} is refused by transformers ({reason}): mend it or give another directory")
+
+
+def checked_config(where: object, content: Mapping[str, Any]) -> Any:
+    """Return a configuration from which a model can be built and trained; nothing in it is run or fetched.
+
+    Args:
+        where: its file or directory, for messages.
+        content: its JSON object.
+
+    Raises:
+        UserError: as :func:`config_from`; or it is of quantised weights, or no supported model can be built.
+    """
+    if "quantization_config" in content:
+        raise UserError(f"{where} describes quantized weights, which cannot be trained: use the model's full weights")
+    hf_config = config_from(where, content)
+    try:
         count_parameters(hf_config)
     except UserError:
         raise
-    except Exception as error:  # of any type, for malformed values
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(f"{where} is refused by transformers ({reason}): mend it or give another directory") from error
+    except Exception as error:
+        raise _refusal(where, error) from error
     return hf_config

@@ -12,7 +12,9 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models.derive_plan import Call, derive_plan
-from smp.models.family import COMMON_SETTINGS, Family
+from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
+from smp.models.file_names import file_names_of
+from smp.models.logits import find_logits
 from smp.models.tensor_plan import TensorPlan
 
 # Settings of some families, and the names of their config keys.
@@ -44,10 +46,10 @@ def check_config(hf_config: Any) -> None:
 
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(hf_config, "transformers has no causal language model of this type")
-    if hf_config.get_text_config(decoder=True) is not hf_config:
-        raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
     if getattr(hf_config, "is_encoder_decoder", False):
         raise _refusal(hf_config, "it has an encoder and a decoder, and only decoders alone are trained")
+    if hf_config.get_text_config(decoder=True) is not hf_config:
+        raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
     if getattr(hf_config, "is_decoder", True) is False:
         raise _refusal(hf_config, "it is an encoder: its tokens see the ones after them (is_decoder is false)")
 
@@ -144,6 +146,25 @@ def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str
         raise _refusal(hf_config, f"its blocks do not take hidden states (batch, sequence, width) first, but {shapes}")
 
 
+def _check_ties(model: nn.Module, units: list[str], hf_config: Any) -> None:
+    """Check that no parameter is shared by two of the embedding, the blocks, the head and the rest, but for the head's.
+
+    Args:
+        model: the model.
+        units: paths of embedding, head and blocks.
+
+    Raises:
+        UserError: one is.
+    """
+    embedding, head, *_ = units
+    owners: dict[int, tuple[str, str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((path for path in units if name.startswith(f"{path}.")), None)
+        other, first = owners.setdefault(id(parameter), (name, unit))
+        if first != unit and {other, name} != {f"{embedding}.weight", f"{head}.weight"}:
+            raise _refusal(hf_config, f"it ties {name} to {other}, and only the head's weight may be tied")
+
+
 def _settings(hf_config: Any) -> dict[str, str]:
     """Return the settings that the config has keys for."""
     values, names = hf_config.to_dict(), getattr(hf_config, "attribute_map", {})
@@ -175,6 +196,13 @@ def _final_norm(calls: list[Call], last_block: str, model: nn.Module) -> str | N
     return None
 
 
+def _logits(model: nn.Module) -> LogitTransform | None:
+    try:
+        return find_logits(model)
+    except UserError:  # raised again for a loss in chunks, which alone needs it
+        return None
+
+
 def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     """Derive the family of a causal language model.
 
@@ -199,6 +227,7 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     blocks = _find_blocks(model, hf_config)
     block_paths = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
     own = [embedding, head, *block_paths]
+    _check_ties(model, own, hf_config)
     rest = {
         path: module
         for path, module in model.named_modules()
@@ -226,4 +255,6 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         tensor_plan=plan,
         no_tensor_plan=why,
         whole_embedding=True,
+        logits=_logits(model),
+        file_names=file_names_of(model),
     )

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from smp.models.tensor_plan import TensorPlan
+from smp.models.file_names import FileNames
+from smp.models.tensor_plan import TensorPlan, degree_reasons
 
 # Settings that every family has, and the config.json key each one sets (a dot reaches into a nested object).
 COMMON_SETTINGS: Mapping[str, str] = {
@@ -65,9 +66,8 @@ class Family:
         no_tensor_plan: why there is none, for the refusal.
         whole_embedding: whether every tensor-parallel rank computes what is before the first block of all tokens, as
             where positions are added to the embedding; else the rank's own tokens.
-        logits: what becomes of the head's outputs.
-        file_prefixes: ``(prefix in checkpoint files, prefix of the module)`` where the two differ.
-        old_buffers: regular expressions of keys in older files that are no parameters and are skipped.
+        logits: what becomes of the head's outputs; None: it is found by the model's forward, for a loss in chunks.
+        file_names: names of parameters in files, where they differ from the model's.
     """
 
     name: str
@@ -84,20 +84,28 @@ class Family:
     tensor_plan: TensorPlan | None = None
     no_tensor_plan: str = ""
     whole_embedding: bool = False
-    logits: LogitTransform = LogitTransform()
-    file_prefixes: tuple[tuple[str, str], ...] = ()
-    old_buffers: tuple[str, ...] = (r"(^|\.)rotary_emb\.(original_)?inv_freq$",)
+    logits: LogitTransform | None = None
+    file_names: FileNames = FileNames()
 
-    def module_key(self, file_key: str) -> str:
-        """Return the parameter name of a key in a checkpoint file."""
-        for in_file, in_module in self.file_prefixes:
-            if file_key.startswith(in_file):
-                return in_module + file_key.removeprefix(in_file)
-        return file_key
 
-    def file_key(self, module_key: str) -> str:
-        """Return the key in a checkpoint file of a parameter name."""
-        for in_file, in_module in self.file_prefixes:
-            if module_key.startswith(in_module):
-                return in_file + module_key.removeprefix(in_module)
-        return module_key
+def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
+    """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.
+
+    Args:
+        family: the model's.
+        hf_config: the model's config.
+        degree: tensor-parallel ranks.
+        shard: ranks of a sharding group.
+    """
+    if degree == 1:
+        return []
+    name, plan = f"--tensor_parallel_degree {degree}", family.tensor_plan
+    if plan is None:
+        why = family.no_tensor_plan or "its family has none"
+        return [f"{name}: a model of type {hf_config.model_type!r} has no tensor-parallel plan ({why}): leave it at 1"]
+    found = degree_reasons(plan, hf_config, degree=degree, shard=shard)
+    if not found:
+        return []
+    higher = range(2, plan.sizes(hf_config).heads + 1)
+    legal = [1, *(d for d in higher if not degree_reasons(plan, hf_config, degree=d, shard=shard))]
+    return [f"{name} {reason}: choose one of {', '.join(map(str, legal))}" for reason in found]

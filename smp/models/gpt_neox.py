@@ -1,6 +1,7 @@
 """GPT-NeoX: parallel residual, partial rotary embedding, two-matrix MLP with biases."""
 
-from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family
+from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family, LogitTransform
+from smp.models.file_names import FileNames, Rename
 from smp.models.tensor_plan import GPT_NEOX_PLAN
 
 FAMILY = Family(
@@ -12,6 +13,7 @@ FAMILY = Family(
     embedding="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
     head="lm_head",
+    logits=LogitTransform(),
     gated_mlp=False,
     settings={
         **COMMON_SETTINGS,
@@ -27,6 +29,5 @@ FAMILY = Family(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
     # The module was renamed in transformers 5; the files kept the old name.
-    file_prefixes=(("embed_out.", "lm_head."),),
-    old_buffers=(r"(^|\.)rotary_emb\.(original_)?inv_freq$", r"\.attention\.(masked_)?bias$"),
+    file_names=FileNames((Rename(r"^embed_out\.", "lm_head."),), (Rename(r"^lm_head\.", "embed_out."),)),
 )

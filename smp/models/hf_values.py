@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,13 +43,28 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 }
 
 
-def range_problems(content: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each size in a config.json that is no whole number, or out of bounds."""
+# Other numbers of modules, by their names; the smallest that means anything is the architecture's own.
+_COUNTS = re.compile(r"(^|_)(layer|head|expert|block)s?$")
+_MOST = 1 << 16
+
+
+def range_problems(content: Mapping[str, Any], renamed: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each size in a config.json that is no whole number, or out of bounds.
+
+    Args:
+        content: the JSON object. A size may be a list, of one for each layer.
+        renamed: the architecture's own key for those of ``_RANGES`` that it calls otherwise.
+    """
+    bounds = {**_RANGES, **{own: _RANGES[key] for key, own in renamed.items() if key in _RANGES}}
     found = []
-    for key, (lowest, highest) in _RANGES.items():
-        value = content.get(key)
-        if value is not None and not (type(value) is int and lowest <= value <= highest):
-            found.append(f"{key} must be a whole number from {lowest} to {highest}, got {str(value)[:40]}")
+    for key, value in content.items():
+        if key in bounds:
+            lowest, highest = bounds[key]
+            sizes = value if isinstance(value, list) else [value]
+            if value is not None and not all(type(size) is int and lowest <= size <= highest for size in sizes):
+                found.append(f"{key} must be a whole number from {lowest} to {highest}, got {str(value)[:40]}")
+        elif _COUNTS.search(key) and isinstance(value, (int, float)) and value > _MOST:
+            found.append(f"{key} must be at most {_MOST}, got {str(value)[:40]}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Llama 2, 3 and 3.1."""
 
-from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family
+from smp.models.family import COMMON_DEFAULTS, COMMON_SETTINGS, Family, LogitTransform
 from smp.models.tensor_plan import LLAMA_PLAN
 
 FAMILY = Family(
@@ -12,6 +12,7 @@ FAMILY = Family(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     head="lm_head",
+    logits=LogitTransform(),
     gated_mlp=True,
     settings={
         **COMMON_SETTINGS,

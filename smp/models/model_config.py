@@ -11,6 +11,7 @@ from typing import Any, Literal
 from smp.config import AUTO, Section, Settings, setting
 from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
+from smp.models.attention_support import attention_misfit, default_attention
 from smp.models.checked_config import checked_config
 from smp.models.derive import OTHER_SETTINGS
 from smp.models.family import COMMON_DEFAULTS, Family
@@ -219,18 +220,12 @@ def _preset_source(name: str) -> _Source:
 
 
 def _directory_source(directory: pathlib.Path) -> _Source:
-    from transformers import AutoConfig
-
     path = directory / "config.json"
     try:
         content = read_object(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no readable Hugging Face config ({error}): give another model directory") from error
-    hf_config = checked_config(
-        path,
-        content,
-        lambda: AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
-    )
+    hf_config = checked_config(path, content)
     length = min(DEFAULT_SEQUENCE_LENGTH, getattr(hf_config, "max_position_embeddings", DEFAULT_SEQUENCE_LENGTH))
     return _Source(directory.resolve().name or "model", hf_config, length, directory)
 
@@ -294,11 +289,13 @@ def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
     return _type_source(config.model_type or "gpt_neox")
 
 
-def _attention_problem(config: ModelConfig, dropout: float) -> str | None:
+def _attention_problem(config: ModelConfig, hf_config: Any, dropout: float) -> str | None:
     import torch
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     flag = f"--attn_implementation {config.attn_implementation}"
+    if why := attention_misfit(hf_config, config.attn_implementation):
+        return f"{flag}: {why}: use {default_attention(hf_config)}"
     if config.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         return f"{flag} needs a GPU and the flash-attn package (pip install flash-attn): use sdpa"
     if config.attn_implementation == "flash_attention_3" and not is_flash_attn_3_available():
@@ -312,9 +309,12 @@ def _attention_problem(config: ModelConfig, dropout: float) -> str | None:
     return None
 
 
-def _built_with(config: ModelConfig) -> str:
+def _built_with(config: ModelConfig, hf_config: Any) -> str:
     """Return the function to build with: what is no function of Hugging Face's takes the place of its sdpa."""
     wanted = Settings((config,))[ModelConfig].attn_implementation
+    if config.attn_implementation == AUTO and (why := attention_misfit(hf_config, wanted)):
+        logger.info("attention: eager, and not %s: %s", wanted, why)
+        return "eager"
     return "sdpa" if wanted == "fused" else wanted
 
 
@@ -345,6 +345,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         found.append(f"--model_type {config.model_type} contradicts {source.name}, a {family.name} model: leave it out")
     if weights is not None:
         try:
+            family.file_names.check(weights, "train from initial values, with --model")
             weight_map(weights)
         except UserError as error:
             found.append(str(error))
@@ -354,7 +355,9 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     fixed = weights is not None and not source.from_settings
     values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)
     found += problems + value_problems(values, family)
-    if problem := _attention_problem(config, values.get(family.settings.get("attn_pdrop", "")) or 0.0):
+    if problem := _attention_problem(
+        config, source.hf_config, values.get(family.settings.get("attn_pdrop", "")) or 0.0
+    ):
         found.append(problem)
     if found:
         raise ConfigError(found)
@@ -369,6 +372,6 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         sequence_length=length,
         weights=weights,
         tokenizer_dir=tokenizer_dir_of(source.directory, _directory_of(weights)),
-        attn_implementation=_built_with(config),
+        attn_implementation=_built_with(config, hf_config),
         delayed_param=config.delayed_param,
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.models import falcon, gpt2, gpt_neox, gptj, llama, mistral
+from smp.models.attention_support import check_attention, default_attention
 from smp.models.derive import check_config, derive_family
 from smp.models.family import Family
 from smp.models.tensor_plan import TensorPlan
@@ -59,8 +60,12 @@ def family_of(hf_config: Any) -> Family:
     key = type(hf_config).__name__ + hf_config.to_json_string()
     if key not in _derived:
         plan = TENSOR_PLANS.get(hf_config.model_type)
-        with torch.device("meta"):
-            twin = _build(hf_config, "eager")
+        try:
+            with torch.device("meta"):
+                twin = _build(hf_config, "eager")
+        except Exception as error:  # of any type: code of any model
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"transformers builds no model of this {hf_config.model_type} config ({reason})") from error
         _derived[key] = derive_family(twin, None if plan is None else plan(hf_config))
     return _derived[key]
 
@@ -77,34 +82,12 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-def init_rule(module: nn.Module, parameter_name: str, *, hf_config: Any) -> tuple[str, float]:
-    """Return how Hugging Face's ``_init_weights`` of the supported families initialises a parameter.
+# A method of some models: with a pad token and no mask, it reads the first and last tokens from the device.
+_WARNING = "warn_if_padding_and_no_attention_mask"
 
-    Args:
-        module: the module that owns the parameter (not an ancestor of it).
-        parameter_name: its name in ``module``, such as ``weight``.
-        hf_config: gives ``initializer_range``.
 
-    Returns:
-        ``normal`` (of mean 0), ``ones`` or ``zeros``, and the standard deviation.
-
-    Raises:
-        UserError: there is no rule for the parameter.
-    """
-    is_bias = parameter_name == "bias"
-    if parameter_name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
-        # Hugging Face reads an initializer_range of 0 as "not set".
-        return "normal", hf_config.initializer_range or 0.02
-    if is_bias and isinstance(module, nn.Linear):
-        return "zeros", 0.0
-    # By name: each family has a norm class of its own, and sharding prefixes class names.
-    class_name = type(module).__name__
-    if parameter_name in ("weight", "bias") and ("LayerNorm" in class_name or "RMSNorm" in class_name):
-        return ("zeros" if is_bias else "ones"), 0.0
-    raise UserError(
-        f"parameter {parameter_name!r} of a {class_name} has no initialisation rule: only linear, embedding and norm "
-        f"weights and biases of the supported families can be initialised"
-    )
+def _no_warning(*_: Any) -> None:
+    """Take no look at the tokens: rows are padded on the right, where a causal model needs no mask."""
 
 
 def _build(hf_config: Any, attn_implementation: str) -> Any:
@@ -115,26 +98,32 @@ def _build(hf_config: Any, attn_implementation: str) -> Any:
     )
     # A cache of keys and values serves generation only, and would hold every layer's during training.
     model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, _WARNING):
+            setattr(module, _WARNING, _no_warning)
     return model
 
 
-def build_model(hf_config: Any, *, attn_implementation: str) -> nn.Module:
+def build_model(hf_config: Any, *, attn_implementation: str | None) -> nn.Module:
     """Build the causal language model in fp32 under the caller's ``torch.device`` context.
 
     Args:
         hf_config: of a causal language model; it is copied, not changed.
-        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``; None: sdpa, or eager
+            for a model that cannot have it.
 
     Raises:
-        UserError: the architecture is not supported.
+        UserError: the architecture is not supported, or not with this function.
     """
-    family = family_of(hf_config)
+    family_of(hf_config)
+    attn_implementation = attn_implementation or default_attention(hf_config)
+    check_attention(hf_config, attn_implementation)
     model = _build(hf_config, attn_implementation)
-    if getattr(hf_config, "tie_word_embeddings", False):
-        # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
-        # assigned by a new one, and so takes the tie apart.
-        embedding, head = (model.get_submodule(path) for path in (family.embedding, family.head))
-        head._parameters["weight"] = embedding._parameters["weight"]
+    # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
+    # assigned by a new one, and so takes ties apart.
+    for tied, source in model.all_tied_weights_keys.items():
+        owner, _, name = tied.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
     return model
 
 

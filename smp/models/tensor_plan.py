@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from smp.models.family import Family
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +93,7 @@ def leaves_a_rank_empty(total: int, size: int) -> bool:
     return (size - 1) * -(-total // size) >= total
 
 
-def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> list[str]:
+def degree_reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> list[str]:
     """Return the reasons against a degree above 1."""
     (heads, key_value, width), hidden = plan.sizes(hf_config), hf_config.hidden_size
     found = []
@@ -113,26 +110,3 @@ def _reasons(plan: TensorPlan, hf_config: Any, *, degree: int, shard: int) -> li
                 f"hidden width {hidden}, along which they would be sharded then"
             )
     return found
-
-
-def tensor_parallel_problems(family: Family, hf_config: Any, *, degree: int, shard: int = 1) -> list[str]:
-    """Return one sentence for each reason why the model cannot be split over ``degree`` ranks.
-
-    Args:
-        family: the model's.
-        hf_config: the model's config.
-        degree: tensor-parallel ranks.
-        shard: ranks of a sharding group.
-    """
-    if degree == 1:
-        return []
-    name, plan = f"--tensor_parallel_degree {degree}", family.tensor_plan
-    if plan is None:
-        why = family.no_tensor_plan or "its family has none"
-        return [f"{name}: a model of type {hf_config.model_type!r} has no tensor-parallel plan ({why}): leave it at 1"]
-    found = _reasons(plan, hf_config, degree=degree, shard=shard)
-    if not found:
-        return []
-    higher = range(2, plan.sizes(hf_config).heads + 1)
-    legal = [1, *(d for d in higher if not _reasons(plan, hf_config, degree=d, shard=shard))]
-    return [f"{name} {reason}: choose one of {', '.join(map(str, legal))}" for reason in found]

@@ -1,7 +1,9 @@
-"""Attention: the function that every block calls, and one mask for all of them, made without a read from the device.
+"""Attention: the function that every block calls, and masks made without a read from the device.
 
-transformers makes a model's mask from its positions, and reads from the device whether they restart. Here the caller
-says so, with transformers' own arguments for packed sequences, ``cu_seq_lens_q`` and ``max_length_q``.
+transformers makes a model's masks from its positions, and reads from the device whether they restart. Here the caller
+says so, with transformers' own arguments for packed sequences, ``cu_seq_lens_q`` and ``max_length_q``: a family whose
+embedding may be split by tokens has one mask for all blocks, made here before it; the masks of others (by layer types,
+biases, or in a way of their own) remain the model's to make, and only the reading is taken out.
 """
 
 from __future__ import annotations
@@ -18,8 +20,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from smp.config import PrecisionConfig
+from smp.models.attention_support import (
+    attention_dropout,
+    attention_misfit,
+    bidirectional,
+    default_attention,
+    head_width,
+    random_rates,
+)
 from smp.models.model_config import ModelConfig
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.documents import document_index, mixes_tokens, no_documents, told
 from smp.parallel.technique import Setup, no_cost
 
 Config = ModelConfig
@@ -28,6 +39,7 @@ cost = no_cost
 # Names in transformers' registry of attention functions. They have no mask function there, so that transformers makes
 # no mask.
 SDPA, FUSED = "smp_sdpa", "smp_fused"
+MASKED = "smp_masked"  # the fused kernels, for which transformers makes masks
 FLASH = ("flash_attention_2", "flash_attention_3")
 KIND = "_smp_attention"  # attribute of a model that makes its mask here: the name of its attention function
 _BACKENDS = [
@@ -94,7 +106,7 @@ def _fused_attention(
     if cu_seq_lens_q is None:
         # Here, where backward's recomputation comes past too.
         with sdpa_kernel(_BACKENDS, set_priority=True):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling)
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     batch, heads, length, width = query.shape
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     found = varlen_attn(
@@ -108,21 +120,32 @@ def _fused_attention(
 
 @functools.cache
 def _register() -> None:
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(SDPA, sdpa_attention_forward)
     AttentionInterface.register(FUSED, _fused_attention)
+    AttentionInterface.register(MASKED, _fused_attention)
+    masking_utils.AttentionMaskInterface.register(MASKED, masking_utils.sdpa_mask)
+
+
+def _layer_types(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or []
+
+
+def _window(config: Any) -> int | None:
+    """Return the tokens that attention looks back; None: all."""
+    types = _layer_types(config)
+    return None if types and "sliding_attention" not in types else getattr(config, "sliding_window", None)
 
 
 def _documents_mask(config: Any, ids: torch.Tensor, bounds: torch.Tensor) -> Any:
     """Make the mask of documents, in the format of the attention that ``config`` names."""
     from transformers import masking_utils as masks
 
-    (batch, length), window = ids.shape[:2], getattr(config, "sliding_window", None)
+    (batch, length), window = ids.shape[:2], _window(config)
     near = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
-    tokens = torch.arange(batch * length, dtype=bounds.dtype, device=bounds.device)
-    document = torch.bucketize(tokens, bounds, right=True).view(batch, length)
+    document = document_index(ids, bounds)
     return masks.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
         batch_size=batch,
         q_length=length,
@@ -146,7 +169,7 @@ def _mask(config: Any, given: dict[str, Any], bounds: torch.Tensor | None) -> An
         if len(bounds) - 1 > len(ids):
             return _documents_mask(config, ids, bounds)
         positions = None  # every row is one document
-    make = create_causal_mask if getattr(config, "sliding_window", None) is None else create_sliding_window_causal_mask
+    make = create_causal_mask if _window(config) is None else create_sliding_window_causal_mask
     # Gives the batch size, the length and the device.
     embeds = given.get("inputs_embeds")
     like = embeds if embeds is not None else torch.empty((*cast(torch.Tensor, ids).shape, 1), device=ids.device)  # type: ignore[union-attr]
@@ -171,7 +194,7 @@ def _by_lengths(name: str, config: Any, given: dict[str, Any], lengths: dict[str
         return {}  # which may restart
     # Of rows that are one document each, a window is the only mask; and of a single row transformers' flash attention
     # would read in every block whether its positions restart.
-    window = getattr(config, "sliding_window", None)
+    window = _window(config)
     needed = batch == 1 if name in FLASH else window is not None and length >= window
     return (lengths or whole_rows(ids)) if needed else {}
 
@@ -203,6 +226,45 @@ def _attend(model: nn.Module, name: str) -> None:
     setattr(model, KIND, name)
 
 
+def _without_reading(model: nn.Module, name: str) -> None:
+    """Replace the model's forward by one in which transformers makes its masks without a read from the device.
+
+    Args:
+        name: of the attention function that the blocks call.
+    """
+    forward, config = model.forward, cast(Any, model.config)
+    signature = inspect.signature(forward)
+    names = tuple(document_lengths(torch.empty(0), 0))
+
+    mixing = mixes_tokens(model)
+
+    @functools.wraps(forward)
+    def attending(*args: Any, **kwargs: Any) -> Any:
+        given = {**signature.bind_partial(*args).arguments, **kwargs}
+        lengths = {key: given.pop(key) for key in names if given.get(key) is not None}
+        used = _by_lengths(name, config, given, lengths)
+        ids, bounds = given.get("input_ids"), lengths.get("cu_seq_lens_q")
+        if bounds is None and given.get("position_ids") is not None:
+            return forward(**given, **used)  # which may restart
+        if bounds is None or ids is None or len(bounds) - 1 <= len(ids):
+            with told(lambda position_ids: None):
+                return forward(**given, **used)
+        if mixing:
+            raise no_documents(mixing)
+        document, asked = document_index(ids, bounds), []
+        if given.get("position_ids") is None:
+            tokens = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+            given["position_ids"] = tokens - bounds.long()[document - 1]
+        with told(lambda position_ids: asked.append(True) or document):  # type: ignore[func-returns-value]
+            found = forward(**given, **used)
+        if not asked:
+            raise no_documents("its masks do not depend on positions")
+        return found
+
+    model.forward = attending  # type: ignore[method-assign]
+    setattr(model, KIND, name)
+
+
 def _renamed(config: Any, name: str) -> Any:
     config = copy.copy(config)
     config._attn_implementation = name
@@ -213,52 +275,71 @@ def apply(model: nn.Module, setup: Setup) -> None:
     """Switch the model to the attention function that is asked for, unless it was built with another than sdpa."""
     config = cast(Any, model.config)
     name = getattr(config, "_attn_implementation", None)
-    if name not in ("sdpa", "flex_attention", *FLASH) or len(set(getattr(config, "layer_types", None) or ())) > 1:
+    own = setup.family.whole_embedding  # the model makes its masks
+    if not own and (name not in ("sdpa", "flex_attention", *FLASH) or len(set(_layer_types(config))) > 1):
         return  # no mask to make, or of several kinds
     _register()
-    if name == "sdpa":
-        wanted = setup.settings[Config].attn_implementation
-        name = {"fused": FUSED, "flash_attention_3": wanted}.get(wanted, SDPA)
+    wanted = setup.settings[Config].attn_implementation
+    renamed = wanted in ("fused", "flash_attention_3") and not attention_misfit(config, wanted)
+    if name == "sdpa" and (renamed or not own):
+        name = {"fused": MASKED if own else FUSED, "flash_attention_3": wanted}.get(wanted, SDPA)
         # Not in the model's own config, with which others may build a model that makes its mask in transformers.
         private = _renamed(config, name)
         for module in model.modules():
             if module is not model and getattr(module, "config", None) is config:
                 module.config = private
-    _attend(model, name)
+    if own:
+        _without_reading(model, str(name))
+    else:
+        _attend(model, str(name))
 
 
 def _unfit(hf_config: Any, *, half: bool) -> str | None:
     """Return why the fused kernels cannot be used, if so."""
-    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    dropout = getattr(hf_config, "attention_dropout", None) or 0.0
+    width, dropout = head_width(hf_config), attention_dropout(hf_config)
+    if why := attention_misfit(hf_config, "fused"):
+        return why
     if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
         return f"torch {torch.__version__} has no variable-length attention with windows and grouped heads"
     if dropout:
         return f"they have no attention dropout, and it is {dropout}"
     if not half:
         return "they compute in bf16, and --bf16 is 0"
-    if width % 8 or width > _WIDEST_HEAD:
-        return f"they take heads of a width that 8 divides, up to {_WIDEST_HEAD}, and it is {width}"
+    if width is None or width % 8 or width > _WIDEST_HEAD:
+        return f"they take heads of a width that 8 divides, up to {_WIDEST_HEAD}, and it is {width or 'not the same'}"
     return None
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Refuse the fused kernels where they do not fit."""
-    if setup.settings[Config].attn_implementation != "fused":
-        return []
-    why = _unfit(hf_config, half=setup.dtype != torch.float32)
-    return [f"--attn_implementation fused: {why}: use sdpa"] if why else []
+    """Refuse functions that do not fit, tokens that see later ones, and blocks that are left out at random."""
+    found = []
+    wanted, default = setup.settings[Config].attn_implementation, default_attention(hf_config)
+    if wanted == "fused" and (why := _unfit(hf_config, half=setup.dtype != torch.float32)):
+        found.append(f"--attn_implementation fused: {why}: use {default}")
+    if how := bidirectional(hf_config):
+        found.append(
+            f"tokens of this model see the ones after them ({how}), and only decoders are trained: turn it off"
+        )
+    skipped = next((f"{key} {rate}" for key, rate in random_rates(hf_config).items() if "layerdrop" in key), None)
+    if skipped:
+        found.append(f"{skipped} in the model's config would leave out other blocks on each rank: set it to 0")
+    return found
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Take flash attention 3 on a Hopper where its package is there, else the fused kernels where they fit."""
     from transformers.utils import is_flash_attn_3_available
 
+    if default_attention(situation.hf_config) != "sdpa":
+        return  # it was built with another
     name, half = "attn_implementation", situation.settings[PrecisionConfig].bf16 is not False
-    why = _unfit(situation.hf_config, half=half)
+    why, no_flash = (
+        _unfit(situation.hf_config, half=half),
+        attention_misfit(situation.hf_config, "flash_attention_3"),
+    )
     if why:
         yield Choice(name, "sdpa", f"no fused kernels: {why}")
-    elif is_flash_attn_3_available() and torch.cuda.get_device_capability()[0] == _HOPPER:
+    elif not no_flash and is_flash_attn_3_available() and torch.cuda.get_device_capability()[0] == _HOPPER:
         yield Choice(name, "flash_attention_3", "its package is here, and the GPU is a Hopper")
     else:
-        yield Choice(name, "fused", "cuDNN's kernels first; documents and windows by their lengths, without a mask")
+        yield Choice(name, "fused", "torch's kernels, cuDNN's first")

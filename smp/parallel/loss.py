@@ -25,12 +25,14 @@ from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.models.family import LogitTransform
+from smp.models.logits import find_logits
+from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import has_product, local_tensor
-from smp.parallel.technique import Setup, no_problems
+from smp.parallel.technique import Setup
 
 Config = LossConfig
-problems = no_problems
 
 CHUNK_TOKENS = 1024
 _MARK = "_smp_loss_in_chunks"
@@ -87,13 +89,14 @@ def targets_of(labels: torch.Tensor, device: torch.device) -> Targets:
 
 class _LinearLoss(Function):
     """Args of ``apply``: hidden states ``(batch, sequence, hidden)``, weight ``(vocabulary, hidden)``, bias or None,
-    labels and chosen tokens of :class:`Targets`, tokens of a chunk, the split head or None, and the factor of the
-    z-loss."""
+    labels and chosen tokens of :class:`Targets`, tokens of a chunk, the split head or None, the factor of the z-loss,
+    and what makes logits of the head's outputs."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
         chosen: torch.Tensor | None, chunk: int, split: SplitHead | None, z_loss: float,
+        transform: LogitTransform,
     ) -> torch.Tensor:  # fmt: skip
         needs = ctx.needs_input_grad
         whole = split.gather(hidden) if split is not None else hidden
@@ -113,6 +116,7 @@ class _LinearLoss(Function):
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             logits = _logits(part, weight, bias, exact)
+            below_cap = _transform_(logits, transform, slope=any(needs[:3]))
             slopes = None
             if any(needs[:3]):
                 slopes = torch.empty_like(logits, dtype=hidden.dtype) if _converts(logits, hidden.dtype) else logits
@@ -120,6 +124,8 @@ class _LinearLoss(Function):
                 logits, labels[start : start + chunk], first=first, group=group, z_loss=z_loss, slopes=slopes
             )
             if slopes is not None:
+                if below_cap is not None:
+                    slopes.mul_(below_cap)
                 if into_bias is not None:
                     into_bias += slopes.sum(0, dtype=exact)
                 slopes = slopes.to(hidden.dtype)
@@ -127,7 +133,7 @@ class _LinearLoss(Function):
                     torch.mm(slopes, weight, out=into_tokens[start : start + chunk])
                 if into_weight is not None:
                     _add_product(into_weight, slopes, part)
-            del logits, slopes  # before the next chunk's are made
+            del logits, slopes, below_cap  # before the next chunk's are made
         if into_tokens is not None:
             if chosen is None:
                 into_tokens = into_tokens.view(whole.shape)
@@ -135,6 +141,7 @@ class _LinearLoss(Function):
                 into_tokens = torch.zeros_like(whole).index_put_(tuple(chosen), into_tokens)
             into_tokens = split.reduce(into_tokens) if split is not None else into_tokens
         ctx.gradients, ctx.dtypes = (into_tokens, into_weight, into_bias), (hidden.dtype, weight.dtype)
+        ctx.scale = transform.scale
         return loss
 
     @staticmethod
@@ -142,10 +149,12 @@ class _LinearLoss(Function):
         if ctx.gradients is None:
             raise RuntimeError("the loss in chunks can be differentiated once: its gradients are made with it")
         gradients, ctx.gradients = ctx.gradients, None
+        if ctx.scale != 1:  # of all three alike
+            gradient = gradient * ctx.scale
         dtypes = (ctx.dtypes[0], ctx.dtypes[1], ctx.dtypes[1])
         return (
             *(g if g is None else _times(g, gradient, dtype) for g, dtype in zip(gradients, dtypes, strict=True)),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -170,6 +179,22 @@ def _logits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return F.linear(tokens, weight, bias).to(dtype)
     logits = torch.mm(tokens, weight.T, out_dtype=dtype)
     return logits if bias is None else logits.add_(bias)
+
+
+def _transform_(outputs: torch.Tensor, transform: LogitTransform, *, slope: bool) -> torch.Tensor | None:
+    """Make logits of a chunk of the head's outputs, in place.
+
+    Returns:
+        Under a cap and with ``slope``, the derivative of the logits by the scaled outputs.
+    """
+    if transform.cap is None:
+        if transform.scale != 1:
+            outputs.mul_(transform.scale)
+        return None
+    outputs.mul_(transform.scale / transform.cap).tanh_()
+    below_cap = outputs.square().neg_().add_(1) if slope else None
+    outputs.mul_(transform.cap)
+    return below_cap
 
 
 def _add_product(into: torch.Tensor, slopes: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -197,6 +222,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     split: SplitHead | None = None,
     vocabulary: int | None = None,
+    logits: LogitTransform = LogitTransform(),  # noqa: B008 # frozen
 ) -> torch.Tensor:
     """Return the sum of the token losses of a causal language model, from its last hidden states; see the module.
 
@@ -210,6 +236,7 @@ def linear_cross_entropy(
         z_loss: factor of the squared log-partition, added to each valid token's loss (PaLM, arXiv:2204.02311).
         split: the vocabulary is split over ranks; then ``hidden`` is this rank's tokens.
         vocabulary: number of rows of the whole head, under ``split``.
+        logits: what makes them of the head's outputs, computed in at least fp32.
 
     Returns:
         0-d tensor in at least fp32; it can be differentiated once. Divide by the number of valid tokens.
@@ -223,7 +250,7 @@ def linear_cross_entropy(
     check_labels(targets.labels, vocabulary or weight.shape[0])
     if not torch.is_grad_enabled():  # autograd asks a function for the gradients of parameters all the same
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    return _LinearLoss.apply(hidden, weight, bias, *targets, chunk_tokens, split, z_loss)
+    return _LinearLoss.apply(hidden, weight, bias, *targets, chunk_tokens, split, z_loss, logits)
 
 
 def _check_chunk(tokens: int) -> None:
@@ -237,6 +264,7 @@ def chunk_loss(
     head: str = "lm_head",
     chunk_tokens: int = CHUNK_TOKENS,
     z_loss: float = 0.0,
+    logits: LogitTransform | None = None,
 ) -> nn.Module:
     """Let a Hugging Face causal language model compute its loss in chunks whenever it is given labels, in place.
 
@@ -248,13 +276,15 @@ def chunk_loss(
             :func:`smp.transform`, if that is used.
         head: path of the output projection, an ``nn.Linear``.
         chunk_tokens, z_loss: as for :func:`linear_cross_entropy`.
+        logits: what the model makes of its head's outputs; None: it is found (:func:`smp.models.logits.find_logits`).
 
     Raises:
-        UserError: ``chunk_tokens`` below 1.
+        UserError: ``chunk_tokens`` below 1, or a model that does with its logits what is not known here.
     """
     _check_chunk(chunk_tokens)
     split: SplitHead | None = getattr(model, SPLIT_HEAD, None)
     projection = model.get_submodule(head)
+    transform = find_logits(model.get_submodule(head.rpartition(".")[0]), projection) if logits is None else logits
     forward, project = model.forward, projection.forward
     asked: list[torch.Tensor | Targets] = []  # the labels, while a forward with labels runs
 
@@ -269,7 +299,7 @@ def chunk_loss(
         return linear_cross_entropy(
             hidden, local_tensor(projection.weight), asked[-1], bias=local_tensor(projection.bias),  # type: ignore[arg-type,type-var]
             chunk_tokens=chunk_tokens, z_loss=z_loss if model.training else 0.0, split=split,
-            vocabulary=projection.weight.shape[0],  # type: ignore[index,arg-type]
+            vocabulary=projection.weight.shape[0], logits=transform,  # type: ignore[index,arg-type]
         )  # fmt: skip
 
     def forward_with_loss(*args: Any, labels: torch.Tensor | Targets | None = None, **kwargs: Any) -> Any:
@@ -277,15 +307,29 @@ def chunk_loss(
             return forward(*args, **kwargs)
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = kwargs.pop("return_dict", True) is False
+        taken: list[torch.Tensor] = []
+
+        def set_aside(_: nn.Module, inputs: tuple[torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+            taken.append(loss)
+            return inputs[0].new_empty(1, 0, 1)  # logits of no token, with which the model may do what it does
+
         asked.append(labels)
+        # The last of the head's hooks: those of fully_shard are to see the loss, which is what backward starts from.
+        hook = projection.register_forward_hook(set_aside)
         try:
             found = forward(*args, **kwargs)
         finally:
+            hook.remove()
             asked.pop()
+        if len(taken) != 1:
+            raise UserError(
+                f"{head} was called {len(taken)} times in a forward, where the loss in chunks needs one call: use "
+                f"--loss_chunk_tokens 0"
+            )
         if items is None:
             items = (shift_labels(cast(torch.Tensor, labels)) != IGNORE_INDEX).sum()
         # A new object: an attribute that is set later would come last in a tuple.
-        found = type(found)(**{**found, "loss": found.logits / items, "logits": None})
+        found = type(found)(**{**found, "loss": taken[0] / items, "logits": None})
         return found.to_tuple() if as_tuple else found
 
     projection.forward = project_or_lose  # type: ignore[method-assign,assignment]
@@ -318,11 +362,24 @@ def choose(situation: Situation) -> Iterator[Choice]:
         yield Choice("loss_chunk_tokens", CHUNK_TOKENS, f"{large} do not fit")
 
 
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Say that it is not known what the model makes of its head's outputs."""
+    if not setup.settings[Config].loss_chunk_tokens or setup.family.logits is not None:
+        return []
+    with torch.device("meta"):
+        twin = build_model(hf_config, attn_implementation="eager")
+    try:
+        find_logits(twin, twin.get_submodule(setup.family.head))
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the model compute its loss in chunks."""
     config = setup.settings[Config]
     if chunk := cast(int, config.loss_chunk_tokens):
-        chunk_loss(model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss)
+        chunk_loss(model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss, logits=setup.family.logits)
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
@@ -332,7 +389,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """
     fp32, chunk = 4, cast(int, work.settings[Config].loss_chunk_tokens)
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
-    of_logit = fp32 + low if chunk else 3 * fp32
+    of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
     needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
     if chunk and work.device_type == "cpu":

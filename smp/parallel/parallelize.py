@@ -16,8 +16,9 @@ from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import ConfigError
 from smp.mesh import Mesh
 from smp.models.family import Family
+from smp.models.init_rules import init_rules
 from smp.models.model_config import ResolvedModel
-from smp.models.registry import build_model, init_rule
+from smp.models.registry import build_model
 from smp.parallel import activation_checkpoint, allocator, attention, compile_blocks, loss, offload, sharding, tensor
 from smp.parallel.choices import Chooser
 from smp.parallel.technique import Setup, Technique
@@ -171,4 +172,4 @@ def fill_model(
     if weights is not None:
         load_pretrained_(model, weights, hf_config=hf_config)
     else:
-        initialize_(model, functools.partial(init_rule, hf_config=hf_config), seed=seed)
+        initialize_(model, init_rules(hf_config, seed=seed), seed=seed)

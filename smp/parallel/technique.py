@@ -11,6 +11,7 @@ from torch import nn
 from smp.config import Section, Settings
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.models.attention_support import random_rates
 from smp.models.family import Family
 
 
@@ -66,7 +67,7 @@ def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
 
 
 def draws(module: nn.Module, hf_config: Any) -> bool:
-    """Return whether a module of the model draws random numbers: whether it has dropout."""
-    return bool(getattr(hf_config, "attention_dropout", 0.0)) or any(
+    """Return whether a module of the model may draw random numbers: whether it or the config has dropout."""
+    return bool(random_rates(hf_config)) or any(
         (isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0.0) for m in module.modules()
     )

@@ -1,8 +1,8 @@
 """Model FLOPs of one token, and the peak FLOP/s of devices: the two halves of model FLOPs utilisation.
 
 Model FLOPs are those of forward and backward by the mathematics of the model: activations that are recomputed are not
-counted twice, and the attention square is counted whole although a causal mask hides half of it (as SMP v2 and
-Megatron-LM count).
+counted twice, and the attention square is counted whole although a causal mask hides half of it, and a sliding window
+more (as SMP v2 and Megatron-LM count).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
 
+from smp.models.projection import projection_size
 from smp.models.registry import build_model
 
 
@@ -23,6 +23,14 @@ class Flops:
 
     total: float
     formula: str
+
+
+def _attention_layers(hf_config: Any) -> int:
+    """Count the layers that compute attention scores; recurrent layers and convolutions do not."""
+    types = getattr(hf_config, "layer_types", None) or getattr(hf_config, "layers_block_type", None)
+    if types is None:
+        return hf_config.num_hidden_layers if getattr(hf_config, "num_attention_heads", None) else 0
+    return sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in types)
 
 
 def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
@@ -42,8 +50,8 @@ def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
     """
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
-    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
-    layers, heads = hf_config.num_hidden_layers, hf_config.num_attention_heads
+    weights = sum(inputs * outputs for inputs, outputs in filter(None, map(projection_size, model.modules())))
+    layers, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     formula = (
         f"6 x {weights} matmul weights (head included, embedding not) + 12 x {layers} layers x {heads} query heads "

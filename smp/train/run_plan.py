@@ -23,6 +23,7 @@ from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.models.preset import list_presets
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
+from smp.parallel.documents import check_documents
 from smp.parallel.parallelize import compute_dtype, find_problems
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend, choose_device
@@ -110,6 +111,8 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     model = attempt(resolve_model, config.model)
     if model is None:
         raise ConfigError(problems)
+    if config.checkpoint.save_final_model:
+        attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
     run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     attempt(check_output, config, run_dir)
     if mesh is None:
@@ -119,6 +122,8 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
         job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
     misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
+    if config.data.document_mask:
+        attempt(check_documents, model.hf_config)
     size = attempt(check_global_batch, planned_batch(config, mesh), mesh)
     # A GPU's memory is asked for when the group runs: that takes some of it.
     if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 import pytest
@@ -170,14 +169,14 @@ def _transformers():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     from smp.delayed_init import initialize_
-    from smp.models.registry import init_rule
+    from smp.models.init_rules import init_rules
 
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
     plain = LlamaForCausalLM(config)
-    initialize_(plain, functools.partial(init_rule, hf_config=config), seed=5)
+    initialize_(plain, init_rules(config, seed=5), seed=5)
     model = on_meta(LlamaForCausalLM, config=config)
     assert model.model.rotary_emb.inv_freq.is_meta
     _, functions = delayed(model, seed=5)
@@ -383,14 +382,14 @@ def _tensor_parallel_on_meta():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     from smp.delayed_init import initialize_
-    from smp.models.registry import init_rule
+    from smp.models.init_rules import init_rules
 
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
     plain = LlamaForCausalLM(config)
-    initialize_(plain, functools.partial(init_rule, hf_config=config), seed=5)
+    initialize_(plain, init_rules(config, seed=5), seed=5)
     smp.init({"tensor_parallel_degree": 2})
     model = smp.transform(on_meta(LlamaForCausalLM, config=config))
     initer, functions = delayed(model, seed=5)

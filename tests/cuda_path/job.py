@@ -85,7 +85,8 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
         return build
 
     _replace(parallelize, "build_on_meta", with_fake_buffers)
-    parallelize.initialize_ = lambda model, rule, *, seed: None
+    parallelize.initialize_ = lambda model, rules, *, seed: None
+    parallelize.init_rules = lambda hf_config, *, seed: None
     dist.all_gather_object = lambda everyone, mine, group=None: everyone.__setitem__(
         slice(None), [mine] * len(everyone)
     )

@@ -1,7 +1,5 @@
 """Initial values: the same at every layout, by the family's rule, and nothing left out."""
 
-import functools
-
 import pytest
 import torch
 import transformers  # noqa: F401  imported before the ranks are forked
@@ -13,7 +11,8 @@ from smp import delayed_init
 from smp.config import ActivationConfig
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import UserError
-from smp.models.registry import build_model, family_of, init_rule
+from smp.models.init_rules import init_rules, record_rules
+from smp.models.registry import build_model, family_of
 from smp.parallel.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.reference import Layout, tiny_config
@@ -21,8 +20,7 @@ from tests.reference import Layout, tiny_config
 
 def initialize(model, hf_config, seed=3):
     materialize_(model, torch.device("cpu"))
-    rule = functools.partial(init_rule, hf_config=hf_config)
-    initialize_(model, rule, seed=seed)
+    initialize_(model, init_rules(hf_config, seed=seed), seed=seed)
 
 
 def one_process(name, seed=3):
@@ -78,11 +76,23 @@ def test_rotary_frequencies_survive():
     torch.testing.assert_close(one_process("llama_gqa").model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
 
 
+def normal_rules(shape):
+    """The rules of a module with one normal ``weight``."""
+
+    def build():
+        holder = nn.Module()
+        holder.weight = nn.Parameter(torch.empty(shape))
+        nn.init.normal_(holder.weight)
+        return holder
+
+    return record_rules(build, seed=0)
+
+
 def _check_second_axis(whole):
     mesh = init_device_mesh("cpu", (2,))
     holder = nn.Module()
     holder.weight = nn.Parameter(distribute_tensor(torch.zeros(whole.shape), mesh, (Shard(1),)))
-    initialize_(holder, lambda module, name: ("normal", 1.0), seed=5)
+    initialize_(holder, normal_rules(whole.shape), seed=5)
     assert isinstance(holder.weight, DTensor) and torch.equal(holder.weight.full_tensor(), whole)
 
 
@@ -90,7 +100,7 @@ def test_shards_of_the_second_axis_hold_the_same_values(monkeypatch):
     monkeypatch.setattr(delayed_init, "BLOCK", 7)
     holder = nn.Module()
     holder.weight = nn.Parameter(torch.zeros(5, 6))
-    initialize_(holder, lambda module, name: ("normal", 1.0), seed=5)
+    initialize_(holder, normal_rules((5, 6)), seed=5)
     run_distributed(_check_second_axis, holder.weight.detach(), world_size=2)
 
 
@@ -107,7 +117,7 @@ def test_a_parameter_without_a_rule_is_named():
 def test_a_parameter_left_on_meta_is_named():
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
     with pytest.raises(UserError, match=r"0\.weight was left on the meta device"):
-        initialize_(model, lambda module, name: ("zeros", 0.0), seed=0)
+        initialize_(model, normal_rules((2, 2)), seed=0)
 
 
 def test_a_lost_buffer_is_named():

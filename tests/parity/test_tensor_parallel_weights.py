@@ -29,8 +29,9 @@ from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig, Settings
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.mesh import Mesh
+from smp.models.init_rules import init_rules
 from smp.models.model_config import ResolvedModel
-from smp.models.registry import build_model, family_of, init_rule
+from smp.models.registry import build_model, family_of
 from smp.parallel.parallelize import prepare_model
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
@@ -104,8 +105,7 @@ def one_process(name: str) -> dict[str, torch.Tensor]:
     config = tiny_config(name)
     model = build_on_meta(lambda: build_model(config, attn_implementation="sdpa"))
     materialize_(model, CPU)
-    rule = functools.partial(init_rule, hf_config=config)
-    initialize_(model, rule, seed=3)
+    initialize_(model, init_rules(config, seed=3), seed=3)
     return values(model)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import smp
 from smp.config import LossConfig, Settings
 from smp.errors import UserError
+from smp.models.family import LogitTransform
 from smp.parallel import choices
 from smp.parallel.loss import Targets, chunk_loss, linear_cross_entropy, model_loss_sum
 from tests.distributed import run_distributed
@@ -31,10 +32,15 @@ def inputs(dtype, *, bias=False):
     return hidden, weight, offset, labels
 
 
-def plain(hidden, weight, bias, labels, z_loss):
+PLAIN, SCALED, CAPPED = LogitTransform(), LogitTransform(scale=1 / 3), LogitTransform(scale=0.7, cap=2.5)
+
+
+def plain(hidden, weight, bias, labels, z_loss, transform=PLAIN):
     """The same by torch's own functions."""
     logits = F.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, :-1].flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, :-1].flatten(0, 1) * transform.scale
+    if transform.cap:
+        logits = transform.cap * torch.tanh(logits / transform.cap)
     targets = labels[:, 1:].flatten()
     loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     return loss + z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
@@ -44,11 +50,16 @@ def plain(hidden, weight, bias, labels, z_loss):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize(("bias", "z_loss"), [(False, 0.0), (True, 1e-2)])
-def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss):
+@pytest.mark.parametrize(("bias", "z_loss", "transform"), [
+    (False, 0.0, PLAIN), (True, 1e-2, PLAIN),
+    (False, 0.0, SCALED), (True, 1e-2, SCALED), (False, 0.0, CAPPED), (True, 1e-2, CAPPED),
+])  # fmt: skip
+def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss, transform):
     mine, theirs = inputs(dtype, bias=bias), inputs(dtype, bias=bias)
-    found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], chunk_tokens=chunk, z_loss=z_loss)
-    expected = plain(*theirs, z_loss)
+    found = linear_cross_entropy(
+        *mine[:2], mine[3], bias=mine[2], chunk_tokens=chunk, z_loss=z_loss, logits=transform
+    )  # fmt: skip
+    expected = plain(*theirs, z_loss, transform)
     assert found.item() == pytest.approx(expected.item(), rel=tolerance)
     (found / 9).backward()
     (expected / 9).backward()
@@ -125,8 +136,10 @@ def test_without_ignored_tokens_nothing_is_chosen(monkeypatch):
     assert rows == 2 * [5, 5, 5, 5, 1]
 
 
-@pytest.mark.parametrize(("bias", "z_loss"), [(False, 0.0), (True, 1e-2)])
-def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss):
+@pytest.mark.parametrize(("bias", "z_loss", "transform"), [
+    (False, 0.0, PLAIN), (True, 1e-2, PLAIN), (True, 1e-2, SCALED), (True, 1e-2, CAPPED),
+])  # fmt: skip
+def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss, transform):
     """In bf16 with sums in fp32, made here of products in fp32; only the gradients are rounded."""
     mm, addmm = torch.mm, torch.addmm
 
@@ -139,11 +152,12 @@ def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss):
 
     mine = inputs(torch.bfloat16, bias=bias)
     theirs = [None if each is None else each.detach().double().requires_grad_() for each in mine[:3]]
-    expected = linear_cross_entropy(*theirs[:2], mine[3], bias=theirs[2], chunk_tokens=4, z_loss=z_loss)
+    options = {"chunk_tokens": 4, "z_loss": z_loss, "logits": transform}
+    expected = linear_cross_entropy(*theirs[:2], mine[3], bias=theirs[2], **options)
     monkeypatch.setattr(smp.parallel.loss, "_converts", lambda tensor, dtype: tensor.dtype != dtype)
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(torch, "addmm", added)
-    found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], chunk_tokens=4, z_loss=z_loss)
+    found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], **options)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     of_found, of_expected = (
         torch.autograd.grad(x / 9, [each for each in given if each is not None])

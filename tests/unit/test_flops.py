@@ -1,7 +1,16 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from smp.errors import UserError
 from smp.train.flops import model_flops_per_token, peak_flops
@@ -14,6 +23,9 @@ CONFIGS = {
     "llama_tied": LlamaConfig(**TINY, intermediate_size=88, tie_word_embeddings=True),
     "mistral": MistralConfig(**TINY, intermediate_size=72, num_key_value_heads=2, sliding_window=None),
     "gpt_neox": GPTNeoXConfig(**TINY, intermediate_size=128),
+    "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=96, bos_token_id=0, eos_token_id=0),
+    "qwen3": Qwen3Config(**TINY, intermediate_size=88, num_key_value_heads=2, head_dim=16),
+    "gemma3": Gemma3TextConfig(**TINY, intermediate_size=88, num_key_value_heads=2, head_dim=16, sliding_window=8),
 }
 
 
@@ -49,8 +61,8 @@ def test_published_shapes(config, length, tera_per_sample):
 
 
 def test_an_unknown_architecture_is_refused():
-    with pytest.raises(UserError, match="'bert' is not supported"):
-        model_flops_per_token(type("Config", (), {**TINY, "intermediate_size": 64, "model_type": "bert"})(), 128)
+    with pytest.raises(UserError, match="'bert' cannot be trained"):
+        model_flops_per_token(CONFIG_MAPPING["bert"](), 128)
 
 
 @pytest.mark.parametrize(

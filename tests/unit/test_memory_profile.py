@@ -21,7 +21,9 @@ from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_m
 from smp.memory.shape import Workload, model_shape
 from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
+from smp.models.family import LogitTransform
 from smp.models.registry import family_of
+from smp.parallel.loss import cost
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor import group as tp_group
 from smp.train import run_plan
@@ -35,6 +37,7 @@ from tests.distributed import run_distributed
 from tests.flags import in_child
 from tests.job import run_job
 from tests.reference import Layout, tiny_config
+from tests.unit.test_logits import CONFIGS
 from tests.unit.test_memory_plan import shape_of
 
 CPU = torch.device("cpu")
@@ -234,7 +237,7 @@ def test_what_gloo_copies_is_seen():
     run_distributed(copies, world_size=2)
 
 
-def one_step(*, checkpointing: bool, chunk: int):
+def one_step(*, checkpointing: bool, chunk: int, logits: LogitTransform | None = None):
     from smp.parallel.activation_checkpoint import apply_activation_checkpointing
     from smp.parallel.loss import chunk_loss, model_loss_sum
 
@@ -242,7 +245,7 @@ def one_step(*, checkpointing: bool, chunk: int):
     if checkpointing:
         apply_activation_checkpointing(list(model.model.layers))
     if chunk:
-        chunk_loss(model, chunk_tokens=chunk)
+        chunk_loss(model, chunk_tokens=chunk, logits=logits)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     with profile_memory(model) as account:
         loss = model_loss_sum(model, {"input_ids": ids}, ids)
@@ -266,6 +269,20 @@ def test_logits_shrink_with_chunks_and_activations_with_checkpointing():
     assert LAYERS * hidden_state <= kept_less < kept / 3
     head = VOCABULARY * 128 * 4  # its gradient is made in forward
     assert chunks.at("forward").categories["gradients"] == head
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "transform", "copies"), [
+    ("division", LogitTransform(scale=0.5), 1), ("cap", LogitTransform(cap=5.0), 2),
+])  # fmt: skip
+def test_a_cap_keeps_its_slope_beside_the_logits(name, transform, copies):
+    held = highest(one_step(checkpointing=False, chunk=32, logits=transform), "logits and loss")
+    chunk = 32 * VOCABULARY * 4
+    assert copies * chunk <= held <= (copies + 0.1) * chunk
+    config = CONFIGS[name]
+    shape = model_shape(SimpleNamespace(family=family_of(config), hf_config=config, attn_implementation="eager"))
+    work = Workload(LENGTH, ROWS, 4, Settings((LossConfig(loss_chunk_tokens=32),)), device_type="cpu")
+    assert cost(shape, lay_out(1), work)["logits and loss"] == copies * 32 * shape.vocabulary * 4
 
 
 class Waves(torch.nn.Module):

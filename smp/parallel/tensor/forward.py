@@ -115,7 +115,7 @@ def split_forward(model: nn.Module, tp: TPGroup, head: nn.Module, *, whole_embed
         given = {"position_ids": positions} if positions is not None or not whole_embedding else {}
         with tp.fork_random(ids.device) if fork else contextlib.nullcontext():
             found = forward(input_ids=ids, attention_mask=mask, **{**given, **kwargs, "use_cache": False})
-        if not found.logits.ndim:  # the loss, computed in chunks by the head
+        if not found.logits.numel():  # the head has computed the loss in chunks instead
             return found
         logits = _as_dtensor(found.logits[:, :length], config.vocab_size, tp)
         loss = None if labels is None else _mean_loss(logits, labels, items)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.errors import ConfigError, UserError
-from smp.models.family import Family
-from smp.models.tensor_plan import Part, PlanSizes, tensor_parallel_problems
+from smp.models.family import Family, tensor_parallel_problems
+from smp.models.tensor_plan import Part, PlanSizes
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.technique import draws
 from smp.parallel.tensor.forward import split_forward

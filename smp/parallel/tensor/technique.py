@@ -13,7 +13,7 @@ from smp.config import CommConfig, ParallelConfig
 from smp.errors import UserError
 from smp.memory.shape import ModelShape, Workload, splits_tokens
 from smp.mesh import Mesh
-from smp.models.tensor_plan import tensor_parallel_problems
+from smp.models.family import tensor_parallel_problems
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup

@@ -1,0 +1,99 @@
+"""What the attention of a model can do, as its class and its config in transformers say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from smp.errors import UserError
+
+_CAP = re.compile(r"(?=.*att)(?=.*soft_?cap)")
+_SUPPORT = {  # attribute of the model's class
+    "sdpa": "_supports_sdpa",
+    "fused": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_3": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+
+
+def _model_class(config_class: type) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _cap(hf_config: Any) -> str | None:
+    """Return the config key that caps the scores of attention, and its value."""
+    found = ((key, value) for key, value in hf_config.to_dict().items() if _CAP.match(key) and value)
+    return next((f"{key} {value}" for key, value in found), None)
+
+
+def attention_misfit(hf_config: Any, name: str) -> str | None:
+    """Return why the model cannot have an attention function, if so.
+
+    Args:
+        name: a value of ``--attn_implementation``.
+    """
+    model_class, attribute = _model_class(type(hf_config)), _SUPPORT.get(name)
+    if model_class is None or attribute is None:
+        return None
+    if attribute == "_supports_sdpa" and (cap := _cap(hf_config)):
+        return f"the model caps the scores of attention ({cap}), which torch's function cannot"
+    if not getattr(model_class, attribute):
+        return f"transformers' {model_class.__name__} does not support it"
+    if name == "fused" and not model_class._supports_attention_backend:
+        return f"transformers' {model_class.__name__} calls its own attention functions"
+    return None
+
+
+def default_attention(hf_config: Any) -> str:
+    """Return sdpa, or eager for a model that cannot have it."""
+    return "eager" if attention_misfit(hf_config, "sdpa") else "sdpa"
+
+
+def bidirectional(hf_config: Any) -> str | None:
+    """Return the config key and value by which tokens see the ones after them, if so."""
+    if getattr(hf_config, "is_causal", True) is False:
+        return "is_causal false"
+    wanted = getattr(hf_config, "use_bidirectional_attention", None)
+    return f"use_bidirectional_attention {wanted}" if wanted in (True, "all") else None
+
+
+def random_rates(hf_config: Any) -> dict[str, float]:
+    """Return the config's rates of dropout, of any name, that are not 0; those of classifiers aside."""
+    return {
+        key: value
+        for key, value in hf_config.to_dict().items()
+        if re.search(r"drop(?!_last)", key)
+        and not key.startswith(("classifier", "summary"))
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value > 0
+    }
+
+
+def attention_dropout(hf_config: Any) -> float:
+    """Return the dropout of attention's weights."""
+    return next((rate for key, rate in random_rates(hf_config).items() if "att" in key), 0.0)
+
+
+def head_width(hf_config: Any) -> int | None:
+    """Return the width of a head; None if it cannot be told, as of heads that differ."""
+    width = getattr(hf_config, "head_dim", None)
+    if width is None:
+        whole, count = (getattr(hf_config, key, None) for key in ("hidden_size", "num_attention_heads"))
+        if isinstance(whole, int) and isinstance(count, int):
+            return whole // count
+    return width if isinstance(width, int) else None
+
+
+def check_attention(hf_config: Any, name: str) -> None:
+    """Check that the model can have an attention function.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if why := attention_misfit(hf_config, name):
+        raise UserError(f"attn_implementation {name}: {why}: use {default_attention(hf_config)}")

@@ -1,0 +1,14 @@
+"""Sizes of the linear layers that transformers builds models of."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def projection_size(module: nn.Module) -> tuple[int, int] | None:
+    """Return the inputs and outputs of a linear layer, or None: ``nn.Linear``, or GPT-2's transposed ``Conv1D``."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else None

@@ -1,0 +1,93 @@
+"""Documents that transformers' masks keep apart: which token is of which, told instead of read from the device."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.errors import UserError
+from smp.models.registry import build_model
+
+# Called in place of transformers' function, which reads positions ``(batch, sequence)``.
+Find = Callable[[torch.Tensor], torch.Tensor | None]
+
+_told: contextvars.ContextVar[Find | None] = contextvars.ContextVar("smp_documents", default=None)
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@functools.cache
+def _install() -> None:
+    from transformers import masking_utils
+
+    find = masking_utils.find_packed_sequence_indices
+
+    @functools.wraps(find)
+    def told(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return (_told.get() or find)(position_ids)
+
+    masking_utils.find_packed_sequence_indices = told
+
+
+@contextlib.contextmanager
+def told(find: Find | None) -> Iterator[None]:
+    """Let transformers' masks take documents from a function; None: from positions, as it does itself."""
+    _install()
+    token = _told.set(find)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def document_index(ids: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return the number of every token's document, from 1 on, in the shape of ``ids``."""
+    tokens = torch.arange(ids.numel(), dtype=bounds.dtype, device=bounds.device)
+    return torch.bucketize(tokens, bounds, right=True).view(ids.shape)
+
+
+def mixes_tokens(model: nn.Module) -> str | None:
+    """Return what, beside attention, carries something from one token to another, if there is such a thing."""
+    types = getattr(model.config, "layer_types", None) or getattr(model.config, "layers_block_type", None) or ()
+    other = next((kind for kind in types if kind not in _ATTENTION), None)
+    conv = next((module for module in model.modules() if isinstance(module, nn.Conv1d)), None)
+    return f"it has {other} layers" if other else "it has convolutions over tokens" if conv is not None else None
+
+
+def no_documents(why: str) -> UserError:
+    """Return the refusal of documents that the model would not keep apart."""
+    return UserError(
+        f"--document_mask 1: the model does not keep documents apart ({why}): use --document_mask 0, or one document "
+        f"a row"
+    )
+
+
+def check_documents(hf_config: Any) -> None:
+    """Check by a forward on the meta device that a model's masks follow from positions that restart.
+
+    Raises:
+        UserError: they do not.
+    """
+    with torch.device("meta"):
+        model = build_model(hf_config, attn_implementation="eager")
+        ids, positions = (torch.zeros(2, 6, dtype=torch.long) for _ in range(2))
+    if why := mixes_tokens(model):
+        raise no_documents(why)
+    asked: list[bool] = []
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor:
+        asked.append(position_ids is positions)
+        return positions
+
+    try:
+        with torch.no_grad(), torch.device("meta"), told(find):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+    except TypeError as error:
+        raise no_documents("its forward takes no positions") from error
+    if not asked or not all(asked):
+        raise no_documents("its masks do not depend on positions")
