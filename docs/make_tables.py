@@ -1,9 +1,14 @@
-"""Write the pages that are made from tables in the code: ``make docs``."""
+"""Write the pages that are made from tables in the code: ``make docs``.
+
+With ``--models [RESULTS.jsonl [TYPE ...]]``: docs/models.md instead, by trying every causal language model of
+transformers. Types whose result is in the file are not tried again.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -81,6 +86,18 @@ def names_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def models_page(arguments: list[str]) -> None:
+    """Write ``docs/models.md``: an hour, or the types that a file of earlier results lacks."""
+    import models_page as maker
+
+    with tempfile.TemporaryDirectory() as folder:
+        results = pathlib.Path(arguments[0] if arguments else f"{folder}/models.jsonl")
+        maker.write(ROOT / "docs" / "models.md", results, arguments[1:])
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--models"]:
+        models_page(sys.argv[2:])
+        sys.exit()
     (ROOT / "docs" / "flags.md").write_text(arguments.flags_markdown(), encoding="utf-8")
     (ROOT / "docs" / "smp_v2_names.md").write_text(names_page(), encoding="utf-8")

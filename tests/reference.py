@@ -98,12 +98,12 @@ def reference_trajectory(model: nn.Module, steps: int) -> Trajectory:
     for step in range(steps):
         inputs, labels = global_batch(step)
         logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), ignore_index=-100)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         if step == 0:
-            result.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            result.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         result.losses.append(loss.item())
         result.norms.append(float(norm))
@@ -177,7 +177,8 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
     def keep_gradients(*_) -> None:
         for name, parameter in model.named_parameters():
             grad = parameter.grad
-            gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+            if grad is not None:
+                gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
 
     hook = optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):

@@ -208,10 +208,21 @@ def set_gradient_sync(model: nn.Module, *, last: bool, defer: bool, keep: bool =
         root.set_reshard_after_backward(last)
 
 
+def _whole_head(model: nn.Module, family: Family) -> nn.Module:
+    """Return the head, or the module around it that has what the head shares, as a bias; the embedding aside."""
+    path, embedded = family.head, {id(p) for p in model.get_submodule(family.embedding).parameters()}
+    shared = {id(p) for p in model.get_submodule(path).parameters()} - embedded
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared]
+    while path and not all(name.startswith(f"{path}.") for name in names):
+        path = path.rpartition(".")[0]
+    return model.get_submodule(path)
+
+
 def _units(model: nn.Module, family: Family, parallel: ParallelConfig, *, reshard: bool) -> list[Unit]:
-    embedding, head = model.get_submodule(family.embedding), model.get_submodule(family.head)
+    embedding, head = model.get_submodule(family.embedding), _whole_head(model, family)
     final = [head] if family.final_norm is None else [model.get_submodule(family.final_norm), head]
-    blocks, tied = model_blocks(model, family), head.weight is embedding.weight
+    blocks = model_blocks(model, family)
+    tied = model.get_submodule(family.head).weight is embedding.weight
     if parallel.auto_wrap_policy == "size_based_auto_wrap_policy":
         parts = blocks if tied else model.children()
         units = size_based_units(parts, reshard=reshard, minimum=MIN_UNIT_PARAMETERS)

@@ -1,0 +1,66 @@
+"""Families that are derived train like the plain Hugging Face model, sharded and split; their files fit."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+import transformers  # noqa: F401  imported before the ranks are forked
+
+from tests.distributed import run_distributed
+from tests.model_checks import (
+    SHARDED,
+    SPLIT,
+    assert_files_fit,
+    assert_initial_values,
+    assert_same_training,
+    build_reference,
+)
+
+QUICK = ["gemma2", "gpt2", "qwen3"]
+REST = [
+    "cohere", "falcon", "gemma3_text", "gptj", "granite", "olmo2", "phi3", "qwen2", "smollm3", "starcoder2",
+]  # fmt: skip
+
+
+def _check_training(references, layouts):
+    failed = []
+    for name, reference in references.items():
+        for layout in layouts:
+            try:
+                assert_same_training(reference, layout)
+            except Exception:  # the other ranks fail too: gradients and losses are of all
+                failed.append(f"{name}, tensor parallel degree {layout.tp}: {traceback.format_exc(limit=-3)}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(REST, marks=pytest.mark.full)], ids=["quick", "rest"])
+def test_derived_families_train_like_hugging_face(names):
+    references = {name: build_reference(name) for name in names}
+    run_distributed(_check_training, references, (SHARDED, SPLIT), world_size=2)
+
+
+@pytest.mark.full
+def test_a_head_that_shares_its_bias_stays_tied():
+    run_distributed(_check_training, {"bert": build_reference("bert")}, (SHARDED,), world_size=2)
+
+
+@pytest.mark.full
+def test_the_comparison_notices_a_wrong_weight():
+    reference = build_reference("qwen3")
+    with torch.no_grad():
+        reference.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-5
+    with pytest.raises(AssertionError, match="differs by"):
+        run_distributed(assert_same_training, reference, SHARDED, world_size=2)
+
+
+def _check_files(references, folder):
+    for name, reference in references.items():
+        assert_initial_values(reference, name)
+        assert_files_fit(reference, f"{folder}/{name}")
+
+
+@pytest.mark.full
+def test_files_and_initial_values_of_derived_families(tmp_path):
+    run_distributed(_check_files, {name: build_reference(name) for name in QUICK + REST}, str(tmp_path), world_size=2)

@@ -1,0 +1,73 @@
+"""docs/models.md names every causal language model of transformers, and its small configuration is one."""
+
+import importlib.metadata
+import json
+import pathlib
+import sys
+
+import pytest
+import torch
+
+from tests.zoo import LAYERS, tiny_config
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def maker(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "docs")])
+    import models_page
+
+    return models_page
+
+
+def test_the_page_has_every_type(maker):
+    text = (ROOT / "docs" / "models.md").read_text()
+    if f"transformers {importlib.metadata.version('transformers')}" not in text:
+        pytest.skip("the page was made with another version of transformers")
+    assert [name for name in maker.all_types() if f"| `{name}` |" not in text] == []
+
+
+def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
+    works = ["works", ""]
+    parts = dict.fromkeys(("family", "shard", "tp", "files", "init"), works)
+    results = [
+        {"type": "good", **parts},
+        {"type": "split", **parts, "tp": ["refused", "no plan | none"]},
+        {"type": "wrong", **parts, "shard": ["fails", "the loss of step 0 differs by 1.0e+00"]},
+        *(
+            {
+                "type": name,
+                "family": ["refused", f"a model of type {name!r} cannot be trained: {why}. docs/models.md x"],
+            }
+            for name, why in (("m1", "mixture (A)"), ("m2", "mixture (B(2))"))
+        ),
+    ]
+    text = maker.page(json.loads(json.dumps(results)))
+    for row in (
+        "| types | 5 |",
+        "| work sharded | 2 |",
+        "| work tensor parallel | 2 |",
+        "| work in every part | 1 |",
+        "| are refused | 2 |",
+        "| fail | 1 |",
+        "| the type | mixture | 2 |",
+        "| `good` | ✓ | ✓ | ✓ | ✓ |",
+        "| `split` | ✓ | no plan \\| none | ✓ | ✓ |",
+        "| `wrong` | **fails**: the loss of step 0 differs by 1.0e+00 | ✓ | ✓ | ✓ |",
+        "| `m2` | mixture (B(2)) |",
+    ):
+        assert row in text, row
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_neo", "falcon", "opt"])
+def test_small_configurations_train(model_type):
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(model_type)
+    assert config.num_hidden_layers == LAYERS
+    if hasattr(config, "layer_types"):
+        assert len(set(config.layer_types)) == 2
+    model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 300_000
+    model(input_ids=torch.zeros(1, 12, dtype=torch.long), use_cache=False).logits.sum().backward()
