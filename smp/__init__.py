@@ -40,7 +40,7 @@ if not _is_command():
     from smp.memory.profile import profile_memory
     from smp.mesh import Mesh
     from smp.models.family import Family, LogitTransform
-    from smp.models.registry import register_family
+    from smp.models.registry import family_of, register_family
     from smp.models.tensor_plan import Part, TensorPlan
     from smp.parallel.activation_checkpoint import apply_activation_checkpointing
     from smp.parallel.grad_norm import clip_grad_norm_
@@ -78,6 +78,7 @@ __all__ = [
     "comm",
     "count_valid_tokens",
     "export_hf",
+    "family_of",
     "fully_shard",
     "init",
     "init_process_group",

@@ -187,7 +187,7 @@ def transform(
     With ``tensor_parallel_degree`` 1 there is nothing to split. Shard the result with :func:`parallelize`.
 
     Args:
-        model: Llama, Mistral, GPT-NeoX or of a family of :func:`smp.register_family`; the same on every rank, or on the
+        model: a decoder of transformers with a tensor-parallel plan (docs/models.md); the same on every rank, or on the
             meta device.
         device: where to move the model's parameters and buffers afterwards.
         dtype: what to convert them to.
@@ -241,7 +241,7 @@ def parallelize(
     """Shard a Hugging Face causal language model in place over the mesh of :func:`init`; :func:`transform` it before.
 
     Args:
-        model: Llama, Mistral or GPT-NeoX, the same on every rank; or of :func:`meta_init`: each rank then allocates its
+        model: a decoder of transformers, the same on every rank; or of :func:`meta_init`: each rank then allocates its
             shards alone and draws their initial values, by the ``random_seed`` of ``init``.
         dtype: dtype to compute in; None keeps the parameters' own. Reduction is then in fp32.
         activation_checkpointing: recompute each block in backward.

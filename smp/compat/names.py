@@ -168,7 +168,7 @@ class Key(NamedTuple):
 
 KEYS = (
     Key("hybrid_shard_degree", 0, 2, False, "the same rules for 0, 1 and k"),
-    Key("tensor_parallel_degree", 1, 2, False, "Llama, Mistral and GPT-NeoX; others by a plan of five lines"),
+    Key("tensor_parallel_degree", 1, 2, False, "most dense decoders (docs/models.md); others by a plan of five lines"),
     Key("context_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
     Key("expert_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
     Key(

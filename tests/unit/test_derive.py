@@ -1,13 +1,17 @@
 """Families that are derived from what transformers knows of a model."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+import smp
 from smp.errors import ConfigError, UserError
 from smp.models import registry
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.registry import family_of
+from smp.models.tensor_plan import LLAMA_PLAN
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -119,6 +123,15 @@ def test_a_model_of_settings_alone(tmp_path):
     resolved = resolve_model(ModelConfig(model_type="gpt2", max_context_width=32, num_layers=1, embd_pdrop=0.0))
     assert (resolved.hf_config.n_positions, resolved.hf_config.n_layer, resolved.hf_config.embd_pdrop) == (32, 1, 0.0)
     assert resolved.hf_config.vocab_size == 50432 and resolved.family.name == "gpt2"
+
+
+def test_a_plan_by_hand_takes_the_place_of_none(monkeypatch):
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
+    config = config_of("diffllama", **WIDE)
+    family = smp.family_of(config)
+    assert family.tensor_plan is None and "no tensor-parallel plan" in family.no_tensor_plan
+    smp.register_family(dataclasses.replace(family, tensor_plan=LLAMA_PLAN))
+    assert smp.family_of(config).tensor_plan is LLAMA_PLAN
 
 
 def test_a_model_without_any_linear_order_is_refused():
