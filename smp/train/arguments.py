@@ -252,7 +252,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m smp.train",
         usage=_USAGE,
-        description="Train, resume, finetune or evaluate decoders of transformers: Llama, Qwen, Gemma, GPT-2 and others.",
+        description="Train, resume, finetune or evaluate decoders of transformers: Llama, Qwen, Gemma and others.",
         epilog="docs/flags.md has the same as a table.",
         allow_abbrev=False,
         formatter_class=lambda prog: _Formatter(prog, max_help_position=36, width=110),
