@@ -49,6 +49,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"] * 2, "num_buckets": 2},
     "xmod": {"default_language": "en_XX"},
+    "youtu": {"head_dim": 8},  # that of the rotary part
     "zamba": {"mamba_dt_rank": 8, "attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
     "zamba2": {"num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16},
 }

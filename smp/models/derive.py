@@ -98,12 +98,13 @@ def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -
     calls: list[Call] = []
     hooks = [
         module.register_forward_pre_hook(
-            lambda _, args, kwargs, path=path: calls.append(Call(path, args, kwargs)), with_kwargs=True
+            lambda _, args, kwargs, path=path: calls.append(Call(path, args, kwargs, torch.is_grad_enabled())),
+            with_kwargs=True,
         )
         for path, module in watched.items()
     ]
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.enable_grad(), torch.device("meta"):
             model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -141,6 +142,8 @@ def _check_calls(calls: list[Call], embedding: str, blocks: list[str], head: str
         wrong = next((path for path in (embedding, *blocks, head) if order.count(path) != 1), None)
         what = f"{wrong} is called {order.count(wrong)} times" if wrong else "they are called in another order"
         raise _refusal(hf_config, f"its forward is not one embedding, each block once and one head ({what})")
+    if not all(call.recorded for call in calls if call.path in blocks):
+        raise _refusal(hf_config, "its backward is its own, and would read parameters that are not gathered then")
     shapes = {tuple(call.input.shape) if torch.is_tensor(call.input) else None for call in calls if call.path in blocks}
     if len(shapes) != 1 or None in shapes or len(next(iter(shapes)) or ()) != 3:
         raise _refusal(hf_config, f"its blocks do not take hidden states (batch, sequence, width) first, but {shapes}")

@@ -23,6 +23,7 @@ class Call(NamedTuple):
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    recorded: bool = True  # by autograd
 
     @property
     def input(self) -> Any:
