@@ -31,6 +31,7 @@ class ModelShape:
     key_value_heads: int = 0  # 0: as many as heads
     key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
     capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
+    attention: int = 0  # width of all heads together; 0: as hidden
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -153,6 +154,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         key_value_heads=key_value_heads,
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
         capped_logits=bool(family.logits and family.logits.cap),
+        attention=heads * head_dim,
     )
 
 
@@ -180,7 +182,8 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     between = 4 * shape.hidden // (tp if split else 1)
     # The inputs of attention and MLP, of all tokens.
     gathered_inputs = 2 * shape.hidden if split and work.settings[ParallelConfig].tp_save_gathered else 0
-    inside = work.tokens * (between + gathered_inputs + (6 * shape.hidden + mlp) // tp) * work.compute_bytes
+    heads = 4 * max(shape.hidden, shape.attention)  # queries, keys, values and what attention makes of them
+    inside = work.tokens * (between + gathered_inputs + (2 * shape.hidden + heads + mlp) // tp) * work.compute_bytes
     if work.attention_matrix:
         matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // tp
