@@ -66,8 +66,12 @@ def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
     return list(model.get_submodule(family.blocks).children())
 
 
-def draws(module: nn.Module, hf_config: Any) -> bool:
-    """Return whether a module of the model may draw random numbers: whether it or the config has dropout."""
-    return bool(random_rates(hf_config)) or any(
-        (isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0.0) for m in module.modules()
+def draws(module: nn.Module, hf_config: Any = None) -> bool:
+    """Return whether a module may draw random numbers: whether it, or the config if that is given, has dropout."""
+    if hf_config is not None and random_rates(hf_config):
+        return True
+    return any(
+        (isinstance(m, nn.Dropout) and m.p > 0)
+        or any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(m).items())
+        for m in module.modules()
     )

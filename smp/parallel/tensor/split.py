@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.errors import ConfigError, UserError
+from smp.models.attention_support import attention_dropout
 from smp.models.family import Family, tensor_parallel_problems
 from smp.models.tensor_plan import Part, PlanSizes
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
@@ -200,7 +201,9 @@ class _PartSplitter:
             self.replicated.params.append(Replicated(row, "bias", tp.sequence_parallel))
         self._set_counts()
         columns = ColumnParallel(tp, linears, self.slices, self.exchanges, self.replicated)
-        split_part(tp, module, columns, row, self.replicated, random=draws(module, hf_config))
+        # A part that forks the generators for nothing would draw once from those that the ranks share.
+        random = draws(module) or (part.heads and attention_dropout(hf_config) > 0)
+        split_part(tp, module, columns, row, self.replicated, random=random)
 
 
 def _replicate_rest(
