@@ -35,11 +35,12 @@ class _NoPlanError(Exception):
     """Why transformers' plan cannot be used."""
 
 
-def _styles(hf_config: Any, block_list: str) -> dict[str, str]:
-    """Return the style of each path in a block."""
+def _styles(hf_config: Any, block_list: str, block: nn.Module) -> dict[str, str]:
+    """Return the style of each path in a block; a plan may name what only other configs of the type have."""
     whole = getattr(hf_config, "base_model_tp_plan", None) or {}
     prefix = f"{block_list}.*."
     found = {path.removeprefix(prefix): style for path, style in whole.items() if path.startswith(prefix)}
+    found = {path: style for path, style in found.items() if _has(block, path)}
     if not found:
         raise _NoPlanError("transformers has no tensor-parallel plan for it")
     if unknown := sorted(set(found.values()) - {*_COLUMNS, *_ROWS, *_REPLICATED}):
@@ -52,6 +53,13 @@ def _child(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    """Return whether a path leads to a module or a parameter."""
+    owner, _, name = path.rpartition(".")
+    found = _child(module, owner)
+    return found is not None and getattr(found, name, None) is not None
 
 
 def _linears(block: nn.Module, paths: Iterable[str]) -> dict[str, nn.Linear]:
@@ -242,7 +250,7 @@ def derive_plan(model: nn.Module, block_list: str, calls: Sequence[Call]) -> tup
     blocks = [model.get_submodule(call.path) for call in calls]
     heads = getattr(hf_config, "num_attention_heads", None)
     try:
-        styles = _styles(hf_config, block_list)
+        styles = _styles(hf_config, block_list, blocks[0])
         if type(heads) is not int:
             raise _NoPlanError("its config does not tell the number of heads")
         key_value = getattr(hf_config, "num_key_value_heads", None) or heads
