@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
 import smp.comm
@@ -128,3 +129,32 @@ def _check_exchanges():
 @pytest.mark.full
 def test_exactly_the_exchanges_of_fused_layers():
     run_distributed(_check_exchanges, world_size=2, backend="smddp")
+
+
+def _check_dropout():
+    config = config_of("gpt2", n_positions=32)
+    config.embd_pdrop = config.resid_pdrop = config.attn_pdrop = 0.3
+    outputs, whole = [], Layout("no_shard", tp=2, sequence=False)
+    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % config.vocab_size
+    for recompute in (False, True):
+        model = split_only(build(config, attention="eager").train(), whole)
+        blocks = model_blocks(model, family_of(config))
+        if recompute:
+            apply_activation_checkpointing(blocks)
+        for block in blocks:
+            block.register_forward_hook(lambda _, __, output: outputs.append(output.detach()))
+        torch.manual_seed(11)
+        causal_lm_loss_sum(model(input_ids=ids).logits, ids).backward()
+        outputs.append(model.transformer.h[0].mlp.c_fc.weight.grad.to_local())
+    half = len(outputs) // 2
+    assert all(torch.equal(kept, again) for kept, again in zip(outputs[:half], outputs[half:], strict=True))
+    for hidden in outputs[: half - 1]:  # the same on all ranks, though dropout is inside the parts
+        first = hidden.clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(first, hidden)
+    assert not torch.equal(outputs[0][:1], torch.zeros_like(outputs[0][:1]))
+
+
+@pytest.mark.full
+def test_dropout_after_a_parts_output_is_the_same_on_all_ranks():
+    run_distributed(_check_dropout, world_size=2)
