@@ -71,7 +71,6 @@ def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
     return {"name": name, "config": json.loads(text), "hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-# What wrappers put into names; a checkpoint has the names of the model itself.
 def alike(model: nn.Module) -> list[int]:
     """Return the ranks of this one's tensor-parallel group, whose generators must agree; itself alone without one."""
     for parameter in model.parameters():
