@@ -244,6 +244,8 @@ def _without_reading(model: nn.Module, name: str) -> None:
         lengths = {key: given.pop(key) for key in names if given.get(key) is not None}
         used = _by_lengths(name, config, given, lengths)
         ids, bounds = given.get("input_ids"), lengths.get("cu_seq_lens_q")
+        if bounds is not None and ids is None:
+            raise no_documents("it is given embeddings, not tokens")
         if bounds is None and given.get("position_ids") is not None:
             return forward(**given, **used)  # which may restart
         if bounds is None or ids is None or len(bounds) - 1 <= len(ids):
