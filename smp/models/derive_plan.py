@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -154,6 +153,8 @@ def _cut(block: nn.Module, parts: Sequence[Part], heads: int, key_value: int, de
     rank_key_value = max(1, key_value // degree)
     for part in parts:
         module = block.get_submodule(part.module)
+        if not part.heads and module.get_submodule(part.row).in_features % degree:  # type: ignore[operator]
+            continue  # ranks have unequal shares, of which this is none
         for name in part.columns:
             layer: Any = module.get_submodule(name)
             rows = layer.out_features
@@ -259,7 +260,7 @@ def derive_plan(model: nn.Module, block_list: str, calls: Sequence[Call]) -> tup
         _check_rest(blocks[0], parts, calls[0].input.shape[-1])
         degree = next((d for d in range(2, heads + 1) if heads % d == 0 and not (key_value % d and d % key_value)), 0)
         widths: list[Any] = [blocks[0].get_submodule(f"{p.module}.{p.row}").in_features for p in parts if not p.heads]
-        if degree and not math.gcd(*widths, degree) % degree:
+        if degree:
             parts = _with_counts(blocks[0], parts, calls[0], heads, key_value, degree)
         if len(set(widths)) != 1:
             raise _NoPlanError("its blocks have no MLP, or several of different widths")

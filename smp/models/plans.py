@@ -65,3 +65,18 @@ def persimmon(hf_config: Any) -> TensorPlan:
         key_value_heads=heads,
         width=hf_config.intermediate_size,
     )
+
+
+def gpt_bigcode(hf_config: Any) -> TensorPlan:
+    """Return the plan of GPT-BigCode: one key/value head for all, or queries, keys and values of a head together."""
+    heads, multi_query = hf_config.num_attention_heads, hf_config.multi_query
+    fused = {"c_attn": ("heads", "key_value", "key_value")} if multi_query else {}
+    return TensorPlan(
+        parts=(
+            Part("attn", ("c_attn",), "c_proj", heads=True, fused=fused, counts=("num_heads", "embed_dim")),
+            Part("mlp", ("c_fc",), "c_proj"),
+        ),
+        heads=heads,
+        key_value_heads=1 if multi_query else heads,
+        width=hf_config.n_inner or 4 * hf_config.hidden_size,
+    )

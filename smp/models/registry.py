@@ -25,6 +25,7 @@ TENSOR_PLANS: dict[str, Callable[[Any], TensorPlan | None]] = {
     "bitnet": plans.llama_like,
     "falcon": falcon.plan,
     "gpt2": gpt2.plan,
+    "gpt_bigcode": plans.gpt_bigcode,
     "gpt_neo": plans.gpt_neo,
     "gptj": plans.gptj,
     "hunyuan_v1_dense": plans.llama_like,

@@ -19,6 +19,7 @@ from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, shift_labels
 from smp.parallel import attention
 from smp.parallel.technique import draws
 from smp.parallel.tensor.group import TPGroup
+from smp.parallel.tensor.layers import enter_with_own_tokens, leave_with_all_tokens
 
 
 def _padded(tensor: torch.Tensor | None, extra: int, value: int) -> torch.Tensor | None:
@@ -66,7 +67,7 @@ def _refuse(kwargs: dict[str, Any], config: Any) -> None:
                             f"leave it out")  # fmt: skip
 
 
-def split_forward(model: nn.Module, tp: TPGroup, head: nn.Module, *, whole_embedding: bool) -> None:
+def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, whole_embedding: bool) -> None:
     """Replace the forward of a causal language model.
 
     Positions and masks of full sequences are made here, unless transformers makes them of all tokens' embeddings.
@@ -76,10 +77,10 @@ def split_forward(model: nn.Module, tp: TPGroup, head: nn.Module, *, whole_embed
     ``full_tensor()`` gathers it; ``loss`` is computed without doing so.
     """
     forward, config = model.forward, cast(Any, model.config)
-    random, rows = draws(model, config), 1
+    random, forked = draws(model, config), contextlib.ExitStack()
     if whole_embedding and tp.sequence_parallel:
-        # Some models give the hidden states the shape of all tokens' ids again, with which a rank's are of fewer rows.
-        head.register_forward_pre_hook(lambda _, args: (args[0].reshape(rows, -1, args[0].shape[-1]), *args[1:]))
+        enter_with_own_tokens(tp, blocks[0])
+        leave_with_all_tokens(tp, blocks[-1], forked.close)  # what follows draws the same on all ranks
 
     def split(
         input_ids: torch.Tensor,
@@ -88,9 +89,8 @@ def split_forward(model: nn.Module, tp: TPGroup, head: nn.Module, *, whole_embed
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        nonlocal rows
         _refuse(kwargs, config)
-        rows, length = input_ids.shape
+        length = input_ids.shape[1]
         ids, positions, mask = input_ids, position_ids, attention_mask
         if tp.sequence_parallel:
             extra = -length % tp.size
@@ -111,9 +111,10 @@ def split_forward(model: nn.Module, tp: TPGroup, head: nn.Module, *, whole_embed
                 )
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = kwargs.pop("return_dict", True) is False
-        fork = random and model.training and tp.sequence_parallel
         given = {"position_ids": positions} if positions is not None or not whole_embedding else {}
-        with tp.fork_random(ids.device) if fork else contextlib.nullcontext():
+        with forked:
+            if random and model.training and tp.sequence_parallel:
+                forked.enter_context(tp.fork_random(ids.device))
             found = forward(input_ids=ids, attention_mask=mask, **{**given, **kwargs, "use_cache": False})
         if not found.logits.numel():  # the head has computed the loss in chunks instead
             return found

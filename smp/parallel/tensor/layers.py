@@ -270,17 +270,26 @@ def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, whole: bool) -> Non
     embedding.forward = look_up  # type: ignore[method-assign,assignment]
 
 
-def split_head(tp: TPGroup, head: nn.Linear) -> None:
-    """Let the head compute this rank's columns of the logits, of all tokens."""
+def split_head(tp: TPGroup, head: nn.Linear, *, whole: bool) -> None:
+    """Let the head compute this rank's columns of the logits, of all tokens.
+
+    Args:
+        tp: the group.
+        head: the output projection.
+        whole: its input is of all tokens with sequence parallelism, too; then each rank's gradient of it is partial.
+    """
 
     def logits(part: torch.Tensor) -> torch.Tensor:
-        whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
-        return _columns(tp, [head], [(local_tensor(head.weight), local_tensor(head.bias))], whole=whole, part=part)[0]
+        own = local_tensor(head.weight), local_tensor(head.bias)
+        if whole and tp.sequence_parallel:
+            return linear(head, part, *own)
+        gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
+        return _columns(tp, [head], [own], whole=gathered, part=part)[0]
 
     head.forward = logits  # type: ignore[method-assign,assignment]
 
 
-def take_own_tokens(tp: TPGroup, block: nn.Module) -> None:
+def enter_with_own_tokens(tp: TPGroup, block: nn.Module) -> None:
     """Let the first block take this rank's tokens of the hidden states of all."""
     forward = block.forward
 
@@ -294,3 +303,23 @@ def take_own_tokens(tp: TPGroup, block: nn.Module) -> None:
         return forward(own(args[0]), *args[1:], **kwargs)
 
     block.forward = entered  # type: ignore[method-assign]
+
+
+def leave_with_all_tokens(tp: TPGroup, block: nn.Module, left: Callable[[], object]) -> None:
+    """Let the last block return the hidden states of all tokens.
+
+    Args:
+        tp: the group.
+        block: its output is hidden states, or a tuple that begins with them.
+        left: called at its end.
+    """
+    forward = block.forward
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        left()
+        if isinstance(found, tuple):
+            return GatherTokens.apply(found[0], tp), *found[1:]
+        return GatherTokens.apply(found, tp)
+
+    block.forward = gathered  # type: ignore[method-assign]

@@ -27,7 +27,6 @@ from smp.parallel.tensor.layers import (
     split_embedding,
     split_head,
     split_part,
-    take_own_tokens,
 )
 
 _MARK = "_smp_tensor_parallel"
@@ -38,8 +37,10 @@ def is_split(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
-def _split_head_of(tp: TPGroup, vocabulary: int) -> SplitHead:
-    """Describe the split head to the loss in chunks."""
+def _split_head_of(tp: TPGroup, vocabulary: int, *, whole: bool) -> SplitHead:
+    """Describe the split head to the loss in chunks; ``whole``: its input is of all tokens."""
+    if whole and tp.sequence_parallel:
+        return SplitHead(tp.bounds(vocabulary)[0], tp.group, gather=lambda part: part, reduce=lambda partial: partial)
     return SplitHead(
         first=tp.bounds(vocabulary)[0],
         group=tp.group,
@@ -261,7 +262,7 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))
     split_embedding(tp, embedding, whole=family.whole_embedding)  # type: ignore[arg-type]
-    split_head(tp, head)  # type: ignore[arg-type]
+    split_head(tp, head, whole=family.whole_embedding)  # type: ignore[arg-type]
     blocks, sizes = list(_child(model, family.blocks, "the model").children()), plan.sizes(model.config)
     for block in blocks:
         replicated = ReplicatedParams(tp, [])
@@ -271,8 +272,6 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
             inside |= {id(m) for m in block.get_submodule(part.module).modules()}
         _replicate_rest(tp, block, distribute, replicated, inside)
         replicated.surround(block)
-    if family.whole_embedding and tp.sequence_parallel:
-        take_own_tokens(tp, blocks[0])
     for module in model.modules():
         _replicate_own(tp, module, distribute)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
@@ -280,7 +279,8 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
         raise UserError(f"the tensor-parallel plan of {family.name} says nothing of {left[0]}, outside the blocks")
     if (head.weight is embedding.weight) != tied:
         raise UserError("tensor parallelism untied the head from the embedding; this is a defect in smp")
-    split_forward(model, tp, head, whole_embedding=family.whole_embedding)
-    setattr(model, SPLIT_HEAD, _split_head_of(tp, head.weight.shape[0]))  # type: ignore[index,arg-type]
+    split_forward(model, tp, blocks, whole_embedding=family.whole_embedding)
+    split_vocabulary = _split_head_of(tp, head.weight.shape[0], whole=family.whole_embedding)  # type: ignore[index,arg-type]
+    setattr(model, SPLIT_HEAD, split_vocabulary)
     setattr(model, _MARK, tp)
     return model
