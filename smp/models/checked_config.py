@@ -30,6 +30,8 @@ def _class_of(where: object, content: Mapping[str, Any]) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = content.get("model_type")
+    if name is None:
+        raise UserError(f"{where} names no model_type: add the one that transformers knows the architecture by")
     known = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
     if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "transformers does not know it" if known is None else "it is no causal language model"

@@ -75,6 +75,13 @@ def _write(values: dict[str, Any], path: str, value: Any) -> None:
     values[last] = value
 
 
+def _read(values: Mapping[str, Any], path: str) -> Any:
+    found: Any = values
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 def _derived(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the values that follow from others unless they are given."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
@@ -136,6 +143,8 @@ def apply_settings(
     if not family.defaults:  # transformers completes and checks the values of a type that is derived
         if "num_layers" in given and given["num_layers"] != base.get(family.settings["num_layers"]):
             values.pop("layer_types", None)  # one for each layer
+        if "rope_scaling_type" in family.settings:
+            found += _settle_rope(values["rope_parameters"], given)
         return values, found
     for key, value in _derived(values, family).items():
         if key != "head_dim":
@@ -153,11 +162,15 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     heads, key_value_heads = (
         values.get(family.settings.get(name, "")) for name in ("num_heads", "num_key_value_heads")
     )
-    if type(heads) is int and type(key_value_heads) is int and heads % key_value_heads:
+    if type(key_value_heads) is int and key_value_heads < 1:
+        found.append(f"num_key_value_heads must be at least 1, got {key_value_heads}")
+    elif type(heads) is int and type(key_value_heads) is int and heads % key_value_heads:
         found.append(
             f"--num_key_value_heads {key_value_heads} does not divide --num_heads {heads}: choose a divisor, "
             f"or {heads} for plain multi-head attention"
         )
+    if "sliding_attention" in (values.get("layer_types") or ()) and values.get("sliding_window") is None:
+        found.append("the model's layer_types name sliding_attention: choose --sliding_window above 0, or leave it out")
     return _shape_problems(values, family, found) if family.defaults else found
 
 
@@ -187,20 +200,34 @@ def new_config(model_type: str, values: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
-def rebuilt(model_type: str, values: dict[str, Any]) -> Any:
+def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) -> Any:
     """Return the config object of values that settings have changed.
 
+    Args:
+        family: of the model.
+        values: config.json values.
+        given: the settings that changed them, by name.
+
     Raises:
-        ConfigError: no model can be built from them.
+        ConfigError: no model can be built from them, or transformers drops one.
     """
+    model_type = family.hf_model_type
     try:
         hf_config = new_config(model_type, values)
         count_parameters(hf_config)
-    except UserError:
-        raise
     except Exception as error:  # of any type, for values that do not fit each other
+        flags = ", ".join(f"--{name} {value}" for name, value in given.items()) or "these settings"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError([f"with these settings transformers builds no {model_type} model ({reason})"]) from error
+        why = str(error) if isinstance(error, UserError) else f"transformers builds no {model_type} model ({reason})"
+        raise ConfigError([f"{flags} cannot be used: {why}: change or leave out what does not fit"]) from error
+    now = hf_config.to_dict()
+    lost = [
+        f"--{name} {value} has no effect: transformers' {model_type} config makes {kept} of it: leave it out"
+        for name, value in given.items()
+        if (kept := _read(now, path := family.settings[name])) != _read(values, path)
+    ]
+    if lost:
+        raise ConfigError(lost)
     return hf_config
 
 

@@ -364,7 +364,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     length = config.max_context_width or source.sequence_length
     set_positions(values, length, source.hf_config, fixed=fixed, exact=source.from_settings)
     values.update(use_cache=False, architectures=[family.architecture])
-    hf_config = rebuilt(family.hf_model_type, values)
+    hf_config = rebuilt(family, values, given)
     return ResolvedModel(
         name=source.name,
         family=family_of(hf_config),

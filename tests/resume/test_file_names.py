@@ -223,7 +223,7 @@ def test_ties_are_those_of_the_model():
 
 BAD = {
     "unknown": ({"model_type": "nonesuch"}, r"'nonesuch' is not supported: transformers does not know it"),
-    "no type": ({}, r"'None' is not supported"),
+    "no type": ({}, r"names no model_type: add the one"),
     "list as type": ({"model_type": ["gpt2"]}, r"is not supported"),
     "vision": ({"model_type": "vit"}, r"'vit' is not supported: it is no causal language model"),
     "parts": ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, r"several parts, of which text_c"),

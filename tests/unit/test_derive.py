@@ -113,6 +113,39 @@ def test_settings_change_a_derived_model(tmp_path):
         resolve_model(ModelConfig(model=where, num_heads=5))
 
 
+def test_settings_that_no_derived_model_can_be_built_of_are_named(tmp_path):
+    where = save(tmp_path, "gpt2", **SMALL)
+    words = r"^--num_heads 5 cannot be used: transformers builds no .*divisible.*: change or leave out"
+    with pytest.raises(ConfigError, match=words):
+        resolve_model(ModelConfig(model=where, num_heads=5))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "words"),
+    [
+        ("qwen2", {"rope_scaling_factor": 4.0}, "add --rope_scaling_type llama3"),
+        ("qwen2", {"sliding_window": 4}, "--sliding_window 4 has no effect: .*qwen2 .* makes None of it"),
+        ("gemma2", {"sliding_window": 0}, r"layer_types.*--sliding_window above 0"),
+    ],
+)
+def test_settings_without_effect_on_a_derived_model_are_refused(tmp_path, model_type, settings, words):
+    where = save(tmp_path, model_type, **WIDE)
+    with pytest.raises(ConfigError, match=words):
+        resolve_model(ModelConfig(model=where, **settings))
+
+
+def test_scaled_positions_of_a_derived_model_begin_with_the_defaults(tmp_path):
+    where = save(tmp_path, "qwen2", **WIDE)
+    rope = resolve_model(ModelConfig(model=where, rope_scaling_type="llama3")).hf_config.rope_parameters
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (8.0, 8192)
+
+
+def test_a_falcon_without_key_value_heads_is_refused(tmp_path):
+    where = save(tmp_path, "falcon", num_kv_heads=0, **SMALL)
+    with pytest.raises(ConfigError, match="num_key_value_heads must be at least 1, got 0"):
+        resolve_model(ModelConfig(model=where))
+
+
 def test_learned_positions_end_with_those_of_the_weights(tmp_path):
     where = save(tmp_path, "gpt2", weights=True, n_positions=16, **SMALL)
     with pytest.raises(ConfigError, match="learned 16 positions: choose at most 16"):
