@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import resource
 from pathlib import Path
@@ -92,27 +91,21 @@ def profiled_steps(layout: Layout, name: str, *, vocabulary: int = VOCABULARY):
     return model, account, base + allocated(torchs.profiler.kineto_results.events())
 
 
-def holders(tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-@contextlib.contextmanager
-def let_go(*tensors):
-    """Return when nobody holds more of the tensors than before: gloo's threads may be the last to let go."""
-    before = [holders(tensor) for tensor in tensors]
-    yield
-    wait_until(lambda: [holders(tensor) for tensor in tensors] <= before)
+def gloo_rests() -> bool:
+    """Whether gloo's threads wait for work: a thread that has ended a collective holds it until then."""
+    threads = Path("/proc/self/task").iterdir()
+    gloos = [thread for thread in threads if (thread / "comm").read_text().startswith("pt_gloo")]
+    assert gloos
+    return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "S" for thread in gloos)
 
 
 def settled(exchange):
     """An exchange that is over in gloo's threads, too: what they are the last to free, torch's account would miss."""
 
     def call(*args, async_op=False, **kwargs):
-        with let_go(*(arg for arg in args if isinstance(arg, torch.Tensor))):
-            work = exchange(*args, async_op=True, **kwargs)
-            work.wait()
-            if not async_op:
-                del work
+        work = exchange(*args, async_op=True, **kwargs)
+        work.wait()
+        wait_until(gloo_rests)
         return work if async_op else None
 
     return call
@@ -224,9 +217,9 @@ def copies() -> None:
     ):
         with profile_memory(torch.nn.Linear(2, 2)) as account:
             before = account.latest().total
-            with let_go(whole, part):
-                result = exchange()
-                del result
+            result = exchange()
+            wait_until(gloo_rests)
+            del result
         peak = account.peak()
         assert peak.total - before == made + whole.nbytes, (account.table(), before)
         assert peak.categories["communication buffers"] == whole.nbytes, account.table()
