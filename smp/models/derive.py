@@ -42,8 +42,11 @@ def check_config(hf_config: Any) -> None:
     Raises:
         UserError: it is not.
     """
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if hf_config.model_type not in CONFIG_MAPPING:
+        raise UserError(f"architecture {hf_config.model_type!r} is not supported: transformers knows no model of it")
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(hf_config, "transformers has no causal language model of this type")
     if getattr(hf_config, "is_encoder_decoder", False):

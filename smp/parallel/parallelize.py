@@ -13,7 +13,7 @@ from torch import nn
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
 from smp.delayed_init import build_on_meta, initialize_, materialize_
-from smp.errors import ConfigError
+from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.init_rules import init_rules
@@ -67,6 +67,16 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
     return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 
 
+def _check_modules(model: nn.Module, family: Family) -> None:
+    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for path in (family.blocks, family.embedding, family.head):
+        if path not in modules:
+            raise UserError(
+                f"the model ({type(model).__name__}) has no {path}, as {family.name} models of transformers have: "
+                f"describe it with smp.register_family, under a model_type of its own"
+            )
+
+
 def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     """Apply every technique that is asked for, in place.
 
@@ -76,7 +86,9 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
 
     Raises:
         ConfigError: naming every technique that does not fit the model and the mesh.
+        UserError: the model's modules are not those of the family.
     """
+    _check_modules(model, setup.family)
     if problems := find_problems(model.config, setup):
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice

@@ -20,7 +20,7 @@ from smp.memory.plan import USABLE, check_fits, estimate_memory, peak_bytes, pro
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
-from smp.models.preset import list_presets
+from smp.models.preset import list_presets, load_preset
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
@@ -301,13 +301,24 @@ def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
 
 def _preset_that_fits(job: Job, available: int) -> str:
     """Return the largest preset that fits, of the same family if there is one; empty if none fits."""
-    best = (False, 0, "")
-    for name in list_presets():
-        other = dataclasses.replace(job, model=resolve_model(ModelConfig(model=name)))
-        shape, work = sizes(other)
-        if peak_bytes(shape, job.mesh, work) <= available:
-            best = max(best, (other.model.family == job.model.family, shape.parameters, name))
-    return best[2]
+    presets = {name: load_preset(name) for name in list_presets()}
+
+    def rough_size(name: str) -> int:
+        config = presets[name]["config"]
+        return config["num_hidden_layers"] * config["hidden_size"] ** 2
+
+    best = ""
+    for same in (True, False):
+        # From the smallest on, as a large one takes a second to build even on the meta device.
+        for name in sorted(presets, key=rough_size):
+            if (presets[name]["family"] == job.model.family.hf_model_type) == same:
+                shape, work = sizes(dataclasses.replace(job, model=resolve_model(ModelConfig(model=name))))
+                if peak_bytes(shape, job.mesh, work) > available:
+                    break
+                best = name
+        if best:
+            break
+    return best
 
 
 def dry_run(plan: RunPlan) -> None:

@@ -174,7 +174,10 @@ def _refusals():
     with pytest.raises(smp.UserError, match="does not divide"):
         smp.init({"shard_degree": 5})
     smp.init({"shard_degree": 1})
-    with pytest.raises(smp.UserError, match="'gpt2' is not supported"):
+    with pytest.raises(smp.UserError, match=r"\(Linear\) has no transformer.h, as gpt2 models of transformers have"):
+        smp.parallelize(model)
+    model.config = transformers.CLIPConfig()
+    with pytest.raises(smp.UserError, match="transformers has no causal language model of this type"):
         smp.parallelize(model)
 
 
