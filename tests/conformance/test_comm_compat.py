@@ -133,7 +133,6 @@ def join():
     return full(model.parameters())
 
 
-@pytest.mark.smoke
 def test_replicated():
     cases = (ddp, ddp_static_graph, ddp_no_sync, ddp_unused_parameters, ddp_hook, ddp_buffers, zero_redundancy, join)
     compare(*cases, world_size=2)

@@ -120,7 +120,6 @@ def first_fsdp():
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-@pytest.mark.smoke
 def test_counts_are_gloos():
     compare(each_operation, functional, sharded, shared_buffers, replicated, first_fsdp, world_size=2)
 

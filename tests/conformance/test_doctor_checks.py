@@ -376,7 +376,6 @@ def test_what_is_written_has_no_name(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- the job
 
 
-@pytest.mark.smoke
 def test_jobs_that_fit_and_that_do_not(tmp_path):
     found(job.check_plan, "ok", "no job was planned", output_dir=str(tmp_path))
     tiny = {"model": "llama_tiny", "output_dir": str(tmp_path / "run")}

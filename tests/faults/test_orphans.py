@@ -92,7 +92,6 @@ def test_processes_end_with_a_launcher_that_is_killed_while_they_start(launcher,
     assert "is gone: ended" in out and ("Traceback" not in out or what == "library, later"), out
 
 
-@pytest.mark.smoke
 def test_a_process_without_a_launcher_outlives_the_shell_that_started_it(tmp_path):
     process = start(["sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable], "planning", tmp_path)
     process.wait(60)  # the shell

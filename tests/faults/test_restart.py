@@ -72,7 +72,7 @@ def launch(tmp_path, *words: object, restarts: int = 0) -> subprocess.Popen[str]
     ("attempts", "restarts", "status", "started"),
     [
         (["killed", 0], 2, 0, 2),
-        ([75], 1, 75, 1),
+        pytest.param([75], 1, 75, 1, marks=pytest.mark.full),
         pytest.param(["killed"], 1, 137, 2, marks=pytest.mark.slow),
         pytest.param([2], 1, 2, 1, marks=pytest.mark.slow),
         pytest.param([1, 2], 3, 2, 2, marks=pytest.mark.slow),

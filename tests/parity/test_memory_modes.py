@@ -260,6 +260,7 @@ def _check_compiled_blocks(directory):
         assert all(torch.equal(a, b) for a, b in zip(run, runs["none", 0], strict=True))
 
 
+@pytest.mark.full
 def test_compiled_blocks(tmp_path):
     run_distributed(_check_compiled_blocks, str(tmp_path), world_size=1)
 

@@ -88,6 +88,7 @@ def _check_losses(references, layouts, tolerance):
 @pytest.mark.parametrize(
     ("world_size", "names"), [(2, MODELS), pytest.param(4, ["llama_gqa", "gpt_neox"], marks=pytest.mark.slow)]
 )
+@pytest.mark.full
 def test_fp32_losses_equal_hugging_face(world_size, names):
     layouts = LAYOUTS[world_size][::4]
     pairs = trajectories(names, torch.float32)

@@ -113,10 +113,10 @@ def elsewhere(function: Callable[..., int], *args: object) -> int:
 @pytest.mark.parametrize(
     ("name", "layers", "mesh", "ranks"),
     [
-        ("llama70b", None, lay_out(1, 32, 8), (77,)),
+        pytest.param("llama70b", None, lay_out(1, 32, 8), (77,), marks=pytest.mark.full),
         ("llama70b", 2, lay_out(1, 16, 16), (0, 18, 255)),  # 8 key/value heads for 16 ranks
-        ("llama70b", 2, lay_out(4, 8, 8), (9, 255)),
-        ("gpt_neox_20b", None, lay_out(1, 8, 4), (31,)),
+        pytest.param("llama70b", 2, lay_out(4, 8, 8), (9, 255), marks=pytest.mark.full),
+        pytest.param("gpt_neox_20b", None, lay_out(1, 8, 4), (31,), marks=pytest.mark.full),
         ("gpt_neox_20b", 2, lay_out(2, 8, 4), (40,)),
     ],
 )
@@ -128,6 +128,7 @@ def test_every_parameter_s_place(name, layers, mesh, ranks):
         assert elsewhere(check, resolved, mesh, rank) == pytest.approx(predicted, rel=1e-3), rank
 
 
+@pytest.mark.full
 def test_the_job_plans_a_large_mesh(tmp_path):
     words = "--model llama70b --dry_run 1 --dry_run_world_size 256 --tensor_parallel_degree 8 --use_synthetic_data 1"
     words += f" --sharding_strategy full_shard --output_dir {tmp_path / 'run'}"

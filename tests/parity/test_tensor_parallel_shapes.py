@@ -24,6 +24,7 @@ def both(name: str, *layouts: Layout, length: int = 12, **changes) -> list[Case]
     return [odd(name, layout, length, **changes) for layout in layouts]
 
 
+@pytest.mark.full
 def test_fewer_key_value_heads_than_ranks():
     cases = [
         *both("llama_gqa", TP4, TP4_WHOLE, num_key_value_heads=1),
@@ -42,6 +43,7 @@ def test_eager_attention_with_fewer_key_value_heads_than_ranks():
     run_distributed(assert_same_steps, cases, 1e-6, world_size=4)
 
 
+@pytest.mark.full
 def test_uneven_vocabulary():
     cases = [
         *both("llama_gqa", TP4, vocab_size=97),

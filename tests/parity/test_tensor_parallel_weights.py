@@ -116,6 +116,7 @@ def _check_initial(expected):
         assert_values(values(prepared(name, FOUR[0], delayed=False)), expected[name], (name, "not delayed"))
 
 
+@pytest.mark.full
 def test_initial_values_are_those_of_one_process(monkeypatch):
     # Blocks much smaller than a parameter, so that parts begin and end inside them.
     monkeypatch.setattr(delayed_init, "BLOCK", 100)

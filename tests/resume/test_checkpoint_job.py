@@ -176,6 +176,7 @@ def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     assert "llama_v2-8steps is damaged: rank 0: " in outcome.output and "at step 6" in outcome.output
 
 
+@pytest.mark.full
 def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_without_its_disk_does_not(tmp_path):
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--checkpoint_type", "local", "--output_dir", run]
@@ -205,6 +206,7 @@ def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(rank
     assert "Batch 1 " not in refused.output and len(losses(run)) == 4
 
 
+@pytest.mark.full
 def test_a_local_checkpoint_can_be_named(tmp_path):
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--checkpoint_type", "local", "--output_dir", run]

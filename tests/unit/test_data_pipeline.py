@@ -72,6 +72,7 @@ def test_resuming_with_another_batch_size_continues_the_stream(config):
     assert list(itertools.chain(*take(config, 3, batch=6), *take(config, 4, batch=4, start=18))) == whole[:34]
 
 
+@pytest.mark.full
 def test_workers_change_nothing(config):
     with_workers = dataclasses.replace(config, data_num_workers=2)
     assert take(with_workers, 9, start=17) == take(config, 9, start=17)

@@ -8,6 +8,7 @@ from data.sample.build import HERE, baseline
 ROOT = Path(HERE)
 
 
+@pytest.mark.full
 def test_the_baseline_is_what_the_files_say():
     assert json.loads((ROOT / "baseline.json").read_text()) == baseline()
 

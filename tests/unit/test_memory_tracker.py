@@ -54,6 +54,7 @@ def fake_cuda(monkeypatch):
     return calls
 
 
+@pytest.mark.full
 def test_64_mib_of_floats_are_a_sixteenth_of_a_gib():
     before = cpu_tensor_bytes()
     tensor = torch.zeros(16 * 1024**2)
