@@ -6,7 +6,6 @@ import contextlib
 import pathlib
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from data.sample.build import HERE, baseline
 
 ROOT = Path(HERE)

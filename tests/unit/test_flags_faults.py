@@ -30,7 +30,6 @@ def test_nonfinite(tmp_path):
 
 
 @check("watchdog_timeout")
-@pytest.mark.full
 def test_watched(tmp_path):
     def ends(rank):
         """The step takes long, as the watchdog sees it."""
