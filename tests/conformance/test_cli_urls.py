@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401  i
 
 import smp.cli
 from smp.checkpoint.remote import ASIDE
+from tests.clock import wait_until
 from tests.job import LLAMA, losses, run_job
 from tests.s3 import Fault, nth, proxy, s3, s3_port  # noqa: F401  fixtures
 
@@ -144,7 +145,7 @@ def test_export_reads_the_models_tensors_by_range(call, url, run_dir, proxy, tmp
 def test_export_to_a_url_ends_with_its_config(call, url, s3, proxy, tmp_path):  # noqa: F811
     status, out, err = call("export", f"{url}/llama_v2-4steps", f"{s3.url}/model")
     assert (status, err) == (0, []) and f"to {s3.url}/model: 1 file(s)" in out[0]
-    assert proxy.answered("put")[-1] == "model/config.json"
+    wait_until(lambda: proxy.answered("put")[-1] == "model/config.json")  # noted when it has been handed over
     assert {"model/config.json", "model/model.safetensors", "model/smp_export.json"} <= set(s3.keys("model"))
     assert call("export", f"{url}/llama_v2-2steps", f"{s3.url}/model")[0] == 0, "an earlier export is replaced"
     s3.put("model/mine.txt", b"1")
@@ -169,7 +170,7 @@ def test_a_job_reads_its_data_from_a_store_and_writes_its_model_to_one(s3, proxy
     run_job(*words, "--training_dir", tmp_path / "data", "--output_dir", tmp_path / "other", world_size=2).succeeded()
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
     assert f"It was uploaded to {s3.url}/model." in there.output
-    assert proxy.answered("put")[-1] == "model/config.json"
+    wait_until(lambda: proxy.answered("put")[-1] == "model/config.json")  # noted when it has been handed over
     for file in (tmp_path / "other" / "final").iterdir():
         assert s3.get(f"model/{file.name}") == file.read_bytes(), file.name
 

@@ -5,6 +5,7 @@ import threading
 import fsspec
 import pytest
 
+from tests.clock import wait_until
 from tests.s3 import PART, Fault, nth, proxy, s3, s3_port, small_parts  # noqa: F401  fixtures
 
 pytestmark = pytest.mark.full
@@ -14,7 +15,7 @@ def test_objects_go_through_the_proxy(s3, proxy):  # noqa: F811
     fs, _ = fsspec.url_to_fs(s3.url)
     fs.pipe_file(f"{s3.bucket}/a/b", b"hello")
     assert s3.get("a/b") == b"hello" and s3.keys("a") == ["a/b"]
-    assert proxy.answered("put") == ["a/b"]
+    wait_until(lambda: proxy.answered("put") == ["a/b"])  # noted when it has been handed over
 
 
 def test_large_files_go_in_parts_and_a_cut_one_leaves_nothing(s3, proxy, tmp_path, monkeypatch):  # noqa: F811
@@ -43,7 +44,7 @@ def test_what_is_held_and_what_is_refused(s3, proxy):  # noqa: F811
     assert s3.get("x") == b"1" and proxy.answered("put") == []
     held.hold.set()
     thread.join()
-    assert [r.status for r in proxy.requests if r.kind == "put"] == [None, 503, 200]
+    wait_until(lambda: [r.status for r in proxy.requests if r.kind == "put"] == [None, 503, 200])
     proxy.away, fs.retries = True, 1
     with pytest.raises(Exception):  # noqa: B017  the client's own
         fs.pipe_file(f"{s3.bucket}/y", b"1")
