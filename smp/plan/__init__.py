@@ -1,0 +1,1 @@
+"""`smp plan`: what a job would hold, how long its step takes, and which layout is best, before anything is rented."""

@@ -1,0 +1,176 @@
+"""Records of a plan: what a step does, what a rank holds, how long it takes; plain data that goes to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+GIB = 1024**3
+
+FITS, FLUSH, NO = "fits", "flush", "no"
+# Less room than this share of the limit is called tight.
+TIGHT = 0.05
+
+
+class TensorShape(NamedTuple):
+    """Shape and dtype (``bfloat16``) of an operation's argument."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Operation(NamedTuple):
+    """An operation on the device, such as ``aten.mm.default``."""
+
+    name: str
+    inputs: tuple[TensorShape, ...]
+    outputs: tuple[TensorShape, ...]
+
+
+class Exchange(NamedTuple):
+    """A collective of this rank.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``.
+        nbytes: of the larger side: the gathered output, or the input that is reduced.
+        ranks: of the group.
+        axis: of the mesh that the group lies along: ``shard``, ``replicas``, ``data``, ``tp`` or ``world``.
+        asynchronous: runs beside the computation, on a stream of its own.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: int
+    axis: str
+    asynchronous: bool
+
+
+class Segment(NamedTuple):
+    """A part of a step: what one block does forward or backward, or what lies between blocks.
+
+    Attributes:
+        phase: ``forward``, ``backward`` or ``update``; what comes before the first forward is ``begin``.
+        block: index of the block, or None outside of blocks (embedding, head and loss, update).
+        microbatch: index.
+        events: in the order in which the host issues them.
+    """
+
+    phase: str
+    block: int | None
+    microbatch: int
+    events: tuple[Operation | Exchange, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """The bytes of a rank by category at one moment; ``where`` names the moment."""
+
+    where: str
+    categories: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Sum of the categories."""
+        return sum(self.categories.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank's device over a step.
+
+    Attributes:
+        rank: which was planned; of all distinct ranks the one that holds most.
+        peak: the moment of the highest sum.
+        own_peaks: each category's own highest bytes.
+        workspace: bytes inside kernels, at most, on top of the peak.
+        reserved: bytes of the caching allocator's segments; None on a CPU.
+        outside: bytes outside the allocator: context and communicators; on a CPU the process without a model.
+        limit: bytes of the device; None if it is not known.
+        shared: of the peak, bytes that the ranks of a host share (counted once a host).
+        timeline: total bytes after each change of the step, thinned; for drawing.
+    """
+
+    rank: int
+    peak: Moment
+    own_peaks: Mapping[str, int]
+    workspace: int
+    reserved: int | None
+    outside: int
+    limit: int | None
+    shared: int = 0
+    timeline: Sequence[tuple[str, Mapping[str, int]]] = ()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors and of kernels' workspaces at the peak."""
+        return self.peak.total + self.workspace
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the device must have for no flush: reserved ones, or else allocated ones, and those outside."""
+        return max(self.reserved or 0, self.allocated) + self.outside
+
+    @property
+    def room(self) -> int | None:
+        """Bytes of the limit that remain; negative: that are missing."""
+        return None if self.limit is None else self.limit - self.needed
+
+    @property
+    def verdict(self) -> str:
+        """``fits``; ``flush``: allocated bytes fit but reserved ones do not; or ``no``."""
+        if self.limit is None or self.needed <= self.limit:
+            return FITS
+        return FLUSH if self.reserved is not None and self.allocated + self.outside <= self.limit else NO
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with less than 5 % of the limit to spare."""
+        return self.room is not None and self.limit is not None and 0 <= self.room < TIGHT * self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and where they go.
+
+    Attributes:
+        seconds: of the whole step.
+        low, high: its range.
+        parts: seconds by part: ``compute``, ``exposed gathers``, ``tensor-parallel exchanges``, ``optimizer``, ``host``.
+        inside, between: bytes that a rank sends inside a host and between hosts.
+        source: how the device's speed is known, for a person.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    parts: Mapping[str, float]
+    inside: int
+    between: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutPlan:
+    """The plan of one layout.
+
+    Attributes:
+        flags: the settings that make this layout, by name.
+        mesh: degrees as the log says them.
+        memory: of the rank that holds most.
+        host: host memory of a rank by category.
+        disk: bytes by use: ``checkpoint``, ``kept checkpoints``, ``offloaded activations``.
+        step: its time; None where nothing is known of the device.
+        tokens: of a step over all ranks.
+        method: ``closed form``, ``blocks`` (few blocks traced) or ``exact`` (all blocks traced).
+    """
+
+    flags: Mapping[str, Any]
+    mesh: str
+    memory: RankMemory
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+    step: StepTime | None
+    tokens: int
+    method: str
+    notes: Sequence[str] = ()
