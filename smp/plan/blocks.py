@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -240,5 +241,19 @@ def segments(trace: Trace, repeated: Repeat) -> list[tuple[Segment, int]]:
             found[-1] = (segment, count + 1)
             continue
         last = template
+        if place.phase == UPDATE:
+            events = [_of_all_blocks(event, trace, repeated) for event in events]
         found.append((Segment(place.phase, place.block, place.microbatch, tuple(events)), 1))
     return found
+
+
+def _of_all_blocks(event: Operation | Exchange, trace: Trace, repeated: Repeat) -> Operation | Exchange:
+    """Return an operation of the update, whose lists of tensors have those of the traced blocks, with those of all."""
+    more = repeated.wanted - repeated.traced
+    if isinstance(event, Exchange) or not more:
+        return event
+    counts, block = Counter(event.inputs), Counter(trace.parameters)
+    lists = min(counts[shape] // (trace.blocks * times) for shape, times in block.items())
+    added = trace.parameters * (more * lists)
+    outputs = trace.parameters * more if lists and len(event.outputs) >= len(event.inputs) // lists > 1 else ()
+    return Operation(event.name, event.inputs + added, event.outputs + outputs)
