@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from smp.plan.records import Exchange, Operation, Segment
+from smp.plan.records import Exchange, Operation, Segment, TensorShape
 from smp.plan.trace import BACKWARD, FORWARD, UPDATE, Place, Trace
 
 
@@ -252,8 +252,10 @@ def _of_all_blocks(event: Operation | Exchange, trace: Trace, repeated: Repeat) 
     more = repeated.wanted - repeated.traced
     if isinstance(event, Exchange) or not more:
         return event
-    counts, block = Counter(event.inputs), Counter(trace.parameters)
-    lists = min(counts[shape] // (trace.blocks * times) for shape, times in block.items())
-    added = trace.parameters * (more * lists)
-    outputs = trace.parameters * more if lists and len(event.outputs) >= len(event.inputs) // lists > 1 else ()
-    return Operation(event.name, event.inputs + added, event.outputs + outputs)
+
+    def added(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
+        counts, block = Counter(tensors), Counter(trace.parameters)
+        lists = {shape: counts[shape] // (trace.blocks * times) for shape, times in block.items()}
+        return tuple(shape for shape in trace.parameters for _ in range(lists[shape] * more))
+
+    return Operation(event.name, event.inputs + added(event.inputs), event.outputs + added(event.outputs))
