@@ -9,7 +9,8 @@ import pathlib
 import sys
 from typing import Any
 
-import tests.cuda_path.fake_cuda as fake_cuda
+from smp.plan import fake_cuda
+from smp.plan.shim import load_shim
 
 
 def let_storages_resize() -> None:
@@ -29,7 +30,7 @@ def let_storages_resize() -> None:
 
 
 if __name__ == "__main__":
-    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
+    load_shim(pathlib.Path(sys.argv[1]))
     fake_cuda.install(devices=8)
 
     from smp import runtime

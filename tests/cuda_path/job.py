@@ -12,16 +12,16 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    import tests.cuda_path.fake_cuda as fake_cuda
+    from smp.plan.shim import load_shim
 
-    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
-else:
-    from tests.cuda_path import fake_cuda
+    load_shim(pathlib.Path(sys.argv[1]))
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+
+from smp.plan import fake_cuda
 
 
 def _replace(owner: Any, name: str, make: Any, *, static: bool = False) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_path import fake_cuda
+from smp.plan import fake_cuda
+from smp.plan.shim import load_shim
 from tests.cuda_path.reports import ROOT, shim
 
 HIDDEN, WORDS, ROWS, LENGTH, CHUNK = 64, 512, 2, 20, 16
@@ -70,5 +71,5 @@ def test_products_and_copies(audits, labels, tokens, copies):
 
 
 if __name__ == "__main__":
-    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
+    load_shim(pathlib.Path(sys.argv[1]))
     json.dump(run(), sys.stdout)

@@ -1,0 +1,230 @@
+"""From a step of few blocks to a step of any number.
+
+Blocks in the middle of a model allocate the same bytes in the same order. So a step of many blocks is written down from
+a traced one of few: a block in the middle stands for all that are added, and what it frees of a neighbour's is freed of
+that neighbour's copy. The result is the whole sequence of allocations, not only their sum: peak, categories at the
+peak, timeline and the simulated allocator all follow from it. What is not equal in the traced blocks is refused, and
+the caller traces all blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from smp.plan.records import Exchange, Operation, Segment
+from smp.plan.trace import BACKWARD, FORWARD, UPDATE, Place, Trace
+
+
+class UnequalBlocksError(Exception):
+    """The traced blocks differ where they should not: trace all."""
+
+
+class Step(NamedTuple):
+    """The storages of a step, and every change of their bytes in order.
+
+    Attributes:
+        categories, streams: of each storage.
+        initial: how many of them exist before the step.
+        changes: place, storage, change in bytes.
+    """
+
+    categories: list[str]
+    streams: list[str]
+    initial: int
+    changes: list[tuple[Place, int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """Which traced block stands for a block of the whole model.
+
+    Attributes:
+        traced, wanted: numbers of blocks.
+        period: blocks after which they repeat.
+        margin: blocks at both ends that stand for themselves.
+    """
+
+    traced: int
+    wanted: int
+    period: int
+    margin: int
+
+    def template(self, block: int) -> int:
+        """Return the traced block for a block of the whole model."""
+        if self.wanted == self.traced or block < self.margin:
+            return block
+        if block >= self.wanted - self.margin:
+            return block - self.wanted + self.traced
+        return self.margin + (block - self.margin) % self.period
+
+    @functools.cached_property
+    def copies(self) -> dict[int, list[int]]:
+        """Return the blocks of the whole model that each traced block stands for."""
+        found: dict[int, list[int]] = {template: [] for template in range(self.traced)}
+        for block in range(self.wanted):
+            found[self.template(block)].append(block)
+        return found
+
+
+def blocks_to_trace(wanted: int, *, period: int, margin: int) -> int:
+    """Return how many blocks to trace: both margins, a period, and what is left over of whole periods; at most all."""
+    inner = wanted - 2 * margin
+    few = 2 * margin + period + inner % period if inner > 0 else wanted
+    return min(wanted, few)
+
+
+def repeat(trace: Trace, wanted: int, *, period: int, margin: int) -> Repeat:
+    """Return how a trace is repeated.
+
+    Raises:
+        UnequalBlocksError: blocks that should be equal are not.
+    """
+    found = Repeat(trace.blocks, wanted, period, margin)
+    if wanted > trace.blocks:
+        _check(trace, found)
+    return found
+
+
+def _check(trace: Trace, repeated: Repeat) -> None:
+    """Compare the allocations of each inner block with those of the block a period later."""
+    made: dict[Place, list[tuple[str, int, str]]] = {}
+    sizes = _first_sizes(trace)
+    for number, birth in enumerate(trace.births):
+        made.setdefault(birth.place, []).append((birth.storage.category, sizes[number], birth.stream))
+    inner = range(1, repeated.traced - 1 - repeated.period)
+    for place in list(made):
+        if place.block in inner:
+            later = place._replace(block=place.block + repeated.period)
+            if made[place] != made.get(later):
+                raise UnequalBlocksError(f"blocks {place.block} and {later.block} differ in {place.phase}")
+    owned: dict[int | None, list[tuple[str, int]]] = {}
+    for number, block in enumerate(trace.owners):
+        owned.setdefault(block, []).append((trace.births[number].storage.category, sizes[number]))
+    for block in inner:
+        if owned.get(block) != owned.get(block + repeated.period):
+            raise UnequalBlocksError(f"blocks {block} and {block + repeated.period} hold different states")
+
+
+def _first_sizes(trace: Trace) -> list[int]:
+    sizes = [0] * len(trace.births)
+    seen = set()
+    for _, number, delta in trace.changes:
+        if number not in seen:
+            seen.add(number)
+            sizes[number] = delta
+    return sizes
+
+
+def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
+    """Yield the places of the whole step in their order, each with the traced one that stands for it."""
+    order: dict[Place, None] = dict.fromkeys(change.place for change in trace.changes)
+    order = _ordered([*order, *(place for place in trace.events if place not in order)])
+    groups: list[list[Place]] = []
+    for place in order:  # the blocks of one forward or one backward are one group
+        same = groups and groups[-1][0].block is not None and place.block is not None
+        if same and groups[-1][0][:2] == place[:2]:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    for group in groups:
+        if group[0].block is None or repeated.wanted == repeated.traced:
+            yield from ((place, place) for place in group)
+            continue
+        by_block = {place.block: place for place in group}
+        count = range(repeated.wanted)
+        for block in count if group[0].phase == FORWARD else reversed(count):
+            template = by_block[repeated.template(block)]
+            yield template._replace(block=block), template
+
+
+def _ordered(places: list[Place]) -> dict[Place, None]:
+    """Return the places in the order of a step."""
+
+    def key(place: Place) -> tuple[int, int, int]:
+        if place.phase == UPDATE:
+            return (1 << 30, 0, 0)
+        if place.phase not in (FORWARD, BACKWARD):
+            return (-1, 0, 0)
+        forward = place.phase == FORWARD
+        between = {"embedding": -1 if forward else 1 << 30, "head": 1 << 30 if forward else -(1 << 30)}
+        inside = between[place.part] if place.block is None else place.block if forward else -place.block
+        return (place.microbatch, 0 if forward else 1, inside)
+
+    return dict.fromkeys(sorted(places, key=key))
+
+
+def whole_step(trace: Trace, repeated: Repeat) -> Step:
+    """Write down the storages and changes of the step of the whole model."""
+    categories: list[str] = []
+    streams: list[str] = []
+    # A storage of the whole step, by the traced one and the block of the whole model that it belongs to.
+    numbers: dict[tuple[Place, int, int | None], int] = {}
+    changes: list[tuple[Place, int, int]] = []
+    initial = len(trace.owners)
+    begin = trace.births[0].place
+
+    def number_of(place: Place, index: int, block: int | None, traced: int) -> int:
+        key = (place, index, block)
+        if key not in numbers:
+            numbers[key] = len(categories)
+            categories.append(trace.births[traced].storage.category)
+            streams.append(trace.births[traced].stream)
+        return numbers[key]
+
+    sizes = _first_sizes(trace)
+    for traced, owner in enumerate(trace.owners):
+        for block in [None] if owner is None else repeated.copies[owner]:
+            changes.append((begin, number_of(begin, _rank_in(trace, traced), block, traced), sizes[traced]))
+    made_before = len(categories)
+
+    by_place: dict[Place, list[tuple[int, int]]] = {}
+    for place, traced, delta in trace.changes[initial:]:
+        by_place.setdefault(place, []).append((traced, delta))
+    ranks = _ranks(trace)
+    for place, template in _places(trace, repeated):
+        for traced, delta in by_place.get(template, ()):
+            birth = trace.births[traced]
+            owner = trace.owners[traced] if traced < initial else birth.place.block
+            if owner is None:
+                blocks: list[int | None] = [None]
+            elif place.block is None or template.block is None:
+                blocks = [*repeated.copies[owner]]  # of every block at once, as at the update
+            else:
+                blocks = [place.block + owner - template.block]
+            for block in blocks:
+                made = begin if traced < initial else birth.place._replace(block=block)
+                index = ranks[traced] if traced < initial else birth.index
+                changes.append((place, number_of(made, index, block, traced), delta))
+    return Step(categories, streams, made_before, changes)
+
+
+def _ranks(trace: Trace) -> list[int]:
+    """Return of each storage that exists before the step which it is of its block's, in order."""
+    counts: dict[int | None, int] = {}
+    ranks = []
+    for owner in trace.owners:
+        ranks.append(counts.get(owner, 0))
+        counts[owner] = ranks[-1] + 1
+    return ranks
+
+
+def _rank_in(trace: Trace, traced: int) -> int:
+    return _ranks(trace)[traced]
+
+
+def segments(trace: Trace, repeated: Repeat) -> list[tuple[Segment, int]]:
+    """Return the operations and collectives of the whole step in order, equal neighbours once with their count."""
+    found: list[tuple[Segment, int]] = []
+    last: Place | None = None
+    for place, template in _places(trace, repeated):
+        events: list[Operation | Exchange] = trace.events.get(template, [])
+        if template == last:
+            segment, count = found[-1]
+            found[-1] = (segment, count + 1)
+            continue
+        last = template
+        found.append((Segment(place.phase, place.block, place.microbatch, tuple(events)), 1))
+    return found
