@@ -280,7 +280,7 @@ def _more_devices(request: _Request) -> str:
     if enough is None or enough <= request.devices:
         return "More memory on each device, or a shorter --max_context_width, would help; more devices would not."
     return (
-        f"{enough} devices with full sharding would hold it, by the closed form: {-(-enough // request.local)} nodes."
+        f"By the closed form, full sharding over {enough} devices would hold it: --nodes {-(-enough // request.local)}."
     )
 
 

@@ -22,6 +22,7 @@ MOST_TRACES = 12
 _BATCHES = (1, 2, 4, 8, 16)
 # What the closed form may be wrong by.
 _MEMORY_MARGIN, _TIME_MARGIN = 1.3, 1.2
+_TIGHT_MARGIN = 1.05  # of its error, known from layouts of the same kind
 # Traces that are kept for layouts that are sure to fit, while none has.
 _LAST_TRIES = 4
 
@@ -208,7 +209,7 @@ def search(
         top: how many that fit are looked for.
         most: layouts that are traced.
     """
-    traced, refused, wrong = list[tuple[Estimate, LayoutPlan]](), list[Refused](), list[tuple[float, float]]()
+    traced, refused = list[tuple[Estimate, LayoutPlan]](), list[Refused]()
     # Two of the same time: the one that is smaller. The closed form has no time for offloading: it comes last.
     queue = sorted(_near(estimates, limit), key=lambda each: (each.per_token * _offloading(each), each.memory))
     tried, failed = 0, 0
@@ -217,22 +218,17 @@ def search(
         if limit is not None and not fitting and most - tried <= _LAST_TRIES:
             queue.sort(key=lambda each: (each.memory > limit / _MEMORY_MARGIN, each.per_token, each.memory))
         chosen = queue.pop(0)
-        if len(fitting) >= top and _slower(chosen, fitting, top, [ratio for _, ratio in wrong]):
+        if len(fitting) >= top and _is_slower(chosen, fitting, top):
             break
-        least = min((ratio for ratio, _ in wrong), default=0.0)
-        if limit is not None and (needed := int(chosen.memory * least)) > limit:
+        if limit is not None and (needed := _as_traced(chosen, traced)) > limit * _TIGHT_MARGIN:
             refused.append(_too_large(chosen, needed, limit, f"about {needed / GIB:.1f}"))
             continue
         tried += 1
         try:
-            plan = trace(chosen.layout)
+            traced.append((chosen, trace(chosen.layout)))
         except UserError as error:
             refused.append(Refused(chosen.layout, str(error), 0, chosen.per_token))
             failed += 1
-            continue
-        traced.append((chosen, plan))
-        seconds = plan.step.seconds if plan.step else chosen.seconds
-        wrong.append((plan.memory.needed / max(chosen.memory, 1), seconds / chosen.seconds))
     return _found(estimates, limit, traced, refused, tried - failed)
 
 
@@ -246,9 +242,22 @@ def _near(estimates: Sequence[Estimate], limit: int | None) -> Iterable[Estimate
     return [each for each in near if each.per_token <= _TIME_MARGIN * best]
 
 
-def _slower(chosen: Estimate, fitting: list[tuple[Estimate, LayoutPlan]], top: int, ratios: Sequence[float]) -> bool:
+def _as_traced(chosen: Estimate, traced: list[tuple[Estimate, LayoutPlan]]) -> int:
+    """Return the bytes that a layout needs, by the closed form and by its error where the same is saved."""
+    kind = _saving(chosen.layout)
+    ratios = [plan.memory.needed / max(each.memory, 1) for each, plan in traced if _saving(each.layout) == kind]
+    return int(chosen.memory * min(ratios, default=0.0))
+
+
+def _saving(layout: Layout) -> tuple[str, str]:
+    words = parts(layout)
+    return words["recomputation"], words["offloading"]
+
+
+def _is_slower(chosen: Estimate, fitting: list[tuple[Estimate, LayoutPlan]], top: int) -> bool:
     """Return whether a layout, and all after it, cannot be among the ``top``."""
     best = sorted(_per_token(*pair) for pair in fitting)[:top]
+    ratios = [_per_token(each, plan) / each.per_token for each, plan in fitting]
     return chosen.per_token * min(ratios) > best[-1]
 
 
