@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,11 @@ def host_id_override() -> str | None:
     Collectives between processes with different names go over the network: for containers, and for tests.
     """
     return os.environ.get("SMP_HOST_ID")
+
+
+def devices_folder() -> Path:
+    """Return the folder of the user's rows of devices: ``SMP_DEVICES_DIR``, or ``~/.cache/smp/devices``."""
+    return Path(os.environ.get("SMP_DEVICES_DIR") or Path.home() / ".cache" / "smp" / "devices")
 
 
 def onednn_ceiling() -> str | None:

@@ -1,0 +1,147 @@
+"""Seconds of a step by a closed form: products, attention, bytes moved and exchanges of a decoder, without a trace.
+
+It orders layouts before the better ones are traced, and is what published runs are held against
+(``benchmarks/plan.py published``). A block's kernels are a roofline: products and attention by their FLOPs, everything
+else by the bytes that it moves. The exchanges of a block are hidden under its compute, as FSDP2 overlaps them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from smp.memory.shape import ModelShape
+from smp.plan.devices import DeviceRow
+from smp.plan.exchange import ring_seconds
+
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+
+# Hidden states (of `hidden`) and inner states (of `intermediate`) that a block's element-wise kernels read or write in
+# a forward pass: two norms in fp32 steps, rotary embedding, two residuals; activation and gate. Eager transformers
+# blocks dispatch each step alone; compiled ones, and written-out fused blocks, read and write once.
+HIDDEN_MOVED, INNER_MOVED = 26, 7
+FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED = 12, 4
+# Bytes of a logit: in bf16 written, cast to fp32, log-softmax and its gradient, cast back, read by two products.
+LOGIT_BYTES = 24
+# AdamW in fp32: reads parameter, gradient and two moments, writes three; the norm reads the gradient, clipping
+# reads and writes it; zeroing writes it.
+UPDATE_BYTES = 4 * (7 + 3 + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedLayout:
+    """How a step is laid out.
+
+    Attributes:
+        sequence, batch: tokens of a sample, samples of a micro-batch of a data rank.
+        accumulation: micro-batches of a step.
+        shard, replicas, tp: degrees; ``local``: devices of a host.
+        recompute: ``none``, ``selective`` (products are recomputed by half, attention is kept) or ``full``.
+        fused: whether element-wise operations are compiled or written as fused kernels.
+        keep_gathered: whether parameters stay gathered between forward and backward (ZeRO-2).
+        reduce_bytes: of an element that is reduced: 4, or 2 where gradients are reduced in bf16.
+    """
+
+    sequence: int
+    batch: int
+    accumulation: int = 1
+    shard: int = 1
+    replicas: int = 1
+    tp: int = 1
+    local: int = 8
+    recompute: str = NONE
+    fused: bool = False
+    keep_gathered: bool = False
+    reduce_bytes: int = 4
+
+
+class ClosedTime(NamedTuple):
+    """Seconds of a step of one rank, and by part."""
+
+    seconds: float
+    parts: dict[str, float]
+
+
+class _Block(NamedTuple):
+    """Seconds of one block's kernels."""
+
+    products: float
+    attention_forward: float
+    attention_backward: float
+    moved: float
+
+    @property
+    def forward(self) -> float:
+        return self.products + self.attention_forward + self.moved
+
+    def backward(self, recompute: str) -> float:
+        again = {NONE: 0.0, SELECTIVE: self.products / 2 + self.moved, FULL: self.forward}[recompute]
+        return 2 * self.products + self.attention_backward + 2 * self.moved + again
+
+
+def _block_weights(shape: ModelShape) -> int:
+    """Count the weights of a block's products."""
+    width = shape.attention or shape.hidden
+    key_value = width * (shape.key_value_heads or shape.heads) // shape.heads
+    mlp = (3 if shape.gated_mlp else 2) * shape.intermediate
+    return shape.hidden * (2 * width + 2 * key_value + mlp)
+
+
+def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
+    tokens, share, peak = layout.batch * layout.sequence, row.efficiency, row.peak * 1e12
+    width = shape.attention or shape.hidden
+    # Two products over the half of the scores that the causal mask leaves.
+    scores = 2 * 2 * tokens * layout.sequence * width / 2 / layout.tp
+    hidden, inner = (FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED) if layout.fused else (HIDDEN_MOVED, INNER_MOVED)
+    gates = 1.0 if shape.gated_mlp else 0.5  # without a gate half of the inner states
+    moved = 2 * tokens * (hidden * shape.hidden + gates * inner * shape.intermediate) / layout.tp
+    return _Block(
+        products=2 * tokens * _block_weights(shape) / layout.tp / (peak * share.products),
+        attention_forward=scores / (peak * share.attention_forward),
+        attention_backward=2.5 * scores / (peak * share.attention_backward),
+        moved=moved / (row.bandwidth * 1e12 * share.memory),
+    )
+
+
+def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> ClosedTime:
+    """Return the seconds of one optimizer step.
+
+    Args:
+        shape: of the model.
+        layout: of the job; its data ranks have equal work.
+        row: of the device.
+
+    Source: roofline (Williams et al., CACM 2009) over the counts of arXiv:2204.02311, appendix B; overlap as in
+    torch's ``fully_shard``.
+    """
+    tokens, memory = layout.batch * layout.sequence, row.bandwidth * 1e12 * row.efficiency.memory
+    block, weights = _block(shape, layout, row), _block_weights(shape) / layout.tp
+    inside = max(1, layout.local // layout.tp)  # ranks of the sharding group on a host
+
+    def ring(nbytes: float, ranks: int, on_host: int) -> float:
+        return ring_seconds(nbytes, ranks, min(ranks, on_host), row)
+
+    def sharded(nbytes: float) -> float:
+        return ring(nbytes, layout.shard, inside)
+
+    crossing = ring(2 * tokens * shape.hidden, layout.tp, layout.local)  # one exchange of hidden states
+    gather, scatter = sharded(2 * weights), sharded(layout.reduce_bytes * weights)
+    forward = block.forward + 4 * crossing
+    backward = block.backward(layout.recompute) + (4 if layout.recompute == NONE else 6) * crossing
+    again = 0.0 if layout.keep_gathered else gather
+    exposed = max(0.0, gather - block.forward) + max(0.0, again + scatter - block.backward(layout.recompute))
+    vocabulary = shape.hidden * shape.vocabulary / layout.tp
+    head = 6 * tokens * vocabulary / (row.peak * 1e12 * row.efficiency.products)
+    head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
+    # What nothing hides: the embedding's gather, the first block's, and the last reductions.
+    ends = sharded(2 * vocabulary) + gather + sharded(layout.reduce_bytes * vocabulary) + scatter
+    held = shape.parameters / layout.tp / layout.shard
+    replicas = 2 * ring(layout.reduce_bytes * held, layout.replicas, max(1, inside // layout.shard))
+    parts = {
+        "compute": layout.accumulation * (shape.layers * (forward + backward - 8 * crossing) + head),
+        "exposed gathers": layout.accumulation * (shape.layers * exposed + ends) + replicas,
+        "tensor-parallel exchanges": layout.accumulation * shape.layers * 8 * crossing,
+        "optimizer": UPDATE_BYTES * held / memory,
+    }
+    parts = {name: seconds / row.factor for name, seconds in parts.items()}
+    return ClosedTime(sum(parts.values()), parts)

@@ -1,0 +1,252 @@
+"""What is known of a device's speed: rows of data sheets, and rows that `smp plan --calibrate` has measured.
+
+Every row says which of the two it is, when it was made and on what. A data sheet's peaks are not reached; the
+efficiencies beside them are the share that published measurements reach, each with its source here:
+
+- products: 0.9 of the fastest product of any shape that was measured on the card: A100 271 of 312 TFLOP/s, H100 and
+  H200 794 of 989, B200 1745 of 2250 (S. Bekman, Machine Learning Engineering, "Maximum Achievable FLOPS"). A step's
+  own shapes are not the best ones, and cards that draw more power than they may in long products slow down.
+- attention: FlashAttention-2 with a causal mask, counted without the hidden half: A100 0.50 forward and 0.42 backward
+  (arXiv:2307.08691, section 4.1), H100 and later 0.35 and 0.30 (arXiv:2407.08608: 35 % of an H100).
+- memory 0.80 and links and networks 0.75: usual of STREAM-like kernels and of NCCL's large rings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.errors import UserError
+from smp.json_input import read_object
+from smp.runtime import devices_folder
+from smp.train.flops import peak_flops
+
+DATA_SHEET, MEASURED = "data sheet", "measured"
+SCHEMA = 1
+# GB/s that a device can send at once, each way, when the eight devices of a host share its cards.
+NETWORKS = {"efa400": 400 / 8 / 8, "efa3200": 3200 / 8 / 8, "ib400": 400 / 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peaks that are reached."""
+
+    products: float = 0.70
+    attention_forward: float = 0.35
+    attention_backward: float = 0.30
+    memory: float = 0.80
+    links: float = 0.75
+    network: float = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """What was measured with one number of processes at once; seconds of the wall.
+
+    Attributes:
+        products: dtype, layout (``nt``, ``nn``, ``tn``), rows, inner size, columns, seconds.
+        elementwise: operation, bytes of its inputs and outputs, seconds with fresh outputs.
+        attention: dtype, elements of all score matrices, head width, seconds forward, seconds backward.
+        adamw: parameters, seconds of the fused update.
+        exchanges: backend, kind, bytes of the larger side, seconds.
+        host: microseconds of an operation by recomputation: ``none``, ``full``, ``selective``.
+        probe: seconds of a fixed ``add`` and ``product``: how fast the machine was while this was measured.
+    """
+
+    products: Sequence[tuple[str, str, int, int, int, float]]
+    elementwise: Sequence[tuple[str, int, float]]
+    attention: Sequence[tuple[str, int, int, float, float]]
+    adamw: Sequence[tuple[int, float]]
+    exchanges: Sequence[tuple[str, str, int, float]]
+    host: Mapping[str, float]
+    probe: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRow:
+    """The speed of one kind of device.
+
+    Attributes:
+        name: as ``--device`` takes it.
+        peak: TFLOP/s of dense bf16 products.
+        bandwidth: of the device's memory, TB/s.
+        memory: GiB that the driver reports.
+        links: GB/s each way to another device of the host.
+        network: GB/s each way to another host, this device's share.
+        host_link: GB/s each way to the host's memory.
+        capability: CUDA's compute capability; None on a CPU.
+        efficiency: shares of the peaks that are reached.
+        host_us: microseconds of the host for an operation, by recomputation; the default is an eager operation with
+            its autograd, twice with the two dispatch modes of selective recomputation.
+        factor: what times were divided by to match ledgers; ``runs``: how many; ``low``, ``high``: 10th and 90th
+            percentile of measured over predicted seconds, from 4 runs on.
+        source: ``data sheet`` or ``measured``.
+        date, on: of the row: the day, and the machine with its versions.
+        tables: measured ones by the number of processes that ran at once.
+    """
+
+    name: str
+    peak: float = 0.0
+    bandwidth: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+    network: float = 0.0
+    host_link: float = 0.0
+    capability: tuple[int, int] | None = None
+    efficiency: Efficiency = Efficiency()
+    host_us: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"none": 8, "full": 8, "selective": 16})
+    factor: float = 1.0
+    runs: int = 0
+    low: float | None = None
+    high: float | None = None
+    source: str = DATA_SHEET
+    date: str = "2026-11-22"
+    on: str = ""
+    tables: Mapping[int, Tables] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether kernels and exchanges run beside the host and each other."""
+        return self.capability is not None
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Return the seconds to expect, lowest and highest, for one predicted second."""
+        if self.low is not None and self.high is not None:
+            return self.low, self.high
+        return (0.9, 1.1) if self.source == MEASURED else (0.75, 1.25)
+
+    @property
+    def described(self) -> str:
+        """Return a phrase for a person: where the row's numbers come from and how far to trust them."""
+        fitted = f", one factor fitted to {self.runs} runs" if self.runs else ""
+        if self.source == MEASURED:
+            return f"measured {self.date} on {self.on}{fitted}"
+        return f"data-sheet constants of {self.name}, not measured here{fitted}: within 25 %"
+
+    def refitted(self, ratios: Sequence[float]) -> DeviceRow:
+        """Return the row with a factor and a range from ledgers.
+
+        Args:
+            ratios: measured seconds of a step over those that this row predicted.
+        """
+        ordered, count = sorted(ratios), len(ratios)
+        if not count:
+            return self
+        median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+        known = count >= 4  # fewer have no percentiles worth the name
+        low, high = ordered[round(0.1 * (count - 1))] / median, ordered[round(0.9 * (count - 1))] / median
+        return dataclasses.replace(
+            self, factor=self.factor / median, runs=count, low=low if known else None, high=high if known else None
+        )
+
+
+def _gpu(
+    name: str, sheet: str, bandwidth: float, memory: float, links: float, network: float, **rest: Any
+) -> DeviceRow:
+    peak = peak_flops(sheet, torch.bfloat16)
+    assert peak is not None, sheet
+    host_link = 32 if rest["capability"] < (9, 0) else 64  # PCIe 4 and 5
+    return DeviceRow(
+        name, peak / 1e12, bandwidth, memory, links, network, host_link, on="NVIDIA's data sheet", **rest
+    )  # fmt: skip
+
+
+_AMPERE = {"capability": (8, 0), "efficiency": Efficiency(0.78, 0.50, 0.42)}
+_HOPPER = {"capability": (9, 0), "efficiency": Efficiency(0.72)}
+# The factors are those of published runs (benchmarks/plan.py published): other code, so the range stays a data sheet's.
+_ROWS = (
+    _gpu("a100_40gb", "A100-SXM4-40GB", 1.555, 39.4, 300, 25, **_AMPERE, factor=0.96, runs=78),
+    _gpu("a100_80gb", "A100-SXM4-80GB", 2.039, 79.1, 300, 25, **_AMPERE, factor=0.97, runs=61),
+    _gpu("h100", "H100 80GB HBM3", 3.35, 79.1, 450, 50, **_HOPPER, factor=0.94, runs=70),
+    _gpu("h200", "H200", 4.8, 139.8, 450, 50, **_HOPPER),
+    _gpu("b200", "B200", 8.0, 178.4, 900, 50, capability=(10, 0)),
+)
+DEVICES: Mapping[str, DeviceRow] = {row.name: row for row in _ROWS}
+
+
+def device_row(name: str) -> DeviceRow:
+    """Return the row of a device.
+
+    Args:
+        name: of a data sheet's row or one of the user's folder, which has precedence; or the path of a row's file.
+
+    Raises:
+        UserError: there is no such row, or its file cannot be read.
+    """
+    path = Path(name) if name.endswith(".json") else devices_folder() / f"{name}.json"
+    if path.exists():
+        return read_row(path)
+    if name in DEVICES:
+        return DEVICES[name]
+    own = sorted(file.stem for file in devices_folder().glob("*.json"))
+    raise UserError(
+        f"--device {name} is not known: give one of {', '.join(dict.fromkeys([*DEVICES, *own]))}, the path of a row's "
+        f"JSON file, or measure the device at hand with `smp plan --calibrate`"
+    )
+
+
+def network_share(text: str) -> float:
+    """Return GB/s each way between hosts for one device.
+
+    Args:
+        text: a name of ``NETWORKS`` (cards of a host with eight devices; ``ib400``: one card a device), or a number.
+
+    Raises:
+        UserError: neither.
+    """
+    if text in NETWORKS:
+        return NETWORKS[text]
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise UserError(
+            f"--network {text} is not known: give {', '.join(NETWORKS)}, or the GB/s that each device can send to "
+            f"other hosts, such as 50"
+        )
+    return share
+
+
+def read_row(path: Path) -> DeviceRow:
+    """Read the row of a device from a JSON file.
+
+    Raises:
+        UserError: it cannot be read, or is no row.
+    """
+    try:
+        content = read_object(path)
+        if content.pop("schema", None) != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        tables = {int(count): Tables(**table) for count, table in content.pop("tables", {}).items()}
+        efficiency = Efficiency(**content.pop("efficiency", {}))
+        capability = content.pop("capability", None)
+        return DeviceRow(
+            **content, efficiency=efficiency, capability=tuple(capability) if capability else None, tables=tables
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no row of a device: {error}: write it anew with `smp plan --calibrate`, or give a name"
+        ) from None
+
+
+def write_row(row: DeviceRow, path: Path) -> None:
+    """Write the row of a device as JSON; a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump({"schema": SCHEMA, **dataclasses.asdict(row)}, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

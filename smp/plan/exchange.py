@@ -1,0 +1,50 @@
+"""Seconds and bytes of an exchange from a device's links and its share of the host's network cards."""
+
+from __future__ import annotations
+
+from smp.plan.devices import DeviceRow
+from smp.plan.records import Exchange
+
+# Starting a collective, and each further rank and host of its ring: NCCL's latencies are of this size.
+START, PER_RANK, PER_HOST = 20e-6, 1e-6, 8e-6
+
+
+def ring_seconds(nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter.
+
+    A ring over whole hosts enters and leaves each host once, through all cards that its ranks there share: with
+    ``on_host`` ranks of the group on each host it has ``on_host`` shares of the network, up to the speed of the links.
+
+    Args:
+        nbytes: of the larger side: the gathered output, or the input that is reduced.
+        ranks: of the group.
+        on_host: ranks of the group on one host.
+        row: of the device.
+    """
+    if ranks <= 1:
+        return 0.0
+    speed = row.links * row.efficiency.links
+    if on_host < ranks:
+        speed = min(speed, on_host * row.network * row.efficiency.network)
+    return nbytes * (ranks - 1) / ranks / (speed * 1e9) + START + PER_RANK * on_host + PER_HOST * (ranks // on_host - 1)
+
+
+def sent_bytes(exchange: Exchange, on_host: int) -> tuple[int, int]:
+    """Return the bytes that a rank sends inside its host and between hosts, of a ring; on average over the ranks."""
+    passes = 2 if exchange.kind == "all_reduce" else 1
+    sent = passes * exchange.nbytes * (exchange.ranks - 1) / exchange.ranks
+    if on_host >= exchange.ranks:
+        return round(sent), 0
+    # Every rank talks to every other in an exchange of all with all; of a ring one link in `on_host` leaves the host.
+    outside = (exchange.ranks - on_host) / (exchange.ranks - 1) if exchange.kind == "all_to_all" else 1 / on_host
+    return round(sent * (1 - outside)), round(sent * outside)
+
+
+def exchange_seconds(exchange: Exchange, on_host: int, row: DeviceRow) -> float:
+    """Return the seconds of an exchange by a data sheet's links and network."""
+    if exchange.kind == "all_reduce":  # a reduce-scatter and an all-gather
+        return 2 * ring_seconds(exchange.nbytes, exchange.ranks, on_host, row) - START
+    if exchange.kind == "all_to_all" and on_host < exchange.ranks:
+        between = sent_bytes(exchange, on_host)[1]
+        return START + between / (row.network * row.efficiency.network * 1e9)
+    return ring_seconds(exchange.nbytes, exchange.ranks, on_host, row)

@@ -1,0 +1,112 @@
+"""What an operation computes and moves, from its shapes, and its seconds on a device by its data sheet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from smp.plan.devices import DeviceRow
+from smp.plan.records import Operation, TensorShape
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_scaled_mm_v2", "linear")
+# TF32 has half of bf16's peak on every card.
+_SLOWER = {"float32": 0.5, "float64": 0.06}
+# Multiply-adds of a backward pass of attention for each of the forward pass: five products for two.
+ATTENTION_BACKWARD = 2.5
+
+
+class Product(NamedTuple):
+    """``batch`` products of rows x inner and inner x columns."""
+
+    rows: int
+    inner: int
+    columns: int
+    batch: int
+    dtype: str
+
+    @property
+    def flops(self) -> int:
+        """Return a multiply and an add for each of the elements' terms."""
+        return 2 * self.rows * self.inner * self.columns * self.batch
+
+
+class Attention(NamedTuple):
+    """``scores`` elements of all score matrices that are computed: a causal mask hides half of a square one."""
+
+    scores: float
+    width: int
+    backward: bool
+    dtype: str
+
+    @property
+    def flops(self) -> float:
+        """Return those of two products forward, and of five backward."""
+        return 4 * self.scores * self.width * (ATTENTION_BACKWARD if self.backward else 1)
+
+
+def short_name(operation: Operation) -> str:
+    """Return the name without namespace and overload: ``mm`` of ``aten.mm.default``."""
+    parts = operation.name.split(".")
+    return parts[1] if len(parts) > 1 else operation.name
+
+
+def product(operation: Operation) -> Product | None:
+    """Return the product that an operation is, or None."""
+    if short_name(operation) not in _PRODUCTS:
+        return None
+    matrices = [t for t in operation.inputs if len(t.shape) >= 2]
+    if len(matrices) < 2:
+        return None
+    left, right = matrices[-2:]
+    *batch, rows, inner = left.shape
+    if short_name(operation) == "linear":
+        return Product(math.prod(batch) * rows, inner, right.shape[0], 1, left.dtype)
+    return Product(rows, inner, right.shape[-1], math.prod(batch), left.dtype)
+
+
+def attention(operation: Operation) -> Attention | None:
+    """Return the fused attention that an operation is, or None."""
+    name = short_name(operation)
+    if "attention" not in name:
+        return None
+    backward = "backward" in name
+    heads = [t for t in operation.inputs if len(t.shape) == 4][int(backward) :]  # after the gradient of the output
+    if len(heads) < 2:
+        return None
+    batch, count, queries, width = heads[0].shape
+    keys = heads[1].shape[2]
+    hidden = 0.5 if queries == keys else 1.0
+    return Attention(batch * count * queries * keys * hidden, width, backward, heads[0].dtype)
+
+
+def _bytes(tensors: Iterable[TensorShape]) -> int:
+    return sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in tensors)
+
+
+def moved_bytes(operation: Operation) -> int:
+    """Return the bytes that an operation reads and writes.
+
+    One without outputs writes in place: all of its inputs, but AdamW's gradients.
+    """
+    inputs = _bytes(operation.inputs)
+    if operation.outputs:
+        return inputs + _bytes(operation.outputs)
+    return inputs * 7 // 4 if "adam" in operation.name else 2 * inputs
+
+
+def sheet_seconds(operation: Operation, row: DeviceRow) -> float:
+    """Return the seconds of an operation on a device that only its data sheet is known of: a roofline.
+
+    Source: Williams et al., CACM 2009.
+    """
+    share, peak = row.efficiency, row.peak * 1e12
+    moved = moved_bytes(operation) / (row.bandwidth * 1e12 * share.memory)
+    if found := product(operation):
+        return max(moved, found.flops / (peak * share.products * _SLOWER.get(found.dtype, 1.0)))
+    if fused := attention(operation):
+        reached = share.attention_backward if fused.backward else share.attention_forward
+        return max(moved, fused.flops / (peak * reached * _SLOWER.get(fused.dtype, 1.0)))
+    return moved

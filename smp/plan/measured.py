@@ -1,0 +1,105 @@
+"""Seconds of operations and exchanges by interpolation in what `smp plan --calibrate` has measured."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from smp.plan.devices import DeviceRow, Tables
+from smp.plan.kernels import Product, attention, moved_bytes, product, short_name
+from smp.plan.records import Exchange, Operation
+
+NEAREST = 4  # measured products that one is interpolated from
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return a value between measured ones: linear in logarithms; beyond the ends in proportion to ``at``.
+
+    Args:
+        points: (size, seconds), ascending, above 0.
+        at: the size asked for.
+    """
+    if at <= 0 or not points:
+        return 0.0
+    index = bisect.bisect([size for size, _ in points], at)
+    if index == 0:
+        return points[0][1] * min(1.0, at / points[0][0])
+    if index == len(points):
+        return points[-1][1] * at / points[-1][0]
+    (low, first), (high, second) = points[index - 1], points[index]
+    weight = math.log(at / low) / math.log(high / low)
+    return math.exp(math.log(first) + weight * (math.log(second) - math.log(first)))
+
+
+class Measured:
+    """A device's tables for one number of processes.
+
+    Args:
+        tables: what was measured.
+        backend: of the exchanges.
+    """
+
+    def __init__(self, tables: Tables, backend: str):
+        self._rates: dict[tuple[str, str], list[tuple[tuple[float, float, float], float]]] = defaultdict(list)
+        for dtype, layout, rows, inner, columns, seconds in tables.products:
+            rate = 2 * rows * inner * columns / seconds
+            self._rates[dtype, layout].append(((math.log(rows), math.log(inner), math.log(columns)), rate))
+        elementwise = defaultdict(list)
+        for name, nbytes, seconds in tables.elementwise:
+            elementwise[name].append((float(nbytes), seconds))
+        self._elementwise = {name: sorted(points) for name, points in elementwise.items()}
+        self._attention = tables.attention
+        self._adamw = sorted((float(count), seconds) for count, seconds in tables.adamw)
+        exchanges = defaultdict(list)
+        for own, kind, nbytes, seconds in tables.exchanges:
+            if own == backend:
+                exchanges[kind].append((float(nbytes), seconds))
+        self._exchanges = {kind: sorted(points) for kind, points in exchanges.items()}
+
+    def seconds(self, operation: Operation, layout: str) -> float:
+        """Return an operation's seconds.
+
+        Args:
+            operation: what ran.
+            layout: of a product's operands: ``nt``, ``nn`` or ``tn``.
+        """
+        if found := product(operation):
+            return self._product(found, layout)
+        if fused := attention(operation):
+            return self._fused(fused.scores, fused.width, fused.dtype, backward=fused.backward)
+        if "fused_adam" in operation.name:
+            return interpolated(self._adamw, moved_bytes(operation) / 28)  # seven passes over fp32
+        points = self._elementwise.get(short_name(operation)) or self._elementwise.get("add", [])
+        return interpolated(points, float(moved_bytes(operation)))
+
+    def _product(self, found: Product, layout: str) -> float:
+        """Interpolate the rate of the nearest shapes, each by the inverse of its distance in logarithms, squared."""
+        own = self._rates.get((found.dtype, layout)) or self._rates.get(("float32", layout), [])
+        at = tuple(math.log(max(1, size)) for size in found[:3])
+        near = sorted((math.dist(at, shape), rate) for shape, rate in own)[:NEAREST]
+        if not near:
+            return 0.0
+        weights = [1 / (1e-9 + distance) ** 2 for distance, _ in near]
+        rate = sum(w * r for w, (_, r) in zip(weights, near, strict=True)) / sum(weights)
+        return found.flops / rate
+
+    def _fused(self, scores: float, width: int, dtype: str, *, backward: bool) -> float:
+        """Interpolate by the work: scores x width, whatever the number of heads."""
+        own = [line for line in self._attention if line[0] == dtype] or self._attention
+        points = sorted((2.0 * scored * size, (forward, back)[backward]) for _, scored, size, forward, back in own)
+        return interpolated(points, 2.0 * scores * width)
+
+    def exchange(self, exchange: Exchange) -> float:
+        """Return an exchange's seconds; one of a kind that was not measured by an all-gather's."""
+        points = self._exchanges.get(exchange.kind) or self._exchanges.get("all_gather", [])
+        return interpolated(points, float(exchange.nbytes))
+
+
+def measured(row: DeviceRow, processes: int, backend: str) -> tuple[Measured, Tables] | None:
+    """Return a row's tables for the nearest number of processes that was measured, or None where there are none."""
+    if not row.tables:
+        return None
+    count = min(row.tables, key=lambda n: (abs(n - processes), n))
+    return Measured(row.tables[count], backend), row.tables[count]

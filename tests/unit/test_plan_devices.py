@@ -1,0 +1,87 @@
+import dataclasses
+import json
+
+import pytest
+
+from smp.errors import UserError
+from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Tables, device_row, network_share, read_row, write_row
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_DEVICES_DIR", str(tmp_path / "devices"))
+    return tmp_path / "devices"
+
+
+TABLES = Tables(
+    products=[["float32", "nt", 64, 64, 64, 1e-4]], elementwise=[["add", 1024, 1e-6]],
+    attention=[["float32", 4096, 64, 1e-3, 2e-3]], adamw=[[1000, 1e-5]],
+    exchanges=[["gloo", "all_gather", 4096, 1e-4]], host={"none": 5.0, "full": 5.0, "selective": 9.0},
+    probe={"add": 1e-3, "product": 2e-3},
+)  # fmt: skip
+ROW = DeviceRow("cpu", memory=8.0, source=MEASURED, date="2026-11-23", on="a test", tables={1: TABLES, 2: TABLES})
+
+
+def test_rows_of_data_sheets():
+    h100 = device_row("h100")
+    assert (h100.peak, h100.memory, h100.capability) == (989, 79.1, (9, 0)) and h100.is_gpu
+    assert "not measured here" in h100.described and "within 25 %" in h100.described
+    assert all(row.memory < 180 and row.range == (0.75, 1.25) for row in DEVICES.values())
+    # Half of the network's cards of p4d are an eighth of a host's 400 Gb/s each.
+    assert network_share("efa400") == 6.25 and network_share("efa3200") == network_share("ib400") == 50
+    assert network_share("12.5") == 12.5
+
+
+def test_unknown_device_and_network(folder):
+    write_row(ROW, folder / "mine.json")
+    with pytest.raises(
+        UserError, match=r"--device h1000 is not known: give one of a100_40gb, .*, mine, the path .*--cal"
+    ):
+        device_row("h1000")
+    for text in ("fast", "0", "-1", "nan", "inf"):
+        with pytest.raises(UserError, match=f"--network {text} is not known: give efa400, efa3200, ib400, or the GB/s"):
+            network_share(text)
+
+
+def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
+    write_row(ROW, folder / "cpu.json")
+    found = device_row("cpu")
+    assert found.tables[2].host == TABLES.host and found.tables[1].products == TABLES.products
+    assert not found.is_gpu and found.range == (0.9, 1.1) and found.described == "measured 2026-11-23 on a test"
+    assert read_row(folder / "cpu.json") == found == device_row(str(folder / "cpu.json"))
+    write_row(dataclasses.replace(DEVICES["h100"], peak=700.0), folder / "h100.json")
+    assert device_row("h100").peak == 700.0 and device_row("h100").capability == (9, 0)
+    assert [file.name for file in folder.iterdir() if file.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"schema": 9}', '{"schema": 1, "name": "x", "colour": 1}', '{"schema": 1, "tables": {"one": 1}}'],
+)
+def test_a_damaged_row_is_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"x\.json is no row of a device: .*: write it anew with `smp plan --calibrate`"
+    ):
+        device_row(str(tmp_path / "x.json"))
+
+
+def test_a_failed_write_leaves_the_old_row(folder, monkeypatch):
+    write_row(ROW, folder / "cpu.json")
+    before = (folder / "cpu.json").read_text()
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(json, "dump", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_row(ROW, folder / "cpu.json")
+    assert (folder / "cpu.json").read_text() == before and len(list(folder.iterdir())) == 1
+
+
+def test_refitting_from_ledgers():
+    row = DEVICES["h200"].refitted([1.1, 1.2, 1.3])  # steps took longer than predicted
+    assert row.factor == pytest.approx(1 / 1.2) and row.runs == 3 and row.range == (0.75, 1.25)
+    row = DEVICES["h200"].refitted([1.0, 1.1, 1.2, 1.3, 1.4])
+    assert row.range == (pytest.approx(1.0 / 1.2), pytest.approx(1.4 / 1.2))
+    assert "one factor fitted to 5 runs" in row.described and DEVICES["h200"].refitted([]) is DEVICES["h200"]
