@@ -212,10 +212,18 @@ def search(
     traced, refused = list[tuple[Estimate, LayoutPlan]](), list[Refused]()
     # Two of the same time: the one that is smaller. The closed form has no time for offloading: it comes last.
     queue = sorted(_near(estimates, limit), key=lambda each: (each.per_token * _offloading(each), each.memory))
-    tried, failed = 0, 0
-    while queue and tried < most:
+    tried = list[Layout]()
+
+    def attempt(chosen: Estimate) -> None:
+        tried.append(chosen.layout)
+        try:
+            traced.append((chosen, trace(chosen.layout)))
+        except UserError as error:
+            refused.append(Refused(chosen.layout, str(error), 0, chosen.per_token))
+
+    while queue and len(tried) < most:
         fitting = [pair for pair in traced if pair[1].memory.verdict == FITS]
-        if limit is not None and not fitting and most - tried <= _LAST_TRIES:
+        if limit is not None and not fitting and most - len(tried) <= _LAST_TRIES:
             queue.sort(key=lambda each: (each.memory > limit / _MEMORY_MARGIN, each.per_token, each.memory))
         chosen = queue.pop(0)
         if len(fitting) >= top and _is_slower(chosen, fitting, top):
@@ -223,23 +231,18 @@ def search(
         if limit is not None and (needed := _as_traced(chosen, traced)) > limit * _TIGHT_MARGIN:
             refused.append(_too_large(chosen, needed, limit, f"about {needed / GIB:.1f}"))
             continue
-        tried += 1
-        try:
-            traced.append((chosen, trace(chosen.layout)))
-        except UserError as error:
-            refused.append(Refused(chosen.layout, str(error), 0, chosen.per_token))
-            failed += 1
-    return _found(estimates, limit, traced, refused, tried - failed)
+        attempt(chosen)
+    smallest = min(estimates, key=lambda each: each.memory)
+    if all(plan.memory.verdict == NO for _, plan in traced) and all(smallest.layout is not each for each in tried):
+        refused = [each for each in refused if each.layout is not smallest.layout]
+        attempt(smallest)
+    return _found(estimates, limit, traced, refused, len(traced))
 
 
 def _near(estimates: Sequence[Estimate], limit: int | None) -> Iterable[Estimate]:
-    """Return the layouts that may be chosen by the closed form; the smallest one where all are too large."""
+    """Return the layouts that may fit by the closed form; the smallest one where all are too large."""
     near = [each for each in estimates if limit is None or each.memory <= _MEMORY_MARGIN * limit]
-    if not near:
-        return sorted(estimates, key=lambda each: each.memory)[:1]
-    fit = [each.per_token for each in near if limit is None or each.memory <= limit / _MEMORY_MARGIN]
-    best = min(fit, default=float("inf"))
-    return [each for each in near if each.per_token <= _TIME_MARGIN * best]
+    return near or sorted(estimates, key=lambda each: each.memory)[:1]
 
 
 def _as_traced(chosen: Estimate, traced: list[tuple[Estimate, LayoutPlan]]) -> int:
@@ -258,7 +261,8 @@ def _is_slower(chosen: Estimate, fitting: list[tuple[Estimate, LayoutPlan]], top
     """Return whether a layout, and all after it, cannot be among the ``top``."""
     best = sorted(_per_token(*pair) for pair in fitting)[:top]
     ratios = [_per_token(each, plan) / each.per_token for each, plan in fitting]
-    return chosen.per_token * min(ratios) > best[-1]
+    like = min(each.per_token for each, _ in fitting)
+    return chosen.per_token * min(ratios) > best[-1] or chosen.per_token > _TIME_MARGIN * like
 
 
 def _per_token(estimate: Estimate, plan: LayoutPlan) -> float:
