@@ -8,6 +8,7 @@ from smp.config import flag_text
 from smp.plan.cost import Cost, total
 from smp.plan.records import FITS, FLUSH, GIB, LayoutPlan, RankMemory
 from smp.plan.search import Found, Layout, differences, instructive, parts
+from smp.train.hints import short
 
 _NAME, _BAR = 34, 24
 
@@ -84,7 +85,8 @@ def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str =
     if step is None:
         yield "step: not known, as nobody has measured this device: `smp plan --calibrate` does"
         return
-    yield f"step: {seconds(step.seconds)}, from {seconds(step.low)} to {seconds(step.high)}: {step.source}"
+    yield f"step: {seconds(step.seconds)}, from {seconds(step.low)} to {seconds(step.high)}"
+    yield f"  by {step.source}"
     for name, value in step.parts.items():
         share = value / step.seconds
         bar = block * round(_BAR * share)
@@ -99,8 +101,8 @@ def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str =
 def cost_line(cost: Cost, devices: str) -> str:
     """Format the cost of the tokens asked for."""
     span = f"{cost.hours / 24:,.1f} days" if cost.hours >= 48 else f"{cost.hours:,.1f} hours"
-    money = "" if cost.money is None else f", {cost.money:,.0f} in the currency of the price"
-    return f"{cost.tokens:,} tokens: {cost.steps:,} steps, {span}, {cost.device_hours:,.0f} {devices} hours{money}"
+    money = "" if cost.money is None else f", {cost.money:,.0f} at that price"
+    return f"{short(cost.tokens)} tokens: {cost.steps:,} steps, {span}, {cost.device_hours:,.0f} {devices} hours{money}"
 
 
 def words_of(flags: Mapping[str, object]) -> list[str]:
