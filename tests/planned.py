@@ -101,7 +101,7 @@ def planned(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Plan what the standard input asks for."""
     from smp.plan import world
-    from smp.plan.blocks import repeat, whole_step
+    from smp.plan.blocks import Repeat, whole_step
     from smp.plan.memory import account
     from smp.plan.trace import trace_step
 
@@ -111,7 +111,7 @@ def main() -> None:
         job = job_of(request["words"], request["world"], request["rank"])
         with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
             trace = trace_step(job)
-        found = account(whole_step(trace, repeat(trace, trace.blocks, period=1, margin=1)), shared=trace.shared)
+        found = account(whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1)), shared=trace.shared)
         answers.append(
             {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
         )

@@ -76,38 +76,6 @@ def blocks_to_trace(wanted: int, *, period: int, margin: int) -> int:
     return min(wanted, few)
 
 
-def repeat(trace: Trace, wanted: int, *, period: int, margin: int) -> Repeat:
-    """Return how a trace is repeated.
-
-    Raises:
-        UnequalBlocksError: blocks that should be equal are not.
-    """
-    found = Repeat(trace.blocks, wanted, period, margin)
-    if wanted > trace.blocks:
-        _check(trace, found)
-    return found
-
-
-def _check(trace: Trace, repeated: Repeat) -> None:
-    """Compare the allocations of each inner block with those of the block a period later."""
-    made: dict[Place, list[tuple[str, int, str]]] = {}
-    sizes = _first_sizes(trace)
-    for number, birth in enumerate(trace.births):
-        made.setdefault(birth.place, []).append((birth.storage.category, sizes[number], birth.stream))
-    inner = range(1, repeated.traced - 1 - repeated.period)
-    for place in list(made):
-        if place.block in inner:
-            later = place._replace(block=place.block + repeated.period)
-            if made[place] != made.get(later):
-                raise UnequalBlocksError(f"blocks {place.block} and {later.block} differ in {place.phase}")
-    owned: dict[int | None, list[tuple[str, int]]] = {}
-    for number, block in enumerate(trace.owners):
-        owned.setdefault(block, []).append((trace.births[number].storage.category, sizes[number]))
-    for block in inner:
-        if owned.get(block) != owned.get(block + repeated.period):
-            raise UnequalBlocksError(f"blocks {block} and {block + repeated.period} hold different states")
-
-
 def _first_sizes(trace: Trace) -> list[int]:
     sizes = [0] * len(trace.births)
     seen = set()
@@ -156,8 +124,38 @@ def _ordered(places: list[Place]) -> dict[Place, None]:
     return dict.fromkeys(sorted(places, key=key))
 
 
+class _Births:
+    """What each place of the trace allocates, to compare a block's with that of the block that stands for it."""
+
+    def __init__(self, trace: Trace):
+        sizes = _first_sizes(trace)
+        initial, ranks = len(trace.owners), _ranks(trace)
+        self._made: dict[tuple[Place, int], tuple[str, int, str]] = {}
+        self._owned: dict[tuple[int | None, int], tuple[str, int, str]] = {}
+        for number, birth in enumerate(trace.births):
+            what = (birth.storage.category, sizes[number], birth.stream)
+            if number < initial:
+                self._owned[trace.owners[number], ranks[number]] = what
+            else:
+                self._made[birth.place, birth.index] = what
+
+    def compare(self, place: Place, index: int, template: int) -> None:
+        """Compare an allocation with that of the same index in a template's place."""
+        if self._made.get((place, index)) != self._made.get((place._replace(block=template), index)):
+            raise UnequalBlocksError(f"blocks {place.block} and {template} differ in {place.phase}")
+
+    def compare_owned(self, owner: int, rank: int, template: int) -> None:
+        """Compare a parameter's or state's bytes with those of a template."""
+        if self._owned.get((owner, rank)) != self._owned.get((template, rank)):
+            raise UnequalBlocksError(f"blocks {owner} and {template} hold other states")
+
+
 def whole_step(trace: Trace, repeated: Repeat) -> Step:
-    """Write down the storages and changes of the step of the whole model."""
+    """Write down the storages and changes of the step of the whole model.
+
+    Raises:
+        UnequalBlocksError: a block is not what the block that stands for it is.
+    """
     categories: list[str] = []
     streams: list[str] = []
     # A storage of the whole step, by the traced one and the block of the whole model that it belongs to.
@@ -174,31 +172,51 @@ def whole_step(trace: Trace, repeated: Repeat) -> Step:
             streams.append(trace.births[traced].stream)
         return numbers[key]
 
-    sizes = _first_sizes(trace)
+    sizes, ranks, births = _first_sizes(trace), _ranks(trace), _Births(trace)
     for traced, owner in enumerate(trace.owners):
         for block in [None] if owner is None else repeated.copies[owner]:
-            changes.append((begin, number_of(begin, _rank_in(trace, traced), block, traced), sizes[traced]))
+            changes.append((begin, number_of(begin, ranks[traced], block, traced), sizes[traced]))
     made_before = len(categories)
 
     by_place: dict[Place, list[tuple[int, int]]] = {}
     for place, traced, delta in trace.changes[initial:]:
         by_place.setdefault(place, []).append((traced, delta))
-    ranks = _ranks(trace)
     for place, template in _places(trace, repeated):
         for traced, delta in by_place.get(template, ()):
             birth = trace.births[traced]
             owner = trace.owners[traced] if traced < initial else birth.place.block
             if owner is None:
                 blocks: list[int | None] = [None]
-            elif place.block is None or template.block is None:
-                blocks = [*repeated.copies[owner]]  # of every block at once, as at the update
+            elif place.phase == UPDATE:
+                blocks = [*repeated.copies[owner]]  # of every block at once
+            elif place.block is None:  # of the blocks next to it: the last ones or the first ones
+                blocks = [owner + repeated.wanted - repeated.traced if place.part == "head" else owner]
             else:
+                assert template.block is not None
                 blocks = [place.block + owner - template.block]
             for block in blocks:
+                if block is not None and not 0 <= block < repeated.wanted:
+                    raise UnequalBlocksError(f"block {place.block} frees what block {block} would have made")
                 made = begin if traced < initial else birth.place._replace(block=block)
                 index = ranks[traced] if traced < initial else birth.index
+                if block is not None and (other := repeated.template(block)) != owner:
+                    if traced < initial:
+                        births.compare_owned(owner, index, other)
+                    else:
+                        births.compare(birth.place, index, other)
                 changes.append((place, number_of(made, index, block, traced), delta))
-    return Step(categories, streams, made_before, changes)
+    step = Step(categories, streams, made_before, changes)
+    _check_balance(step)
+    return step
+
+
+def _check_balance(step: Step) -> None:
+    """Refuse a step that frees more than it has made."""
+    sizes = [0] * len(step.categories)
+    for place, number, delta in step.changes:
+        sizes[number] += delta
+        if sizes[number] < 0:
+            raise UnequalBlocksError(f"{place.phase} of block {place.block} frees what nothing has made")
 
 
 def _ranks(trace: Trace) -> list[int]:
@@ -209,10 +227,6 @@ def _ranks(trace: Trace) -> list[int]:
         ranks.append(counts.get(owner, 0))
         counts[owner] = ranks[-1] + 1
     return ranks
-
-
-def _rank_in(trace: Trace, traced: int) -> int:
-    return _ranks(trace)[traced]
 
 
 def segments(trace: Trace, repeated: Repeat) -> list[tuple[Segment, int]]:

@@ -42,8 +42,7 @@ struct CUDAHooks : public at::CUDAHooksInterface {
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 // Before those of a build for CUDA, whose GPUs are hidden while it plans.
-RegistererCUDAHooksRegistry hooks("CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooksRegistry(),
-                                  RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooks);
 
 #ifndef CUDA_SHIM_HAS_VALUES
 // GPUs have one kernel for these; where none is registered, torch takes them apart.

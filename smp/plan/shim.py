@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,6 +48,11 @@ def build_shim(folder: Path = CACHE, source: Path = SOURCE) -> Path:
     return library
 
 
-def load_shim(library: Path) -> None:
-    """Load it; before torch is imported, which looks for CUDA once."""
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+def python_with(library: Path, module: str) -> list[str]:
+    """Return the command of a process that loads the shim before torch, which looks for CUDA once, and runs a module."""
+    program = (
+        "import ctypes, runpy, sys; "
+        "ctypes.CDLL(sys.argv.pop(1), ctypes.RTLD_GLOBAL); "
+        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-c", program, str(library), module]

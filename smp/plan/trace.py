@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
@@ -92,9 +90,7 @@ def _shape(tensor: torch.Tensor) -> TensorShape:
 
 
 _VIEWS = frozenset(
-    "view t transpose slice expand unsqueeze squeeze detach as_strided alias _unsafe_view split split_with_sizes select "
-    "permute unbind empty empty_like empty_strided new_empty new_empty_strided _reshape_alias lift_fresh resize_ set_ "
-    "_local_scalar_dense record_stream is_pinned".split()
+    ["view", "t", "transpose", "slice", "expand", "unsqueeze", "squeeze", "detach", "as_strided", "alias", "_unsafe_view", "split", "split_with_sizes", "select", "permute", "unbind", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense", "record_stream", "is_pinned"]
 )
 
 
@@ -240,7 +236,7 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/smp/" in path and "/smp/plan/" not in path or "/transformers/" in path:
+        if ("/smp/" in path and "/smp/plan/" not in path) or "/transformers/" in path:
             return path
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -329,6 +325,12 @@ def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: St
     return found
 
 
+def _replace_buffers(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = make(buffer)
+
+
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Return the axis of each group, by its name."""
     roles = {"shard": mesh.shard, "replicas": mesh.replicas, "tp": mesh.tp, "data": mesh.data}
@@ -343,16 +345,16 @@ def trace_step(job: Job) -> Trace:
     """
     mesh, settings, resolved = job.mesh.join(job.device.type), job.setup.settings, job.model
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
-    model = apply_techniques(build_on_meta(build), Setup(resolved.family, mesh, settings, job.dtype, job.device.type))
-    device, mode = torch.device(job.device.type), world.fake_mode()
+    model, device, mode = build_on_meta(build), torch.device(job.device.type), world.fake_mode()
+    _replace_buffers(model, mode.from_tensor)  # fully_shard moves them to the device
+    with mode:
+        apply_techniques(model, Setup(resolved.family, mesh, settings, job.dtype, job.device.type))
     config, blocks = job.config, model_blocks(model, resolved.family)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         cpu_offload = settings[ActivationConfig].cpu_offload
         materialize_(model, torch.device("cpu") if cpu_offload else device)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
+        _replace_buffers(model, lambda buffer: buffer.to(device))
         model.train()
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         _allocate_state(optimizer)

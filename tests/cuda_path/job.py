@@ -1,20 +1,14 @@
 """A training job on fake CUDA tensors, from the command line's flags; prints its report as JSON.
 
-Run as a program, with the shim as its first argument, then ``key=value`` settings of this program, then flags.
+Run as a program, in a process with the shim: ``key=value`` settings of this program, then flags.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import pathlib
 import sys
 from typing import Any
-
-if __name__ == "__main__":
-    from smp.plan.shim import load_shim
-
-    load_shim(pathlib.Path(sys.argv[1]))
 
 import torch
 import torch.distributed as dist
@@ -162,4 +156,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:])
+    main(sys.argv[1:])

@@ -7,13 +7,12 @@ import functools
 import json
 import pathlib
 import subprocess
-import sys
 import tempfile
 from typing import Any
 
 import pytest
 
-from smp.plan.shim import build_shim, compiler
+from smp.plan.shim import build_shim, compiler, python_with
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 LLAMA3_8B = ("--model", "llama3_8b", "--max_context_width", "8192", "--train_batch_size", "1")
@@ -42,7 +41,7 @@ def report(*flags: str, world: int = 8, steps: int = 3) -> dict[str, Any]:
         and of all ``operations``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = [sys.executable, "-m", "tests.cuda_path.job", str(shim()), f"world={world}", f"steps={steps}"]
+        job = [*python_with(shim(), "tests.cuda_path.job"), f"world={world}", f"steps={steps}"]
         where = ["--use_synthetic_data", "1", "--output_dir", f"{folder}/run"]
         done = subprocess.run([*job, *flags, *where], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]

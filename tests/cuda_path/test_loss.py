@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from smp.plan import fake_cuda
-from smp.plan.shim import load_shim
+from smp.plan.shim import python_with
 from tests.cuda_path.reports import ROOT, shim
 
 HIDDEN, WORDS, ROWS, LENGTH, CHUNK = 64, 512, 2, 20, 16
@@ -47,9 +46,7 @@ def run() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def audits() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_path.test_loss", str(shim())], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(python_with(shim(), "tests.cuda_path.test_loss"), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout)
 
@@ -71,5 +68,4 @@ def test_products_and_copies(audits, labels, tokens, copies):
 
 
 if __name__ == "__main__":
-    load_shim(pathlib.Path(sys.argv[1]))
     json.dump(run(), sys.stdout)
