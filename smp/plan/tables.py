@@ -11,6 +11,7 @@ from smp.plan.search import Found, Layout, differences, instructive, parts
 from smp.train.hints import short
 
 _NAME, _BAR = 34, 24
+_SMALL = 0.0005  # shares that are not worth a line
 
 
 def gib(size: float) -> str:
@@ -55,7 +56,7 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     largest = max([*memory.peak.categories.values(), 1])
     for name, size in memory.peak.categories.items():
         own = memory.own_peaks.get(name, size)
-        if size or own:
+        if max(size, own) > _SMALL * largest:
             bar = block * round(_BAR * size / largest)
             yield f"  {name:<{_NAME - 2}} {size / unit:>11,.2f} {own / unit:>10,.2f}  {bar}".rstrip()
     sums = {"kernels' workspaces, at most": memory.workspace or None, "allocated": memory.allocated}
@@ -89,9 +90,12 @@ def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str =
     yield f"  by {step.source}"
     for name, value in step.parts.items():
         share = value / step.seconds
+        if share < _SMALL:
+            continue
         bar = block * round(_BAR * share)
         yield f"  {name:<{_NAME - 2}} {seconds(value):>11} {100 * share:>8.0f} %  {bar}".rstrip()
-    yield f"  a device sends {gib(step.inside)} GiB inside its host and {gib(step.between)} GiB to other hosts"
+    between = f"{gib(step.between)} GiB" if step.between else "nothing"
+    yield f"  a device sends {gib(step.inside)} GiB inside its host and {between} to other hosts"
     rate = rates["tokens_per_second"]
     if rate is not None:
         used = "" if rates["mfu"] is None else f", model FLOPs utilisation {100 * rates['mfu']:.1f} %"
@@ -151,8 +155,8 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         yield "why not more:" if found.plans else "nothing fits:"
     best = found.plans[0][0] if found.plans else None
     for refused in others:
-        changes = "" if best is None else ", ".join(text for _, text in differences(refused.layout, best))
-        yield f"  {changes or title_of(refused.layout)}: {refused.reason}"
+        changes = [] if best is None else [text for _, text in differences(refused.layout, best)]
+        yield f"  {', '.join(changes) or title_of(refused.layout)}: {refused.reason}"
 
 
 def _row(number: str, cells: Sequence[str]) -> str:
