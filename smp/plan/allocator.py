@@ -111,7 +111,13 @@ class Allocator:
     def _segment(self, size: int, pool: _Pool) -> _Block:
         if self.expandable:
             return self._grown(size, pool)
-        segment = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+        segment = (
+            _SMALL_SEGMENT
+            if pool.small
+            else _LARGE_SEGMENT
+            if size < _LARGE
+            else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+        )
         self.reserved += segment
         self._next += segment
         return _Block(self._next - segment, segment, pool)

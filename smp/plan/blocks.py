@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from smp.plan.records import Exchange, Operation, Segment
+from smp.plan.records import Exchange, Operation, Segment, TensorShape
 from smp.plan.trace import BACKWARD, FORWARD, UPDATE, Place, Trace
 
 
@@ -240,5 +241,21 @@ def segments(trace: Trace, repeated: Repeat) -> list[tuple[Segment, int]]:
             found[-1] = (segment, count + 1)
             continue
         last = template
+        if place.phase == UPDATE:
+            events = [_of_all_blocks(event, trace, repeated) for event in events]
         found.append((Segment(place.phase, place.block, place.microbatch, tuple(events)), 1))
     return found
+
+
+def _of_all_blocks(event: Operation | Exchange, trace: Trace, repeated: Repeat) -> Operation | Exchange:
+    """Return an operation of the update, whose lists of tensors have those of the traced blocks, with those of all."""
+    more = repeated.wanted - repeated.traced
+    if isinstance(event, Exchange) or not more:
+        return event
+
+    def added(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
+        counts, block = Counter(tensors), Counter(trace.parameters)
+        lists = {shape: counts[shape] // (trace.blocks * times) for shape, times in block.items()}
+        return tuple(shape for shape in trace.parameters for _ in range(lists[shape] * more))
+
+    return Operation(event.name, event.inputs + added(event.inputs), event.outputs + added(event.outputs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from smp.memory.categories import CATEGORIES, COMMUNICATION
+from smp.memory.categories import CATEGORIES, COMMUNICATION, OTHER
 from smp.plan.blocks import Step
 from smp.plan.records import Moment
 from smp.plan.trace import Place
@@ -34,17 +34,18 @@ def said(place: Place) -> str:
     return f"{place.phase}{block}{where}{later}"
 
 
-def account(step: Step, *, shared: int = 0, microbatch_bytes: int = 0) -> Account:
+def account(step: Step, *, shared: int = 0, waiting: int = 0) -> Account:
     """Add up a step.
 
     Args:
         shared: bytes of memory that a host's ranks share for their collectives, which are there throughout.
+        waiting: bytes of batches that are there throughout, besides those traced.
     """
     number = {category: index for index, category in enumerate(CATEGORIES)}
     kinds = [number[category] for category in step.categories]
     now = [0] * len(CATEGORIES)
-    now[number[COMMUNICATION]] = shared
-    most, total = list(now), shared
+    now[number[COMMUNICATION]], now[number[OTHER]] = shared, waiting
+    most, total = list(now), shared + waiting
     best, at, where = 0, list(now), step.changes[0][0]
     stride = max(1, (len(step.changes) - step.initial) // POINTS)
     timeline: list[tuple[str, dict[str, int]]] = []

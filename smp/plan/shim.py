@@ -35,7 +35,9 @@ def build_shim(folder: Path = CACHE, source: Path = SOURCE) -> Path:
     if library.exists():
         return library
     if (found := compiler()) is None:
-        raise UserError("a plan for GPUs needs a C++ compiler (g++, c++ or clang++) and none is on the PATH: install one")
+        raise UserError(
+            "a plan for GPUs needs a C++ compiler (g++, c++ or clang++) and none is on the PATH: install one"
+        )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     built = library.with_suffix(f".{os.getpid()}")
     include = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")

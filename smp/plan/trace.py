@@ -29,7 +29,7 @@ from smp.models.registry import build_model
 from smp.parallel.linear import local_tensor
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup, model_blocks
-from smp.plan import fake_cuda, world
+from smp.plan import fake_cuda, workspace, world
 from smp.plan.records import Exchange, Operation, TensorShape
 from smp.train.optimizer import build_optimizer
 from smp.train.run_plan import Job
@@ -74,7 +74,8 @@ class Trace(NamedTuple):
         births, changes: of storages; those of ``initial`` come first in both.
         events: operations and collectives by place, in the order of the places.
         shared: bytes of ``initial`` that the ranks of a host share.
-        params_of_block: parameters of one block.
+        parameters: this rank's, of one block in the middle.
+        groups: of each axis with more than one rank: ranks, and those of them on this rank's host.
     """
 
     blocks: int
@@ -83,6 +84,8 @@ class Trace(NamedTuple):
     owners: list[int | None]  # of the first births, which exist before the step: the block
     events: dict[Place, list[Operation | Exchange]]
     shared: int
+    groups: dict[str, tuple[int, int]]
+    parameters: tuple[TensorShape, ...]
 
 
 def _shape(tensor: torch.Tensor) -> TensorShape:
@@ -90,7 +93,36 @@ def _shape(tensor: torch.Tensor) -> TensorShape:
 
 
 _VIEWS = frozenset(
-    ["view", "t", "transpose", "slice", "expand", "unsqueeze", "squeeze", "detach", "as_strided", "alias", "_unsafe_view", "split", "split_with_sizes", "select", "permute", "unbind", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense", "record_stream", "is_pinned"]
+    [
+        "view",
+        "t",
+        "transpose",
+        "slice",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "as_strided",
+        "alias",
+        "_unsafe_view",
+        "split",
+        "split_with_sizes",
+        "select",
+        "permute",
+        "unbind",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_reshape_alias",
+        "lift_fresh",
+        "resize_",
+        "set_",
+        "_local_scalar_dense",
+        "record_stream",
+        "is_pinned",
+    ]
 )
 
 
@@ -99,7 +131,15 @@ class StepTrace(MemoryProfile):
 
     plain = (FakeTensor,)
 
-    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device, mode: FakeTensorMode, length: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        mode: FakeTensorMode,
+        length: int,
+        capability: tuple[int, int] | None = None,
+    ):
         self.place = Place(0, BEGIN, None)
         self._fake, self._length = mode, length
         self._places: list[Place] = []
@@ -109,6 +149,8 @@ class StepTrace(MemoryProfile):
         self._order: list[_Storage] = []
         self.events: dict[Place, list[Operation | Exchange]] = {}
         self.axes: dict[str, str] = {}
+        self.groups: dict[str, tuple[int, int]] = {}
+        self._capability, self._has_cublas = capability, False
         super().__init__(model, optimizer, device)
         if device.type == "cpu":  # the ranks of torch's device mesh, int32
             self._change(_Storage(OTHER, 0), 4 * dist.get_world_size())
@@ -145,8 +187,14 @@ class StepTrace(MemoryProfile):
     def _measure(self) -> None:
         pass
 
-    def collect(self, owners: dict[int, int], blocks: int) -> Trace:
-        """Return the trace; ``owners`` are the blocks of storages that exist before the step, by ``id``."""
+    def collect(self, owners: dict[int, int], blocks: int, parameters: tuple[TensorShape, ...]) -> Trace:
+        """Return the trace.
+
+        Args:
+            owners: the blocks of storages that exist before the step, by ``id``.
+            blocks: how many.
+            parameters: of one block.
+        """
         numbers = {id(entry): number for number, entry in enumerate(self._order)}
         births = [Birth(*self._births[id(entry)], entry, self._streams[id(entry)]) for entry in self._order]
         changes = [
@@ -156,7 +204,7 @@ class StepTrace(MemoryProfile):
         for entry in self._order:
             entry.reference = None  # which holds this profile, and with it the model
         held = [owners.get(id(entry)) for entry in self._order[: self.initial]]
-        return Trace(blocks, births, changes, held, self.events, sum(world.connected.values()))
+        return Trace(blocks, births, changes, held, self.events, sum(world.connected.values()), self.groups, parameters)
 
     # --- operations
 
@@ -170,8 +218,17 @@ class StepTrace(MemoryProfile):
         if world.paused:
             return func(*args, **kwargs)
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name
+        if self._capability is not None and not self._has_cublas and workspace.is_product(name):
+            self._has_cublas, place, self.place = True, self.place, Place(0, BEGIN, None)  # of no block
+            self._change(_Storage(OTHER, 0), workspace.cublas_bytes(self._capability))
+            self.place = place
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._capability is not None:
+            inside = workspace.inside(name, [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)])
+            if inside:
+                self._change(passing := _Storage(OTHER, 0), inside)
+                self._change(passing, 0)
         if name.startswith("c10d::") or name in ("smp::reduce_tokens",) or name.startswith("symm_mem::"):
             self._collective(name, args, result)
         elif name.partition("::")[2] not in _VIEWS and func.namespace not in ("prim", "profiler"):
@@ -268,7 +325,9 @@ class _Follower:
         if not torch.is_grad_enabled() or self._phase != FORWARD:
             return forward(*args, **kwargs)
         self._go(FORWARD, index)
-        entering = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        entering = next(
+            (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad), None
+        )
         if index == 0 and entering is not None:
             entering.register_hook(lambda gradient: self._go(BACKWARD, None, "embedding"))
         result = forward(*args, **kwargs)
@@ -331,17 +390,21 @@ def _replace_buffers(model: nn.Module, make: Callable[[torch.Tensor], torch.Tens
             module._buffers[name] = make(buffer)
 
 
-def _axes(mesh: Mesh) -> dict[str, str]:
-    """Return the axis of each group, by its name."""
-    roles = {"shard": mesh.shard, "replicas": mesh.replicas, "tp": mesh.tp, "data": mesh.data}
-    return {role.group.group_name: axis for axis, role in reversed(roles.items())}
+def _name_groups(trace: StepTrace, mesh: Mesh) -> None:
+    """Tell the trace the axis of each group."""
+    roles = {"data": mesh.data, "tp": mesh.tp, "replicas": mesh.replicas, "shard": mesh.shard}
+    for axis, role in roles.items():
+        trace.axes[role.group.group_name] = axis
+        if role.size > 1:
+            trace.groups[axis] = (role.size, world.local_ranks(dist.get_process_group_ranks(role.group)))
 
 
-def trace_step(job: Job) -> Trace:
+def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
     """Trace one step of a rank; :func:`smp.plan.world.fake_group` runs, and no other mode.
 
     Args:
         job: its mesh is laid out for the rank.
+        capability: of the GPU, whose kernels' workspaces are counted.
     """
     mesh, settings, resolved = job.mesh.join(job.device.type), job.setup.settings, job.model
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
@@ -359,8 +422,8 @@ def trace_step(job: Job) -> Trace:
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         _allocate_state(optimizer)
         batch = _batch(job)
-        trace = StepTrace(model, optimizer, device, mode, resolved.sequence_length)
-        trace.axes = _axes(mesh)
+        trace = StepTrace(model, optimizer, device, mode, resolved.sequence_length, capability)
+        _name_groups(trace, mesh)
         owners = _owners(model, optimizer, blocks, trace)
         follower = _Follower(trace, blocks)
         world.exchanged = trace.exchange
@@ -379,4 +442,5 @@ def trace_step(job: Job) -> Trace:
             )
         del result
     world.exchanged = world.nothing_exchanged
-    return trace.collect(owners, len(blocks))
+    parameters = tuple(_shape(local_tensor(p)) for p in blocks[len(blocks) // 2].parameters())
+    return trace.collect(owners, len(blocks), parameters)
