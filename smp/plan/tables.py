@@ -136,7 +136,7 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
     """
     if found.plans:
         yield "the fastest that fit"
-        yield _row("", ("shard", "tp", "batch", "recompute", "step", "tok/s each", "allocated", "reserved"))
+        yield _row("", ("shard", "tp", "batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB"))
     for number, (layout, plan) in enumerate(found.plans[:top], 1):
         memory, step, words = plan.memory, plan.step, parts(layout)
         rate = "-" if step is None else f"{plan.tokens / step.seconds / devices:,.0f}"
@@ -163,7 +163,7 @@ def _row(number: str, cells: Sequence[str]) -> str:
     shard, tp, batch, recompute, *others = cells
     step, rate, allocated, reserved = others
     left = f"{number:>2}  {shard:>5} {tp:>3} {batch:>7}  {recompute:<17}"
-    return f"{left} {step:>8} {rate:>10} {allocated:>9} {reserved:>8}"
+    return f"{left} {step:>8} {rate:>10} {allocated:>10} {reserved:>9}"
 
 
 def wrapped(words: Sequence[str], width: int, *, indent: int) -> Iterator[str]:
