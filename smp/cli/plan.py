@@ -136,7 +136,7 @@ def _row_of(name: str) -> DeviceRow:
     if name == CPU:
         return DeviceRow(CPU, source="", date="")
     # As the driver says it: "NVIDIA H100 80GB HBM3".
-    known = (row for short, row in reversed(list(DEVICES.items())) if name != plain and short.partition("_")[0] in plain)
+    known = (row for short, row in reversed([*DEVICES.items()]) if name != plain and short.partition("_")[0] in plain)
     return next(known, None) or device_row(name)
 
 

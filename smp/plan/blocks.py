@@ -138,7 +138,7 @@ class _Births:
             if number < initial:
                 self._owned[trace.owners[number], ranks[number]] = what
             else:
-                self._made[birth.place, birth.index] = what
+                self._made[birth.place, birth.rank] = what
 
     def compare(self, place: Place, index: int, template: int) -> None:
         """Compare an allocation with that of the same index in a template's place."""
@@ -151,62 +151,71 @@ class _Births:
             raise UnequalBlocksError(f"blocks {owner} and {template} hold other states")
 
 
+class _Writer:
+    """Writes down the step of the whole model."""
+
+    def __init__(self, trace: Trace, repeated: Repeat):
+        self.trace, self.repeated = trace, repeated
+        self.initial, self.begin = len(trace.owners), trace.births[0].place
+        self.categories: list[str] = []
+        self.streams: list[str] = []
+        self.changes: list[tuple[Place, int, int]] = []
+        self._ranks, self._births = _ranks(trace), _Births(trace)
+        # A storage of the whole step, by where it is made, and the block of the whole model that it belongs to.
+        self._numbers: dict[tuple[Place, int, int | None], int] = {}
+
+    def change(self, place: Place, traced: int, block: int | None, delta: int) -> None:
+        """Write a change of the storage that stands, in a block of the whole model, for a traced one."""
+        birth, before = self.trace.births[traced], traced < self.initial
+        index = self._ranks[traced] if before else birth.rank
+        owner = self.trace.owners[traced] if before else birth.place.block
+        if block is not None and owner is not None:
+            if not 0 <= block < self.repeated.wanted:
+                raise UnequalBlocksError(f"block {place.block} frees what block {block} would have made")
+            if (other := self.repeated.template(block)) != owner:
+                if before:
+                    self._births.compare_owned(owner, index, other)
+                else:
+                    self._births.compare(birth.place, index, other)
+        key = (self.begin if before else birth.place._replace(block=block), index, block)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.categories)
+            self.categories.append(birth.storage.category)
+            self.streams.append(birth.stream)
+        self.changes.append((place, self._numbers[key], delta))
+
+    def blocks(self, place: Place, template: Place, traced: int) -> list[int | None]:
+        """Return the blocks of the whole model whose storages a change at ``place`` is of."""
+        owner = self.trace.owners[traced] if traced < self.initial else self.trace.births[traced].place.block
+        if owner is None:
+            return [None]
+        if place.phase == UPDATE:
+            return [*self.repeated.copies[owner]]  # of every block at once
+        if place.block is None or template.block is None:  # of the blocks next to it: the last ones or the first ones
+            return [owner + self.repeated.wanted - self.repeated.traced if place.part == "head" else owner]
+        return [place.block + owner - template.block]
+
+
 def whole_step(trace: Trace, repeated: Repeat) -> Step:
     """Write down the storages and changes of the step of the whole model.
 
     Raises:
         UnequalBlocksError: a block is not what the block that stands for it is.
     """
-    categories: list[str] = []
-    streams: list[str] = []
-    # A storage of the whole step, by the traced one and the block of the whole model that it belongs to.
-    numbers: dict[tuple[Place, int, int | None], int] = {}
-    changes: list[tuple[Place, int, int]] = []
-    initial = len(trace.owners)
-    begin = trace.births[0].place
-
-    def number_of(place: Place, index: int, block: int | None, traced: int) -> int:
-        key = (place, index, block)
-        if key not in numbers:
-            numbers[key] = len(categories)
-            categories.append(trace.births[traced].storage.category)
-            streams.append(trace.births[traced].stream)
-        return numbers[key]
-
-    sizes, ranks, births = _first_sizes(trace), _ranks(trace), _Births(trace)
+    writer = _Writer(trace, repeated)
+    sizes = _first_sizes(trace)
     for traced, owner in enumerate(trace.owners):
         for block in [None] if owner is None else repeated.copies[owner]:
-            changes.append((begin, number_of(begin, ranks[traced], block, traced), sizes[traced]))
-    made_before = len(categories)
-
+            writer.change(writer.begin, traced, block, sizes[traced])
+    initial = len(writer.categories)
     by_place: dict[Place, list[tuple[int, int]]] = {}
-    for place, traced, delta in trace.changes[initial:]:
+    for place, traced, delta in trace.changes[writer.initial :]:
         by_place.setdefault(place, []).append((traced, delta))
     for place, template in _places(trace, repeated):
         for traced, delta in by_place.get(template, ()):
-            birth = trace.births[traced]
-            owner = trace.owners[traced] if traced < initial else birth.place.block
-            if owner is None:
-                blocks: list[int | None] = [None]
-            elif place.phase == UPDATE:
-                blocks = [*repeated.copies[owner]]  # of every block at once
-            elif place.block is None:  # of the blocks next to it: the last ones or the first ones
-                blocks = [owner + repeated.wanted - repeated.traced if place.part == "head" else owner]
-            else:
-                assert template.block is not None
-                blocks = [place.block + owner - template.block]
-            for block in blocks:
-                if block is not None and not 0 <= block < repeated.wanted:
-                    raise UnequalBlocksError(f"block {place.block} frees what block {block} would have made")
-                made = begin if traced < initial else birth.place._replace(block=block)
-                index = ranks[traced] if traced < initial else birth.index
-                if block is not None and (other := repeated.template(block)) != owner:
-                    if traced < initial:
-                        births.compare_owned(owner, index, other)
-                    else:
-                        births.compare(birth.place, index, other)
-                changes.append((place, number_of(made, index, block, traced), delta))
-    step = Step(categories, streams, made_before, changes)
+            for block in writer.blocks(place, template, traced):
+                writer.change(place, traced, block, delta)
+    step = Step(writer.categories, writer.streams, initial, writer.changes)
     _check_balance(step)
     return step
 

@@ -13,6 +13,8 @@ log: Log = _ignore  # of waits and synchronisations; replaced by whoever counts 
 
 
 class Stream:
+    """A stream, which only has a name."""
+
     count = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
@@ -23,20 +25,23 @@ class Stream:
         self.cuda_stream = self.stream_id = Stream.count
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        """Do nothing."""
 
     def wait_event(self, event: Event) -> None:
-        pass
+        """Do nothing."""
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Return an event, recorded now."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
+        """Log it."""
         log("synchronize stream")
 
     def query(self) -> bool:
+        """Return that nothing is left to do."""
         return True
 
     def __enter__(self) -> Stream:
@@ -56,20 +61,24 @@ class Event:
         self.recorded: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
+        """Note the step."""
         self.recorded = Event.now
 
     def wait(self, stream: Stream | None = None) -> None:
-        pass
+        """Do nothing."""
 
     def synchronize(self) -> None:
+        """Log it."""
         if self.recorded is not None:
             age = Event.now - self.recorded
             log(f"synchronize event of {age} step(s) ago" if age else "synchronize event")
 
     def query(self) -> bool:
+        """Return that nothing is left to do."""
         return True
 
     def elapsed_time(self, other: Event) -> float:
+        """Return some milliseconds."""
         return 1.0
 
 
@@ -83,11 +92,13 @@ _streams: _Streams
 
 
 def current_stream(device: Any = None) -> Stream:
+    """Return the innermost stream of this thread."""
     return _streams.stack[-1]
 
 
 @contextlib.contextmanager
 def stream(chosen: Stream | None) -> Iterator[None]:
+    """Make a stream the current one in the ``with`` block."""
     with chosen or contextlib.nullcontext():
         yield
 
@@ -133,6 +144,7 @@ def install(*, devices: int, memory: int = 80 << 30, capability: tuple[int, int]
         "device": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
-    torch.Tensor.record_stream = lambda self, stream: log("record_stream")
-    torch.Tensor.pin_memory = lambda self, *a, **k: self
-    torch.Tensor.is_pinned = lambda self, *a, **k: True
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: log("record_stream")
+    tensor.pin_memory = lambda self, *a, **k: self
+    tensor.is_pinned = lambda self, *a, **k: True

@@ -51,7 +51,7 @@ def build_shim(folder: Path = CACHE, source: Path = SOURCE) -> Path:
 
 
 def python_with(library: Path, module: str) -> list[str]:
-    """Return the command of a process that loads the shim before torch, which looks for CUDA once, and runs a module."""
+    """Return the command of a process that runs a module, with the shim loaded before torch looks for CUDA."""
     program = (
         "import ctypes, runpy, sys; "
         "ctypes.CDLL(sys.argv.pop(1), ctypes.RTLD_GLOBAL); "

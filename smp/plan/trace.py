@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,10 @@ class Place(NamedTuple):
 
 
 class Birth(NamedTuple):
-    """A storage: where it was first allocated, as the how-manieth there, and its category."""
+    """A storage: where it was first allocated, after how many others there, its category and stream."""
 
     place: Place
-    index: int
+    rank: int
     storage: _Storage
     stream: str
 
@@ -92,8 +92,9 @@ def _shape(tensor: torch.Tensor) -> TensorShape:
     return TensorShape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
+# Nothing is computed in these. fmt: off
 _VIEWS = frozenset(
-    [
+    {
         "view",
         "t",
         "transpose",
@@ -110,20 +111,20 @@ _VIEWS = frozenset(
         "select",
         "permute",
         "unbind",
+        "_reshape_alias",
+        "lift_fresh",
+        "resize_",
+        "set_",
         "empty",
         "empty_like",
         "empty_strided",
         "new_empty",
         "new_empty_strided",
-        "_reshape_alias",
-        "lift_fresh",
-        "resize_",
-        "set_",
-        "_local_scalar_dense",
         "record_stream",
         "is_pinned",
-    ]
+    }
 )
+# fmt: on
 
 
 class StepTrace(MemoryProfile):
@@ -229,7 +230,7 @@ class StepTrace(MemoryProfile):
             if inside:
                 self._change(passing := _Storage(OTHER, 0), inside)
                 self._change(passing, 0)
-        if name.startswith("c10d::") or name in ("smp::reduce_tokens",) or name.startswith("symm_mem::"):
+        if name.startswith(("c10d::", "smp::reduce_tokens", "symm_mem::")):
             self._collective(name, args, result)
         elif name.partition("::")[2] not in _VIEWS and func.namespace not in ("prim", "profiler"):
             self._operation(str(func), args, kwargs, result)
@@ -276,7 +277,7 @@ class StepTrace(MemoryProfile):
                     return dist.ProcessGroup.unbox(each)
             if isinstance(each, str):
                 with contextlib.suppress(RuntimeError, KeyError, ValueError, TypeError):
-                    return dist.distributed_c10d._resolve_process_group(each)
+                    return dist.distributed_c10d._resolve_process_group(cast(Any, each))
         return None
 
     def exchange(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
@@ -366,7 +367,7 @@ def _batch(job: Job) -> StepBatch:
 
 
 def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: StepTrace) -> dict[int, int]:
-    """Return the block of each storage that a parameter, its state or a buffer of a block has, by the entry's ``id``."""
+    """Return the block of each storage of a block's parameters, their state and buffers, by the entry's ``id``."""
     found: dict[int, int] = {}
 
     def own(tensor: Any, block: int) -> None:

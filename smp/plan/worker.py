@@ -82,7 +82,8 @@ def serve() -> None:
                 answer = str(error)
             except Exception as error:
                 traceback.print_exc()
-                answer = f"this layout could not be planned ({type(error).__name__}): this is a defect in smp, please report it"
+                name = type(error).__name__
+                answer = f"this layout could not be planned ({name}): this is a defect in smp, please report it"
             pickle.dump(answer, answers)
             answers.flush()
 

@@ -104,9 +104,8 @@ def _install(module: FSDPModule, group: dist.ProcessGroup, device_type: str, *, 
     members = dist.get_process_group_ranks(group)
     one_host = local_ranks(members) == len(members)
     module.set_custom_all_gather(_PlannedGather())  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(  # type: ignore[arg-type]
-        _PlannedScatter(len(members) if backend == "smddp" and one_host else 0)
-    )
+    scatter: Any = _PlannedScatter(len(members) if backend == "smddp" and one_host else 0)
+    module.set_custom_reduce_scatter(scatter)
 
 
 class _PlannedStored:
@@ -167,7 +166,7 @@ def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _transformers_is_not_tracing() -> None:
-    """transformers takes a fake tensor for one of a compiler, and makes a mask of S x S that no run has."""
+    """Keep transformers from taking fake tensors for a compiler's, and making a mask of S x S that no run has."""
     from transformers import masking_utils
     from transformers.utils import import_utils
 
