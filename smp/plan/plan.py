@@ -169,6 +169,8 @@ class _Rank:
         )
 
     def _time(self, trace: Trace, repeated: Repeat) -> StepTime | None:
+        if not self.row.bandwidth:  # a CPU that nobody has measured
+            return None
         config = self.job.settings[ActivationConfig]
         mode = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
         offloaded = 0
