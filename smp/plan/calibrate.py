@@ -28,28 +28,29 @@ from smp.plan.records import GIB
 from smp.runtime import devices_folder
 
 PROCESSES = (1, 2, 4)
-SECONDS = 0.05  # for one number
+SECONDS = 0.03  # for one number
 _PATIENCE = 900.0
 
 
-def _measure(processes: int, backend: str, seconds: float, what: str, folder: Path) -> Tables:
+def _measure(processes: int, seconds: float, folder: Path, *, gpus: bool) -> Tables:
     """Measure in as many processes, started as a job's.
 
     Raises:
         UserError: they fail.
     """
-    output = folder / f"{backend}{processes}.json"
+    output = folder / f"{processes}.json"
     launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(processes)]
-    gpus = [] if backend == "nccl" else ["--no_gpus"]
-    command = [*launcher, *gpus, "-m", "smp.plan.measure", str(output), backend, str(seconds), what]
+    hidden = [] if gpus else ["--no_gpus"]
     try:
-        status: object = subprocess.run(command, timeout=_PATIENCE, check=False).returncode
+        status: object = subprocess.run(
+            [*launcher, *hidden, "-m", "smp.plan.measure", str(output), str(seconds)], timeout=_PATIENCE, check=False
+        ).returncode
     except subprocess.TimeoutExpired:
         status = f"none within {_PATIENCE:.0f} s"
     if status != 0 or not output.exists():
         raise UserError(
-            f"measuring with {processes} process(es) over {backend} ended with status {status}: see above for why, or "
-            f"plan with a data sheet's row, --device {next(iter(DEVICES))}"
+            f"measuring with {processes} process(es) ended with status {status}: see above for why, or plan with a "
+            f"data sheet's row, --device {next(iter(DEVICES))}"
         )
     return Tables(**json.loads(output.read_text()))
 
@@ -67,13 +68,13 @@ def _summary(row: DeviceRow) -> DeviceRow:
     )  # fmt: skip
 
 
-def _device() -> tuple[DeviceRow, Sequence[int], str]:
-    """Return a row of the device at hand, without tables; the numbers of processes to measure, and what they run on."""
+def _device() -> tuple[DeviceRow, Sequence[int]]:
+    """Return a row of the device at hand, without tables, and the numbers of processes to measure."""
     versions = f"torch {torch.__version__}, {platform.node()}"
     if not torch.cuda.is_available():
         memory = available_memory(torch.device("cpu"), 1) or 0
         where = f"{available_cores()} cores ({platform.machine()}), {versions}"
-        return DeviceRow("cpu", memory=round(memory / GIB, 1), on=where), PROCESSES, "smddp"
+        return DeviceRow("cpu", memory=round(memory / GIB, 1), on=where), PROCESSES
     properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
     words = re.sub(r"[^a-z0-9]+", "_", properties.name.lower().removeprefix("nvidia "))
     base = next((row for name, row in DEVICES.items() if name.partition("_")[0] in words), DeviceRow(words))
@@ -81,7 +82,7 @@ def _device() -> tuple[DeviceRow, Sequence[int], str]:
         base, memory=round(properties.total_memory / GIB, 1), capability=(properties.major, properties.minor),
         on=f"{count} x {properties.name}, {versions}",
     )  # fmt: skip
-    return row, (1, count) if count > 1 else (1,), "nccl"
+    return row, (1, count) if count > 1 else (1,)
 
 
 def calibrate(
@@ -105,15 +106,12 @@ def calibrate(
     Raises:
         UserError: the measuring processes fail.
     """
-    row, usual, backend = _device()
+    row, usual = _device()
     tables: dict[int, Tables] = {}
     with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
         for count in processes or usual:
             say(f"measuring with {count} process{'es' if count > 1 else ''}")
-            tables[count] = _measure(count, backend, seconds, "ops", Path(folder))
-            if backend == "smddp" and count > 1:
-                other = _measure(count, "gloo", seconds, "exchanges", Path(folder))
-                tables[count] = tables[count]._replace(exchanges=[*tables[count].exchanges, *other.exchanges])
+            tables[count] = _measure(count, seconds, Path(folder), gpus=row.is_gpu)
     date = datetime.date.today().isoformat()
     measured = dataclasses.replace(row, source=MEASURED, date=date, tables=tables, factor=1.0, runs=0)
     path = path or devices_folder() / f"{row.name}.json"
