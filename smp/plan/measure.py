@@ -301,8 +301,10 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
         step()
         with Log() as log:
             step()
-        known = sum(tables.seconds(operation, "nt") for operation in log.operations)
-        if launch.world_size > 1:  # a gather forward and backward and a reduction of each unit; counts and the norm
+        known = 0.0  # a GPU computes and exchanges beside the host
+        if device.type == "cpu":
+            known = sum(tables.seconds(operation, "nt") for operation in log.operations)
+        if device.type == "cpu" and launch.world_size > 1:  # a gather forward and backward and a reduction of each unit; counts and the norm
             units = 4 + 2
             known += (3 * units + 3) * tables.exchange(Exchange("all_gather", 1, launch.world_size, "shard", False))
         result[mode] = 1e6 * (_together(bench, step) - known) / len(log.operations)
