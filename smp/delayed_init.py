@@ -111,6 +111,7 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
         if parameter.is_meta:
             raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
         initialize_parameter_(parameter, rules(name), seed=seed, name=name)
+    _block_values.cache_clear()
 
 
 @torch.no_grad()

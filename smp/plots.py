@@ -54,6 +54,8 @@ def plot_memory(
     categories: Mapping[str, Sequence[int]],
     marks: Sequence[tuple[str, float]],
     png: Path,
+    *,
+    xlabel: str = "seconds (profiled: slower than other steps)",
 ) -> None:
     """Draw bytes by category over one step, stacked.
 
@@ -62,6 +64,7 @@ def plot_memory(
         categories: bytes at each point.
         marks: phases, and the seconds when they ended.
         png: the file to write.
+        xlabel: of ``seconds``.
 
     Raises:
         UserError: matplotlib is missing.
@@ -77,7 +80,7 @@ def plot_memory(
     for ended, moment in marks:
         axes.axvline(moment, color="#444444", lw=0.8, ls=":")
         axes.annotate(f"{ended} |", (moment, 1), xycoords=("data", "axes fraction"), ha="right", va="bottom", size=8)
-    axes.set_xlabel("seconds (profiled: slower than other steps)")
+    axes.set_xlabel(xlabel)
     axes.set_ylabel("MiB")
     axes.margins(x=0)
     axes.spines[["top", "right"]].set_visible(False)

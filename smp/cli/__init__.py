@@ -1,4 +1,4 @@
-"""The ``smp`` command: looks after checkpoints, without a job and without a process group.
+"""The ``smp`` command: what comes before and after a job, without one and without a process group.
 
 A file per sub-command, each with ``add_arguments(parser)`` and ``run(options)``, which returns the exit status.
 """
@@ -20,13 +20,20 @@ COMMANDS = {
     "export": "write a Hugging Face model from a checkpoint",
     "diff": "compare two checkpoints or models",
     "report": "write a page about a run: curves, time, memory, checkpoints, settings",
+    "plan": "before anything is rented: does a job fit, how fast is it, which layout is best, what does it cost",
     "launch": "write the script that starts a job: Slurm, Kubernetes, a file of hosts, this machine",
     "doctor": "look for what would stop or slow a job, before its first step",
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one sentence, as all of smp does."""
+    """A parser that reports an error in one sentence, as all of smp does.
+
+    Attributes:
+        passes_on: unknown arguments are the training job's, and kept as ``more``.
+    """
+
+    passes_on = False
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -34,6 +41,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         """Refuse unknown arguments here, where the sub-command is known."""
         known, unknown = super().parse_known_args(*args, **options)
+        if self.passes_on:
+            known.more, unknown = unknown, []
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
@@ -44,7 +53,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
     """Return the parser; only the ``chosen`` sub-command's module is imported, as most of them import torch."""
-    parser = _Parser(prog="smp", description="Look after checkpoints, without starting a job.")
+    parser = _Parser(
+        prog="smp",
+        description="What comes before and after a training job, without starting one.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -38,13 +38,16 @@ class HostCollectives:
         self.arena = arena
         self.rank, self.size = arena.rank, arena.size
         self.chunk = arena.layout.slot_bytes
+        # One storage for all dtypes, also where the kernel moves everything: a memory profile counts it once.
+        self._bytes = torch.frombuffer(arena.segment.map, dtype=torch.uint8) if arena.size > 1 else None
         self._tensors: dict[torch.dtype, torch.Tensor] = {}
 
     def slot(self, rank: int, k: int, dtype: torch.dtype, numel: int, start: int = 0) -> torch.Tensor:
         """Return the data of a rank's slot for round k as a 1-D tensor, from element ``start``."""
         whole = self._tensors.get(dtype)
         if whole is None:
-            whole = self._tensors[dtype] = torch.frombuffer(self.arena.segment.map, dtype=dtype)
+            assert self._bytes is not None
+            whole = self._tensors[dtype] = self._bytes.view(dtype)
         first = self.arena.offset(rank, k) // dtype.itemsize + start
         return whole[first : first + numel]
 

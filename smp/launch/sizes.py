@@ -7,18 +7,16 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smp.config import AUTO, ParallelConfig
+from smp.config import AUTO
 from smp.dry_run import degree_table
 from smp.errors import UserError
 from smp.memory.plan import GIB, USABLE, peak_bytes, processes_that_fit
 from smp.memory.shape import ModelShape, Workload, model_shape, workload
-from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
-from smp.models.family import tensor_parallel_problems
+from smp.mesh import Mesh, tensor_parallel_choices
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.parallel.parallelize import settings_of
+from smp.plan.search import MOST_TOKENS, legal_meshes
 
-# Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.
-_MOST_TOKENS = 4 * 2**20
 _BATCHES = (4, 2, 1)
 
 
@@ -108,34 +106,15 @@ def _layouts(
     tps = [tp for tp in tps if tp in legal]
     bf16 = settings["bf16"] is None or settings["bf16"]
     asked = workload(resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type="cuda")
-    for extra, most_tokens in itertools.product(extras, (_MOST_TOKENS, float("inf"))):
+    for extra, most_tokens in itertools.product(extras, (MOST_TOKENS, float("inf"))):
         for tp, batch in itertools.product(tps, batches):
             work = dataclasses.replace(
                 asked.changed(offload_activations=True) if extra else asked, micro_batch_size=batch
             )
-            for mesh in _meshes(resolved, settings, given, world=world, local=gpus, tp=tp):
+            for mesh in legal_meshes(resolved, settings, given, world=world, local=gpus, tp=tp):
                 tokens = batch * settings["gradient_accumulation_steps"] * mesh.data.size * resolved.sequence_length
                 if tokens <= most_tokens or samples is not None:
                     yield _Layout(mesh, work, extra)
-
-
-def _meshes(
-    resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, local: int, tp: int
-) -> Iterator[Mesh]:
-    """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given."""
-    strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
-    keeps = strategy == "_hybrid_shard_zero2"
-    if "hybrid_shard_degree" in given:
-        parallel = ParallelConfig(
-            sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp
-        )  # fmt: skip
-        candidates = [resolve_mesh(parallel, world_size=world, local_world_size=local)]
-    else:
-        candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, keep_gathered=keeps)
-    for mesh in candidates:
-        family, config = resolved.family, resolved.hf_config
-        if not tensor_parallel_problems(family, config, degree=tp, shard=mesh.shard.size):
-            yield mesh
 
 
 def _choice(

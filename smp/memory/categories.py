@@ -78,25 +78,29 @@ def shared_mappings() -> list[range]:
 
 def lies_in(tensor: torch.Tensor, mappings: list[range]) -> bool:
     """Return whether a tensor is in memory that a host's ranks share, other than torch's (a data loader's batches)."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_shared():
+    if not mappings or tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_shared():
         return False
     address = tensor.untyped_storage().data_ptr()
     return any(address in mapping for mapping in mappings)
 
 
-def copied_inside(operation: Any, args: tuple[Any, ...]) -> int:
+def copied_inside(operation: Any, args: tuple[Any, ...], *, backend: str | None = None) -> int:
     """Return bytes that an operation allocates internally and frees before it ends.
 
     gloo's ReduceScatter copies its whole input, and its AllGather its whole output.
+
+    Args:
+        backend: of the groups; None asks the group.
     """
     name = operation._schema.name
     if name == "smp::reduce_tokens":
         tensor, group, ranks = args
-        gloo = ranks > 1 and dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"
+        used = backend or dist.get_backend(dist.distributed_c10d._resolve_process_group(group))
+        gloo = ranks > 1 and used == "gloo"
     elif name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_"):
         output, tensor, *_ = args
         # smddp's are not dispatched, NCCL's are on GPUs.
-        tensor, gloo = max(output, tensor, key=torch.Tensor.numel), True
+        tensor, gloo = max(output, tensor, key=torch.Tensor.numel), backend in (None, "gloo")
     else:
         return 0
     return tensor.numel() * tensor.element_size() if gloo and tensor.device.type == "cpu" else 0

@@ -66,6 +66,16 @@ def _host_free() -> int | None:
     return total if total > 0 else None
 
 
+def installed_memory() -> int:
+    """Return the bytes that all processes of this host may use, whatever is in use now; ``sys.maxsize``: not known."""
+    group = memory_limit()
+    try:
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        installed = 0
+    return min(installed if installed > 0 else sys.maxsize, sys.maxsize if group is None else group[0])
+
+
 def available_memory(device: torch.device, local_world_size: int) -> int:
     """Return the bytes that one process may use: its own GPU's free memory, or its share of what the host has left.
 

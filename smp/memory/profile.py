@@ -49,7 +49,6 @@ from smp.memory.tracker import peak_rss_bytes
 
 MIB = 1024**2
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _CUDA_BLOCK = 512  # the caching allocator rounds up to it
 
 # train_step's marks: the phase that has ended.
@@ -105,6 +104,8 @@ class MemoryProfile(TorchDispatchMode):
         device: tensors elsewhere are not counted.
     """
 
+    plain: tuple[type, ...] = (torch.Tensor, nn.Parameter)  # the types of tensors with a storage of their own
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device):
         super().__init__()
         self._device, self._optimizer = device, optimizer
@@ -118,9 +119,9 @@ class MemoryProfile(TorchDispatchMode):
         self.measured: int | None = None  # the highest sum by the device's allocator
         self.resident = 0  # the highest resident memory of the process
         gc.collect()
-        shared = shared_mappings()
+        shared = self._shared_mappings()
         for thing in gc.get_objects():
-            if type(thing) in _PLAIN:
+            if type(thing) in self.plain:
                 self._see(thing, COMMUNICATION if lies_in(thing, shared) else OTHER)
         self._claim()
         if device.type == "cuda":
@@ -132,13 +133,13 @@ class MemoryProfile(TorchDispatchMode):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # DTensor and other wrappers: their local tensors are dispatched, too
         for thing in tree_leaves((args, kwargs)):
-            if type(thing) in _PLAIN:
+            if type(thing) in self.plain:
                 self._see(thing, OTHER, ask=True)
         result = func(*args, **(kwargs or {}))
-        for thing in (result,) if type(result) is torch.Tensor else tree_leaves(result):
-            if type(thing) in _PLAIN:
+        for thing in (result,) if type(result) in self.plain else tree_leaves(result):
+            if type(thing) in self.plain:
                 self._see(thing, ACTIVATIONS, ask=True)
-        if inside := copied_inside(func, args):
+        if inside := self._copied_inside(func, args):
             self._change(passing := _Storage(COMMUNICATION, 0), inside)
             self._change(passing, 0)
         if func.namespace == "fsdp" and "chunk_cat" in func.__name__:
@@ -227,7 +228,7 @@ class MemoryProfile(TorchDispatchMode):
         return Snapshot(dict(zip(CATEGORIES, self._totals()[changes].tolist(), strict=True)), phase)
 
     def _see(self, tensor: torch.Tensor, fallback: str, *, ask: bool = False) -> None:
-        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+        if self._is_elsewhere(tensor) or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -236,6 +237,15 @@ class MemoryProfile(TorchDispatchMode):
         entry = self._live[key] = _Storage((ask and self._asked_for(tensor)) or fallback, 0)
         entry.reference = weakref.ref(storage, functools.partial(self._gone, key))  # type: ignore[assignment]
         self._change(entry, self._size(storage))
+
+    def _shared_mappings(self) -> list[range]:
+        return shared_mappings()
+
+    def _copied_inside(self, operation: Any, args: tuple[Any, ...]) -> int:
+        return copied_inside(operation, args)
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != self._device.type
 
     def _asked_for(self, tensor: torch.Tensor) -> str | None:
         category, shape = asked_by(), tensor.shape
@@ -270,7 +280,7 @@ class MemoryProfile(TorchDispatchMode):
     def _claim_as(self, tensor: Any, category: str) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device.type:
+        if not isinstance(tensor, torch.Tensor) or self._is_elsewhere(tensor):
             return
         self._see(tensor, category)
         if entry := self._live.get(tensor.untyped_storage()._cdata):

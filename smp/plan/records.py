@@ -136,7 +136,7 @@ class StepTime:
     Attributes:
         seconds: of the whole step.
         low, high: its range.
-        parts: seconds by part: ``compute``, ``exposed gathers``, ``tensor-parallel exchanges``, ``optimizer``, ``host``.
+        parts: seconds by part, such as ``compute``, ``exposed gathers``, ``optimizer``.
         inside, between: bytes that a rank sends inside a host and between hosts.
         source: how the device's speed is known, for a person.
     """

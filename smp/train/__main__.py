@@ -26,6 +26,7 @@ from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
+from smp.train.planned import Planned, predict
 from smp.train.report import announce, arguments_table, begin_files, changes_since
 from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
 from smp.train.start import agree_on_start, prepare_device
@@ -37,6 +38,7 @@ logger = get_logger("train")
 def run(plan: RunPlan, guard: Guard) -> int:
     """Build each part, train, and write what remains; returns the exit status."""
     config, launch = plan.config, plan.launch
+    predicted = predict(plan) if config.run.plan and launch.is_main else None
     with (
         process_group(config.comm, launch, plan.device, cpu_offload=config.activation.cpu_offload),
         guard.connected(),
@@ -80,7 +82,8 @@ def run(plan: RunPlan, guard: Guard) -> int:
         # Nothing could be refused any more: from here on files are written.
         metrics = together(lambda: begin_files(plan, start))
         memory.connect(metrics.writers.scalars)
-        trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard)
+        planned = Planned(plan, start.progress.step, predicted)
+        trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard, planned)
         announce(plan, start)
         metrics.writers.text("Arguments", arguments_table(config))
         changes = changes_since(start.saved.run if start.saved else {}, plan, start)

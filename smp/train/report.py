@@ -43,7 +43,7 @@ logger = get_logger("train")
 
 # Settings of where and how long, not of what is trained; a change of them on resume is not logged.
 WHERE_AND_HOW_LONG = {
-    "output_dir", "max_steps", "epochs", "dry_run", "dry_run_world_size", "profile_nsys", "data_cache_dir",
+    "output_dir", "max_steps", "epochs", "plan", "dry_run", "dry_run_world_size", "profile_nsys", "data_cache_dir",
     "dataset_type",  # what it changes is the data, of which there is a fingerprint
     "data_num_workers", "validation_freq", "validation_batches", "val_batch_size", "fast_validation",
     # Logged as the global batch.

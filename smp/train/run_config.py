@@ -36,6 +36,11 @@ class RunConfig(Section):
     dry_run_world_size: int | None = setting(
         None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1, maximum=65536
     )
+    plan: bool = setting(
+        False,
+        "Predict memory and step time before the start, by a process of its own that has 20 s: plan.json, and after "
+        "step 20 plan_error.json, in the run directory. Changes nothing of the run.",
+    )
     gc_freq: int | Auto = setting(
         AUTO,
         "Steps between Python's garbage collections, by all ranks together. 0: whenever Python decides. auto: 50 on "

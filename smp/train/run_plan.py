@@ -106,21 +106,10 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
-    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
-    mesh = attempt(resolve_mesh, config.parallel, **world, rank=launch.rank)
-    model = attempt(resolve_model, config.model)
-    if model is None:
-        raise ConfigError(problems)
-    if config.checkpoint.save_final_model:
-        attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
-    run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
+    job = make_job(config, launch, device, problems)
+    run_dir = Path(config.run.output_dir or f"runs/{job.model.name}").absolute()
     attempt(check_output, config, run_dir)
-    if mesh is None:
-        raise ConfigError(problems)
-    job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
-    if (strategy := choose_strategy(config.parallel, **world)) != job.settings[ParallelConfig].sharding_strategy:
-        job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
-    misfits = find_problems(model.hf_config, job.setup)
+    mesh, model, misfits = job.mesh, job.model, find_problems(job.model.hf_config, job.setup)
     problems += misfits
     if config.data.document_mask:
         attempt(check_documents, model.hf_config)
@@ -135,6 +124,28 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     if problems or data is None or storages is None:
         raise ConfigError(problems)
     return RunPlan(**vars(job), run_dir=run_dir, storages=storages, **data)
+
+
+def make_job(config: TrainConfig, launch: Launch, device: torch.device, problems: Problems) -> Job:
+    """Find the model and the layout, which nothing of the rest can do without.
+
+    Args:
+        problems: of the rest so far; those found here are added.
+
+    Raises:
+        ConfigError: with all problems, if there is no model or no layout.
+    """
+    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
+    mesh = problems.attempt(resolve_mesh, config.parallel, **world, rank=launch.rank)
+    model = problems.attempt(resolve_model, config.model)
+    if model is not None and config.checkpoint.save_final_model:
+        problems.attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
+    if model is None or mesh is None:
+        raise ConfigError(problems)
+    job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
+    if (strategy := choose_strategy(config.parallel, **world)) != job.settings[ParallelConfig].sharding_strategy:
+        job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
+    return job
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:

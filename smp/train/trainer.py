@@ -31,6 +31,7 @@ from smp.runtime import release_cache
 from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
+from smp.train.planned import Planned
 from smp.train.report import (
     describe,
     log_collectives,
@@ -62,6 +63,7 @@ class Trainer:
     mesh: Mesh
     saver: Saver
     guard: Guard
+    planned: Planned
     val_loss: float | None = None  # of the current step, if it was validated
 
 
@@ -162,10 +164,14 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
     record = functools.partial(trainer.memory.record, step=state.step) if early else nothing
     trainer.guard.enter("data", state.step + 1)
     batch = next(batches)
-    with profile_step(plan, start, trainer.model, trainer.optimizer, step=state.step, record=record) as mark:
+    model, optimizer = trainer.model, trainer.optimizer
+    with (
+        profile_step(plan, start, model, optimizer, step=state.step, record=record) as noted,
+        trainer.planned.profiled(model, optimizer, state.step, noted) as mark,
+    ):
         result = train_step(
-            trainer.model,
-            trainer.optimizer,
+            model,
+            optimizer,
             batch,
             device=plan.device,
             grad_clip=config.optim.grad_clip,
@@ -221,6 +227,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             phase_s=trainer.guard.watchdog.spent(),
         )
     trainer.metrics.bar.reach(done.step)
+    trainer.planned.settled(done.step)
 
 
 def _save_if_due(trainer: Trainer, *, counts: dict[str, int], stop: bool) -> None:
@@ -253,6 +260,7 @@ def finish(trainer: Trainer, status: int) -> None:
             upload_model_together(final, url, functools.partial(trainer.guard.enter, "checkpoint"))
             logger.info("It was uploaded to %s.", url)
     trainer.metrics.finish()
+    trainer.planned.finish()
     plan.train_data.close()
     if plan.validation_data is not None:
         plan.validation_data.close()

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cuda_path import fake_cuda
+from smp.plan import fake_cuda
 
 ROOT = str(pathlib.Path(__file__).parent.parent.parent) + "/"
 # Operations whose result has a size that the host must know.

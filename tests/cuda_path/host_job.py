@@ -1,15 +1,19 @@
 """The training job on tensors whose device is ``cuda`` and whose memory is the host's; its values are real.
 
-Run as a program, with the shim as its first argument, then the job's flags.
+Run as a program, with the shim as its first argument, which is loaded before torch, then the job's flags.
 """
 
 from __future__ import annotations
 
-import pathlib
 import sys
 from typing import Any
 
-import tests.cuda_path.fake_cuda as fake_cuda
+if __name__ == "__main__":
+    import ctypes
+
+    ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+
+from smp.plan import fake_cuda
 
 
 def let_storages_resize() -> None:
@@ -29,7 +33,6 @@ def let_storages_resize() -> None:
 
 
 if __name__ == "__main__":
-    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
     fake_cuda.install(devices=8)
 
     from smp import runtime

@@ -1,27 +1,21 @@
 """A training job on fake CUDA tensors, from the command line's flags; prints its report as JSON.
 
-Run as a program, with the shim as its first argument, then ``key=value`` settings of this program, then flags.
+Run as a program, in a process with the shim: ``key=value`` settings of this program, then flags.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import pathlib
 import sys
 from typing import Any
-
-if __name__ == "__main__":
-    import tests.cuda_path.fake_cuda as fake_cuda
-
-    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
-else:
-    from tests.cuda_path import fake_cuda
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+
+from smp.plan import fake_cuda
 
 
 def _replace(owner: Any, name: str, make: Any, *, static: bool = False) -> None:
@@ -162,4 +156,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:])
+    main(sys.argv[1:])

@@ -1,55 +1,15 @@
-// Makes the CPU build of torch believe in a CUDA device: a device guard, without which autograd aborts, and hooks that
-// say that CUDA is available, without which backward fails. Under a FakeTensorMode its tensors are fake. Without one
-// they hold memory of the host, and every operation falls back to the kernel for CPUs, on the same memory: streams and
-// events mean nothing, values are real.
-#include <ATen/ATen.h>
+// The shim of smp/plan, and memory for its tensors. Without a FakeTensorMode they hold memory of the host, and every
+// operation falls back to the kernel for CPUs, on the same memory: streams and events mean nothing, values are real.
+#define CUDA_SHIM_HAS_VALUES
+#include "../../smp/plan/cuda_shim.cpp"
+
 #include <ATen/EmptyTensor.h>
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
 namespace {
-using namespace c10;
-
-const Device kFirst(kCUDA, 0);
-
-struct Guard : public impl::NoOpDeviceGuardImpl<kCUDA> {
-  Device exchangeDevice(Device) const override { return kFirst; }
-  Device getDevice() const override { return kFirst; }
-  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, kFirst); }
-  Stream getDefaultStream(Device) const override { return Stream(Stream::DEFAULT, kFirst); }
-  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, kFirst); }
-  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, kFirst); }
-  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
-};
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
-
-// torch looks the hooks up under this name.
-struct CUDAHooks : public at::CUDAHooksInterface {
-  CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex current_device() const override { return 0; }
-  int getNumGPUs() const override { return 1; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(kCPU); }
-};
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
-
 using at::Tensor;
 
 // Memory of the host that counts as the device's.

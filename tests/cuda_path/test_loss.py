@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.cuda_path import fake_cuda
+from smp.plan import fake_cuda
+from smp.plan.shim import python_with
 from tests.cuda_path.reports import ROOT, shim
 
 HIDDEN, WORDS, ROWS, LENGTH, CHUNK = 64, 512, 2, 20, 16
@@ -46,9 +46,7 @@ def run() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def audits() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_path.test_loss", str(shim())], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run(python_with(shim(), "tests.cuda_path.test_loss"), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     return json.loads(done.stdout)
 
@@ -70,5 +68,4 @@ def test_products_and_copies(audits, labels, tokens, copies):
 
 
 if __name__ == "__main__":
-    fake_cuda.load_shim(pathlib.Path(sys.argv[1]))
     json.dump(run(), sys.stdout)

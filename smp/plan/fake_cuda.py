@@ -1,66 +1,20 @@
-"""Stand-ins for what ``torch.cuda`` has in C++; waits and synchronisations are logged."""
+"""Stand-ins for what ``torch.cuda`` has in C++, for a process that plans; nothing runs on a GPU."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
-import os
-import pathlib
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-SHIM = pathlib.Path(__file__).with_name("shim.cpp")
-
-
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-
-
-def build_shim(folder: pathlib.Path) -> pathlib.Path:
-    """Compile the shim against the headers of the installed torch, once per folder."""
-    from importlib.util import find_spec
-
-    spec = find_spec("torch")
-    assert spec is not None and spec.submodule_search_locations
-    torch = pathlib.Path(spec.submodule_search_locations[0])  # torch is not imported before the shim
-    digest = hashlib.sha256(SHIM.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
-    library = folder / f"cuda_shim_{digest}.so"
-    if not library.exists():
-        folder.mkdir(exist_ok=True)
-        built = library.with_suffix(f".{os.getpid()}")
-        command = [
-            compiler(),
-            "-O0",
-            "-shared",
-            "-fPIC",
-            "-std=c++20",
-            f"-I{torch}/include",
-            f"-I{torch}/include/torch/csrc/api/include",
-            str(SHIM),
-            "-o",
-            built,
-        ]
-        link = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
-        subprocess.run([*map(str, command), *link], check=True, capture_output=True, text=True)
-        built.replace(library)
-    return library
-
-
-def load_shim(library: pathlib.Path) -> None:
-    """Load it; before torch is imported, which looks for CUDA once."""
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-
-
 Log = Callable[[str], None]
 _ignore: Log = lambda what: None  # noqa: E731
-log: Log = _ignore  # replaced by the audit
+log: Log = _ignore  # of waits and synchronisations; replaced by whoever counts them
 
 
 class Stream:
+    """A stream, which only has a name."""
+
     count = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
@@ -71,20 +25,23 @@ class Stream:
         self.cuda_stream = self.stream_id = Stream.count
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        """Do nothing."""
 
     def wait_event(self, event: Event) -> None:
-        pass
+        """Do nothing."""
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Return an event, recorded now."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
+        """Log it."""
         log("synchronize stream")
 
     def query(self) -> bool:
+        """Return that nothing is left to do."""
         return True
 
     def __enter__(self) -> Stream:
@@ -104,20 +61,24 @@ class Event:
         self.recorded: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
+        """Note the step."""
         self.recorded = Event.now
 
     def wait(self, stream: Stream | None = None) -> None:
-        pass
+        """Do nothing."""
 
     def synchronize(self) -> None:
+        """Log it."""
         if self.recorded is not None:
             age = Event.now - self.recorded
             log(f"synchronize event of {age} step(s) ago" if age else "synchronize event")
 
     def query(self) -> bool:
+        """Return that nothing is left to do."""
         return True
 
     def elapsed_time(self, other: Event) -> float:
+        """Return some milliseconds."""
         return 1.0
 
 
@@ -131,17 +92,25 @@ _streams: _Streams
 
 
 def current_stream(device: Any = None) -> Stream:
+    """Return the innermost stream of this thread."""
     return _streams.stack[-1]
 
 
 @contextlib.contextmanager
 def stream(chosen: Stream | None) -> Iterator[None]:
+    """Make a stream the current one in the ``with`` block."""
     with chosen or contextlib.nullcontext():
         yield
 
 
-def install(*, devices: int, memory: int = 80 << 30) -> None:
-    """Replace the parts of ``torch.cuda`` that a CPU build has not."""
+def install(*, devices: int, memory: int = 80 << 30, capability: tuple[int, int] = (9, 0)) -> None:
+    """Replace the parts of ``torch.cuda`` that need a GPU, once in a process.
+
+    Args:
+        devices: of this host.
+        memory: bytes of each.
+        capability: of each, major and minor.
+    """
     global default, _streams
     import torch
 
@@ -149,7 +118,8 @@ def install(*, devices: int, memory: int = 80 << 30) -> None:
     _streams = _Streams()
     cpu_state = torch.get_rng_state()
     properties = type("Properties", (), {
-        "name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": memory, "multi_processor_count": 132,
+        "name": "NVIDIA H100 80GB HBM3", "major": capability[0], "minor": capability[1], "total_memory": memory,
+        "multi_processor_count": 132,
         "uuid": "0", "warp_size": 32, "gcnArchName": "",
     })()  # fmt: skip
     runtime = type("Runtime", (), {
@@ -167,13 +137,14 @@ def install(*, devices: int, memory: int = 80 << 30) -> None:
         "mem_get_info": lambda device=None: (memory, memory), "empty_cache": lambda: None,
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda *a, **k: True,
+        "get_device_capability": lambda device=None: capability, "is_bf16_supported": lambda *a, **k: True,
         "get_rng_state": lambda device=None: cpu_state, "set_rng_state": lambda state, device=None: None,
         "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None, "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: False, "cudart": lambda: runtime,
         "device": lambda device: contextlib.nullcontext(),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
-    torch.Tensor.record_stream = lambda self, stream: log("record_stream")
-    torch.Tensor.pin_memory = lambda self, *a, **k: self
-    torch.Tensor.is_pinned = lambda self, *a, **k: True
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: log("record_stream")
+    tensor.pin_memory = lambda self, *a, **k: self
+    tensor.is_pinned = lambda self, *a, **k: True

@@ -1,0 +1,272 @@
+"""Plan a training job before anything is rented: does it fit, how fast is it, which layout is best, what does it cost.
+
+Takes the training job's flags beside its own. What is not given is searched: degrees, micro-batch, recomputation,
+offloading. Ends with status 1 if nothing fits.
+
+    smp plan --model llama3_70b --nodes 8 --gpus_per_node 8 --device h100 --max_context_width 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp.cli.output import table
+from smp.errors import ConfigError, UserError
+from smp.plan import document, ledger
+from smp.plan.cost import parse_count
+from smp.plan.devices import DEVICES, DeviceRow, device_row, network_share, write_row
+from smp.plan.records import GIB, LayoutPlan
+from smp.runtime import devices_folder
+
+if TYPE_CHECKING:
+    from smp.plan.request import Request
+    from smp.plan.search import Found
+
+CPU = "cpu"
+_MOST_DEVICES = 65536
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments; the others are the training job's."""
+    parser.passes_on = True  # type: ignore[attr-defined]
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, metavar="N", help="hosts; default 1")
+    add("--gpus_per_node", type=int, default=8, metavar="N", help="of each host; with --device cpu: processes")
+    add("--device", default="h100", metavar="NAME", help="default h100; cpu: this machine's")
+    add("--gpu_memory_gib", type=float, metavar="GIB", help="of one device; default: what the driver reports of it")
+    add("--network", metavar="NAME", help="efa400, efa3200, ib400, or GB/s of each device to other hosts")
+    add("--search", type=int, choices=(0, 1), default=1, help="1 (default): choose what is not given; 0: as given")
+    add("--global_tokens", metavar="N", help="of a step over all ranks, such as 4Mi; accumulation follows")
+    add("--top", type=int, default=3, metavar="N", help="layouts to show; default 3")
+    add("--tokens", metavar="N", help="to train on, such as 1T: hours, money")
+    add("--price", type=float, metavar="X", help="of a device for an hour")
+    add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and all distinct ranks")
+    add("--json", metavar="FILE", help="write the plan there as JSON; -: print it instead of the tables")
+    add("--plot", metavar="FILE.png", help="draw the best layout's memory over the step")
+    add("--calibrate", action="store_true", help="measure this machine, a minute, and keep its row")
+    add("--ledger", nargs="+", metavar="DIR", help="tabulate the plan_error.json below, and refit the devices' factors")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan, or do what --calibrate or --ledger asks for."""
+    if options.ledger:
+        return _ledger([Path(directory) for directory in options.ledger], options.more)
+    if options.calibrate:
+        return _calibrate(options)
+    tokens = _require_options(options)
+    row = _device(options)
+    from smp.plan import request as requests  # brings transformers
+
+    try:
+        request = requests.read_request(
+            options.more, row, nodes=options.nodes, local=options.gpus_per_node, global_tokens=options.global_tokens
+        )
+    except ConfigError as error:
+        raise ConfigError([_nearer(text) for text in error.problems]) from None
+    with open_worker() as plan, _progress() as tell:
+        found = requests.answer(
+            request, plan, top=options.top, searches=bool(options.search), exact=bool(options.exact), tell=tell
+        )
+    content = requests.as_document(request, found, top=options.top, tokens=tokens, price=options.price)
+    if options.json == "-":
+        sys.stdout.write(document.as_text(content))
+    else:
+        _print(request, found, options.top, tokens, options.price)
+        if options.json:
+            document.write(content, Path(options.json))
+            print(f"wrote {options.json}", file=sys.stderr)
+    best = found.plans[0][1] if found.plans else found.nearest
+    if options.plot and best is not None:
+        _plot(best, Path(options.plot))
+    return 0 if found.plans else 1
+
+
+def _require_options(options: argparse.Namespace) -> int | None:
+    """Refuse numbers that cannot be, and files that cannot be written; return the tokens to train on."""
+    for name in ("nodes", "gpus_per_node", "top"):
+        if (value := getattr(options, name)) < 1:
+            raise UserError(f"--{name} must be at least 1, got {value}")
+    if (devices := options.nodes * options.gpus_per_node) > _MOST_DEVICES:
+        raise UserError(
+            f"--nodes {options.nodes} of --gpus_per_node {options.gpus_per_node} are {devices} devices: plan for at "
+            f"most {_MOST_DEVICES}"
+        )
+    for name in ("gpu_memory_gib", "price"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} must be above 0, got {value}")
+    if options.price is not None and options.tokens is None:
+        raise UserError("--price has a meaning only with --tokens: say how many tokens are to be trained on")
+    for name in ("json", "plot"):
+        value = getattr(options, name)
+        if value not in (None, "-") and not os.access(folder := Path(value).absolute().parent, os.W_OK):
+            raise UserError(f"--{name} {value} cannot be written: {folder} is no directory that can be written to")
+    if options.plot and Path(options.plot).suffix != ".png":
+        raise UserError(f"--plot {options.plot} is not allowed: give a file that ends in .png")
+    return None if options.tokens is None else parse_count("--tokens", options.tokens)
+
+
+def _nearer(problem: str) -> str:
+    """Return a problem of the job's flags; of an unknown flag that is nearly one of this command's, with that."""
+    flag = problem.removeprefix("unknown flag ").partition(":")[0]
+    own = argparse.ArgumentParser(add_help=False)
+    add_arguments(own)
+    near = difflib.get_close_matches(flag, [action.option_strings[0] for action in own._actions], n=1)
+    return f"unknown flag {flag}: did you mean {near[0]}?" if near and problem.startswith("unknown flag") else problem
+
+
+def _row_of(name: str) -> DeviceRow:
+    """Return the row of a device, by its name or the driver's."""
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia "))
+    for candidate in dict.fromkeys([name, plain]):
+        with contextlib.suppress(UserError):
+            return device_row(candidate)
+    if name == CPU:
+        return DeviceRow(CPU, source="", date="")
+    # As the driver says it: "NVIDIA H100 80GB HBM3".
+    known = (row for short, row in reversed([*DEVICES.items()]) if name != plain and short.partition("_")[0] in plain)
+    return next(known, None) or device_row(name)
+
+
+def _device(options: argparse.Namespace) -> DeviceRow:
+    """Return the device's row, with the memory and the network that were given."""
+    row = _row_of(options.device)
+    if options.network is not None:
+        row = dataclasses.replace(row, network=network_share(options.network))
+    if options.gpu_memory_gib is not None:
+        row = dataclasses.replace(row, memory=options.gpu_memory_gib)
+    elif not row.is_gpu:
+        from smp.memory.limits import installed_memory
+
+        row = dataclasses.replace(row, memory=installed_memory() / options.gpus_per_node / GIB)
+    return row
+
+
+@contextlib.contextmanager
+def open_worker() -> Iterator[Callable[..., LayoutPlan]]:
+    """Start the process that plans layouts; yields its ``plan``."""
+    from smp.plan.worker import Worker
+
+    with Worker() as worker:
+        yield worker.plan
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says on a terminal which layout is being planned; elsewhere it does nothing."""
+    count, shown = 0, sys.stderr.isatty()
+
+    def tell(text: str) -> None:
+        nonlocal count
+        count += 1
+        if shown:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{f'planning layout {count}: {text}'[:width]}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print(request: Request, found: Found, top: int, tokens: int | None, price: float | None) -> None:
+    """Print the plan for a person."""
+    from smp.plan import request as requests
+    from smp.plan import tables
+
+    try:
+        block = "█"
+        block.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        block = "#"
+    gpus, model = request.row.is_gpu, request.model
+    hosts = f"{request.nodes} x {request.local}" if request.nodes > 1 else f"{request.local}"
+    layout, plan = found.plans[0] if found.plans else (None, found.nearest)
+    says = "" if plan is None else f": {tables.verdict(plan.memory)}"
+    print(f"{model.name} on {hosts} {request.row.name if gpus else 'CPU processes'}{says}")
+    print(f"{request.shape.parameters:,} parameters, {model.sequence_length} tokens a sample")
+    if plan is not None:
+        if layout is not None:
+            print(f"{tables.title_of(layout)}: {plan.tokens:,} tokens a step")
+        else:
+            print("the layout that lacks least:", *(tables.words_of(plan.flags) or [plan.mesh]))
+        lines = ["", *tables.memory_table(plan.memory, block), *tables.other_memory(plan), ""]
+        print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
+        if (spent := requests.cost(request, plan, tokens, price)) is not None:
+            print(tables.cost_line(spent, "GPU" if gpus else "process"))
+    said = [*(plan.notes if plan else ())]
+    if found.legal > 1 or not found.plans:
+        width = min(100, shutil.get_terminal_size().columns)
+        print("", *tables.ranking(found, top, request.devices, width), sep="\n")
+        said.append(f"{found.legal} legal layouts, {found.traced} of them traced on fake tensors.")
+    print("", *dict.fromkeys([*said, *requests.notes(request, fits=bool(found.plans))]), sep="\n")
+
+
+def _plot(plan: LayoutPlan, png: Path) -> None:
+    """Draw the memory over the step."""
+    from smp.plots import plot_memory
+
+    moments = plan.memory.timeline
+    if not moments:
+        raise UserError(f"--plot {png}: the plan has no timeline; leave it out")
+    names = dict.fromkeys(name for _, sizes in moments for name in sizes)
+    phases = [where.split()[0] if where else "" for where, _ in moments]
+    ends = [i for i in range(len(phases)) if i + 1 == len(phases) or phases[i + 1] != phases[i]]
+    plot_memory(
+        range(len(moments)),
+        {name: [sizes.get(name, 0) for _, sizes in moments] for name in names},
+        [(phases[end], end) for end in ends] if len(ends) <= 12 else [],
+        png,
+        xlabel="allocations, in order",
+    )
+    print(f"wrote {png}", file=sys.stderr)
+
+
+def _ledger(directories: list[Path], others: list[str]) -> int:
+    """Tabulate what plans were wrong by, and refit the factor of each device's row."""
+    if others:
+        raise UserError(f"--ledger takes no flags of a job, got {others[0]}: leave them out")
+    lines = ledger.read(directories)
+    if not lines:
+        raise UserError(
+            f"no {ledger.ERROR} under {', '.join(map(str, directories))}: `--plan 1` of a training job writes it after "
+            f"step 20"
+        )
+    print(table(ledger.rows(lines), indent=""))
+    for name in sorted({str(line["device_row"]["name"]) for _, line in lines}):
+        try:
+            row = device_row(name)
+        except UserError:
+            print(f"{name}: it has no row: `smp plan --calibrate` measures one")
+            continue
+        known = {"name": row.name, "source": row.source, "date": row.date}
+        ratios = ledger.ratios([line for _, line in lines], known)
+        if not ratios:
+            print(f"{name}: no run that was planned with this row ({row.described})")
+            continue
+        fitted = dataclasses.replace(row, factor=1.0).refitted(ratios)
+        write_row(fitted, path := devices_folder() / f"{name}.json")
+        print(f"{name}: speed x {fitted.factor:.3f} from {len(ratios)} run(s), the median; wrote {path}")
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Measure this machine and write its row."""
+    if options.more:
+        raise UserError(f"--calibrate takes no flags of a job, got {options.more[0]}: leave them out")
+    from smp.plan.calibrate import calibrate
+
+    path = calibrate(say=lambda text: print(text, file=sys.stderr))
+    print(f"wrote {path}: `--device {path.stem}` plans with it")
+    return 0

@@ -1,0 +1,270 @@
+"""From a step of few blocks to a step of any number.
+
+Blocks in the middle of a model allocate the same bytes in the same order. So a step of many blocks is written down from
+a traced one of few: a block in the middle stands for all that are added, and what it frees of a neighbour's is freed of
+that neighbour's copy. The result is the whole sequence of allocations, not only their sum: peak, categories at the
+peak, timeline and the simulated allocator all follow from it. What is not equal in the traced blocks is refused, and
+the caller traces all blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from smp.plan.records import Exchange, Operation, Segment, TensorShape
+from smp.plan.trace import BACKWARD, FORWARD, UPDATE, Place, Trace
+
+
+class UnequalBlocksError(Exception):
+    """The traced blocks differ where they should not: trace all."""
+
+
+class Step(NamedTuple):
+    """The storages of a step, and every change of their bytes in order.
+
+    Attributes:
+        categories, streams: of each storage.
+        initial: how many of them exist before the step.
+        changes: place, storage, change in bytes.
+    """
+
+    categories: list[str]
+    streams: list[str]
+    initial: int
+    changes: list[tuple[Place, int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """Which traced block stands for a block of the whole model.
+
+    Attributes:
+        traced, wanted: numbers of blocks.
+        period: blocks after which they repeat.
+        margin: blocks at both ends that stand for themselves.
+    """
+
+    traced: int
+    wanted: int
+    period: int
+    margin: int
+
+    def template(self, block: int) -> int:
+        """Return the traced block for a block of the whole model."""
+        if self.wanted == self.traced or block < self.margin:
+            return block
+        if block >= self.wanted - self.margin:
+            return block - self.wanted + self.traced
+        return self.margin + (block - self.margin) % self.period
+
+    @functools.cached_property
+    def copies(self) -> dict[int, list[int]]:
+        """Return the blocks of the whole model that each traced block stands for."""
+        found: dict[int, list[int]] = {template: [] for template in range(self.traced)}
+        for block in range(self.wanted):
+            found[self.template(block)].append(block)
+        return found
+
+
+def blocks_to_trace(wanted: int, *, period: int, margin: int) -> int:
+    """Return how many blocks to trace: both margins, a period, and what is left over of whole periods; at most all."""
+    inner = wanted - 2 * margin
+    few = 2 * margin + period + inner % period if inner > 0 else wanted
+    return min(wanted, few)
+
+
+def _first_sizes(trace: Trace) -> list[int]:
+    sizes = [0] * len(trace.births)
+    seen = set()
+    for _, number, delta in trace.changes:
+        if number not in seen:
+            seen.add(number)
+            sizes[number] = delta
+    return sizes
+
+
+def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
+    """Yield the places of the whole step in their order, each with the traced one that stands for it."""
+    order: dict[Place, None] = dict.fromkeys(change.place for change in trace.changes)
+    order = _ordered([*order, *(place for place in trace.events if place not in order)])
+    groups: list[list[Place]] = []
+    for place in order:  # the blocks of one forward or one backward are one group
+        same = groups and groups[-1][0].block is not None and place.block is not None
+        if same and groups[-1][0][:2] == place[:2]:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    for group in groups:
+        if group[0].block is None or repeated.wanted == repeated.traced:
+            yield from ((place, place) for place in group)
+            continue
+        by_block = {place.block: place for place in group}
+        count = range(repeated.wanted)
+        for block in count if group[0].phase == FORWARD else reversed(count):
+            template = by_block[repeated.template(block)]
+            yield template._replace(block=block), template
+
+
+def _ordered(places: list[Place]) -> dict[Place, None]:
+    """Return the places in the order of a step."""
+
+    def key(place: Place) -> tuple[int, int, int]:
+        if place.phase == UPDATE:
+            return (1 << 30, 0, 0)
+        if place.phase not in (FORWARD, BACKWARD):
+            return (-1, 0, 0)
+        forward = place.phase == FORWARD
+        between = {"embedding": -1 if forward else 1 << 30, "head": 1 << 30 if forward else -(1 << 30)}
+        inside = between[place.part] if place.block is None else place.block if forward else -place.block
+        return (place.microbatch, 0 if forward else 1, inside)
+
+    return dict.fromkeys(sorted(places, key=key))
+
+
+class _Births:
+    """What each place of the trace allocates, to compare a block's with that of the block that stands for it."""
+
+    def __init__(self, trace: Trace):
+        sizes = _first_sizes(trace)
+        initial, ranks = len(trace.owners), _ranks(trace)
+        self._made: dict[tuple[Place, int], tuple[str, int, str]] = {}
+        self._owned: dict[tuple[int | None, int], tuple[str, int, str]] = {}
+        for number, birth in enumerate(trace.births):
+            what = (birth.storage.category, sizes[number], birth.stream)
+            if number < initial:
+                self._owned[trace.owners[number], ranks[number]] = what
+            else:
+                self._made[birth.place, birth.rank] = what
+
+    def compare(self, place: Place, index: int, template: int) -> None:
+        """Compare an allocation with that of the same index in a template's place."""
+        if self._made.get((place, index)) != self._made.get((place._replace(block=template), index)):
+            raise UnequalBlocksError(f"blocks {place.block} and {template} differ in {place.phase}")
+
+    def compare_owned(self, owner: int, rank: int, template: int) -> None:
+        """Compare a parameter's or state's bytes with those of a template."""
+        if self._owned.get((owner, rank)) != self._owned.get((template, rank)):
+            raise UnequalBlocksError(f"blocks {owner} and {template} hold other states")
+
+
+class _Writer:
+    """Writes down the step of the whole model."""
+
+    def __init__(self, trace: Trace, repeated: Repeat):
+        self.trace, self.repeated = trace, repeated
+        self.initial, self.begin = len(trace.owners), trace.births[0].place
+        self.categories: list[str] = []
+        self.streams: list[str] = []
+        self.changes: list[tuple[Place, int, int]] = []
+        self._ranks, self._births = _ranks(trace), _Births(trace)
+        # A storage of the whole step, by where it is made, and the block of the whole model that it belongs to.
+        self._numbers: dict[tuple[Place, int, int | None], int] = {}
+
+    def change(self, place: Place, traced: int, block: int | None, delta: int) -> None:
+        """Write a change of the storage that stands, in a block of the whole model, for a traced one."""
+        birth, before = self.trace.births[traced], traced < self.initial
+        index = self._ranks[traced] if before else birth.rank
+        owner = self.trace.owners[traced] if before else birth.place.block
+        if block is not None and owner is not None:
+            if not 0 <= block < self.repeated.wanted:
+                raise UnequalBlocksError(f"block {place.block} frees what block {block} would have made")
+            if (other := self.repeated.template(block)) != owner:
+                if before:
+                    self._births.compare_owned(owner, index, other)
+                else:
+                    self._births.compare(birth.place, index, other)
+        key = (self.begin if before else birth.place._replace(block=block), index, block)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.categories)
+            self.categories.append(birth.storage.category)
+            self.streams.append(birth.stream)
+        self.changes.append((place, self._numbers[key], delta))
+
+    def blocks(self, place: Place, template: Place, traced: int) -> list[int | None]:
+        """Return the blocks of the whole model whose storages a change at ``place`` is of."""
+        owner = self.trace.owners[traced] if traced < self.initial else self.trace.births[traced].place.block
+        if owner is None:
+            return [None]
+        if place.phase == UPDATE:
+            return [*self.repeated.copies[owner]]  # of every block at once
+        if place.block is None or template.block is None:  # of the blocks next to it: the last ones or the first ones
+            return [owner + self.repeated.wanted - self.repeated.traced if place.part == "head" else owner]
+        return [place.block + owner - template.block]
+
+
+def whole_step(trace: Trace, repeated: Repeat) -> Step:
+    """Write down the storages and changes of the step of the whole model.
+
+    Raises:
+        UnequalBlocksError: a block is not what the block that stands for it is.
+    """
+    writer = _Writer(trace, repeated)
+    sizes = _first_sizes(trace)
+    for traced, owner in enumerate(trace.owners):
+        for block in [None] if owner is None else repeated.copies[owner]:
+            writer.change(writer.begin, traced, block, sizes[traced])
+    initial = len(writer.categories)
+    by_place: dict[Place, list[tuple[int, int]]] = {}
+    for place, traced, delta in trace.changes[writer.initial :]:
+        by_place.setdefault(place, []).append((traced, delta))
+    for place, template in _places(trace, repeated):
+        for traced, delta in by_place.get(template, ()):
+            for block in writer.blocks(place, template, traced):
+                writer.change(place, traced, block, delta)
+    step = Step(writer.categories, writer.streams, initial, writer.changes)
+    _check_balance(step)
+    return step
+
+
+def _check_balance(step: Step) -> None:
+    """Refuse a step that frees more than it has made."""
+    sizes = [0] * len(step.categories)
+    for place, number, delta in step.changes:
+        sizes[number] += delta
+        if sizes[number] < 0:
+            raise UnequalBlocksError(f"{place.phase} of block {place.block} frees what nothing has made")
+
+
+def _ranks(trace: Trace) -> list[int]:
+    """Return of each storage that exists before the step which it is of its block's, in order."""
+    counts: dict[int | None, int] = {}
+    ranks = []
+    for owner in trace.owners:
+        ranks.append(counts.get(owner, 0))
+        counts[owner] = ranks[-1] + 1
+    return ranks
+
+
+def segments(trace: Trace, repeated: Repeat) -> list[tuple[Segment, int]]:
+    """Return the operations and collectives of the whole step in order, equal neighbours once with their count."""
+    found: list[tuple[Segment, int]] = []
+    last: Place | None = None
+    for place, template in _places(trace, repeated):
+        events: list[Operation | Exchange] = trace.events.get(template, [])
+        if template == last:
+            segment, count = found[-1]
+            found[-1] = (segment, count + 1)
+            continue
+        last = template
+        if place.phase == UPDATE:
+            events = [_of_all_blocks(event, trace, repeated) for event in events]
+        found.append((Segment(place.phase, place.block, place.microbatch, tuple(events)), 1))
+    return found
+
+
+def _of_all_blocks(event: Operation | Exchange, trace: Trace, repeated: Repeat) -> Operation | Exchange:
+    """Return an operation of the update, whose lists of tensors have those of the traced blocks, with those of all."""
+    more = repeated.wanted - repeated.traced
+    if isinstance(event, Exchange) or not more:
+        return event
+
+    def added(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
+        counts, block = Counter(tensors), Counter(trace.parameters)
+        lists = {shape: counts[shape] // (trace.blocks * times) for shape, times in block.items()}
+        return tuple(shape for shape in trace.parameters for _ in range(lists[shape] * more))
+
+    return Operation(event.name, event.inputs + added(event.inputs), event.outputs + added(event.outputs))

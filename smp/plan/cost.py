@@ -1,0 +1,108 @@
+"""Cost of a run: tokens or steps to hours and money, and the bytes that it leaves on hosts' memory and disks."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from smp.checkpoint.config import CheckpointConfig
+from smp.config import ActivationConfig
+from smp.errors import UserError
+from smp.memory.host import estimate_host_memory
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.parallel.activation_checkpoint import waiting_bytes
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+# AdamW's two moments beside each parameter, all in fp32.
+_STATE_BYTES = 12
+_FP32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a number of tokens takes.
+
+    Attributes:
+        steps: optimizer steps.
+        hours: of the whole job.
+        device_hours: hours times devices.
+        money: None without a price.
+    """
+
+    tokens: int
+    steps: int
+    hours: float
+    device_hours: float
+    money: float | None
+
+
+def parse_count(name: str, text: str) -> int:
+    """Return the number of ``4Mi``, ``1T``, ``300B`` or ``1.5e12``.
+
+    Raises:
+        UserError: it is no such number, or below 1.
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?(?:[eE]\d{1,2})?)\s*([KMBTG]?I?)", text.strip(), re.ASCII | re.I)
+    unit = match[2].upper() if match else "?"
+    count = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    if count < 1:
+        raise UserError(f"{name} takes a number of tokens such as 4Mi, 300B or 1T, got {text!r}")
+    return count
+
+
+def cost_of(tokens: int, *, step_tokens: int, step_seconds: float, devices: int, price: float | None) -> Cost:
+    """Return what it costs to train on so many tokens.
+
+    Args:
+        step_tokens: of a step over all ranks.
+        step_seconds: of a step.
+        price: of a device for an hour.
+    """
+    steps = -(-tokens // step_tokens)
+    hours = steps * step_seconds / 3600
+    return Cost(tokens, steps, hours, hours * devices, None if price is None else price * hours * devices)
+
+
+def host_bytes(
+    shape: ModelShape, mesh: Mesh, work: Workload, checkpoint: CheckpointConfig, *, local: int
+) -> dict[str, int]:
+    """Predict the memory of one host, by category, of a job on GPUs; on CPUs the plan of a rank has it.
+
+    Args:
+        local: ranks of a host.
+    """
+    if work.device_type == "cpu":
+        return {}
+    one = estimate_host_memory(shape, mesh, work, is_async=checkpoint.is_async, is_local=checkpoint.is_local)
+    names = {"process": "processes", "offloaded activations": "pinned copies of activations"}
+    return {names.get(name, name): size * local for name, size in one.items()}
+
+
+def disk_bytes(
+    shape: ModelShape, mesh: Mesh, work: Workload, checkpoint: CheckpointConfig, *, local: int
+) -> dict[str, int]:
+    """Predict the bytes on disks, by use: of the whole job, but activations of each host."""
+    replicas = mesh.replicas.size if checkpoint.is_local else 1
+    one = _STATE_BYTES * shape.parameters * replicas
+    kept = sum(checkpoint.num_kept_checkpoints) + checkpoint.keep_best
+    # A new one is whole before an old one goes.
+    found = {"checkpoint": one, "kept checkpoints": one * (kept + 1)}
+    if checkpoint.save_final_model:
+        found["final model"] = _FP32 * shape.parameters
+    activation = work.settings[ActivationConfig]
+    blocks = shape.layers - activation.activation_loading_horizon
+    if activation.offload_activations and activation.offload_dir is not None and blocks > 0:
+        found["offloaded activations"] = local * waiting_bytes(shape, mesh, work, blocks=blocks)
+    return found
+
+
+def utilisation(flops_per_token: float, tokens_per_second: float, peak: float | None) -> float | None:
+    """Return model FLOPs utilisation of a device, or None where its peak is not known."""
+    return None if not peak else flops_per_token * tokens_per_second / peak
+
+
+def total(sizes: Mapping[str, int]) -> int:
+    """Sum bytes by category."""
+    return sum(sizes.values())

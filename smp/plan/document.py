@@ -1,0 +1,100 @@
+"""A plan as JSON: the same flags give the same bytes; nothing in it depends on when or how fast it was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smp.plan.cost import Cost
+from smp.plan.records import LayoutPlan, RankMemory
+
+SCHEMA = 1
+
+
+def memory_entry(memory: RankMemory) -> dict[str, Any]:
+    """Return the memory of a rank, in bytes."""
+    return {
+        "rank": memory.rank,
+        "allocated": memory.allocated,
+        "workspace": memory.workspace,
+        "reserved": memory.reserved,
+        "outside": memory.outside,
+        "limit": memory.limit,
+        "room": memory.room,
+        "shared": memory.shared,
+        "peak_moment": memory.peak.where,
+        "at_peak": dict(memory.peak.categories),
+        "own_peaks": dict(memory.own_peaks),
+    }
+
+
+def layout_entry(plan: LayoutPlan, cost: Cost | None = None, rates: Mapping[str, float | None] | None = None) -> Any:
+    """Return a layout: its flags, memory, step and cost.
+
+    Args:
+        cost: of the tokens asked for.
+        rates: tokens per second of a device, and model FLOPs utilisation.
+    """
+    return {
+        "mesh": plan.mesh,
+        "flags": dict(plan.flags),
+        "fits": plan.memory.verdict,
+        "tight": plan.memory.tight,
+        "memory": memory_entry(plan.memory),
+        "host": dict(plan.host),
+        "disk": dict(plan.disk),
+        "step": None if plan.step is None else {**dataclasses.asdict(plan.step), "parts": dict(plan.step.parts)},
+        "tokens": plan.tokens,
+        "rates": dict(rates or {}),
+        "cost": None if cost is None else dataclasses.asdict(cost),
+        "method": plan.method,
+        "notes": list(plan.notes),
+    }
+
+
+def document(
+    *,
+    versions: Mapping[str, str],
+    flags: Sequence[str],
+    cluster: Mapping[str, Any],
+    device_row: Mapping[str, Any],
+    layouts: Sequence[Any],
+    refused: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the whole plan.
+
+    Args:
+        versions: of smp and torch.
+        flags: of the training job, as given.
+        cluster: hosts, devices of each, and what they can do.
+        device_row: where the device's numbers come from.
+        layouts: of :func:`layout_entry`, the fastest first.
+        refused: layout, reason and the bytes that are missing.
+    """
+    return {
+        "schema": SCHEMA, **versions, "flags": list(flags), "cluster": dict(cluster), "device_row": dict(device_row),
+        "layouts": list(layouts), "refused": list(refused),
+    }  # fmt: skip
+
+
+def as_text(content: Any) -> str:
+    """Return JSON with a line break at its end."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def write(content: Any, path: Path) -> None:
+    """Write JSON; a reader sees the old file or the whole new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(as_text(content))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,63 @@
+"""The bytes of a planned step: at the peak, by category, and over time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from smp.memory.categories import CATEGORIES, COMMUNICATION, OTHER
+from smp.plan.blocks import Step
+from smp.plan.records import Moment
+from smp.plan.trace import Place
+
+POINTS = 400  # of a timeline
+
+
+class Account(NamedTuple):
+    """Bytes of a step by category.
+
+    Attributes:
+        peak: the moment of the highest sum.
+        own_peaks: each category's own highest bytes.
+        timeline: where, and bytes by category, thinned; the peak is in it.
+    """
+
+    peak: Moment
+    own_peaks: dict[str, int]
+    timeline: list[tuple[str, dict[str, int]]]
+
+
+def said(place: Place) -> str:
+    """Name a place of the step."""
+    where = {"": "", "head": " of the head and the loss", "embedding": " of the embedding"}[place.part]
+    block = "" if place.block is None else f" of block {place.block}"
+    later = f", micro-batch {place.microbatch + 1}" if place.microbatch else ""
+    return f"{place.phase}{block}{where}{later}"
+
+
+def account(step: Step, *, shared: int = 0, waiting: int = 0) -> Account:
+    """Add up a step.
+
+    Args:
+        shared: bytes of memory that a host's ranks share for their collectives, which are there throughout.
+        waiting: bytes of batches that are there throughout, besides those traced.
+    """
+    number = {category: index for index, category in enumerate(CATEGORIES)}
+    kinds = [number[category] for category in step.categories]
+    now = [0] * len(CATEGORIES)
+    now[number[COMMUNICATION]], now[number[OTHER]] = shared, waiting
+    most, total = list(now), shared + waiting
+    best, at, where = 0, list(now), step.changes[0][0]
+    stride = max(1, (len(step.changes) - step.initial) // POINTS)
+    timeline: list[tuple[str, dict[str, int]]] = []
+    for index, (place, storage, delta) in enumerate(step.changes):
+        kind = kinds[storage]
+        now[kind] += delta
+        total += delta
+        if now[kind] > most[kind]:
+            most[kind] = now[kind]
+        if total > best:
+            best, at, where = total, list(now), place
+        if index >= step.initial and index % stride == 0:
+            timeline.append((said(place), dict(zip(CATEGORIES, now, strict=True))))
+    peak = Moment(said(where), dict(zip(CATEGORIES, at, strict=True)))
+    return Account(peak, dict(zip(CATEGORIES, most, strict=True)), timeline)

@@ -1,0 +1,229 @@
+"""A request for a plan: the job's flags, the hosts and their devices; and the search that answers it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from smp import __version__
+from smp.checkpoint.config import CheckpointConfig
+from smp.data.data_pipeline import NO_DATA
+from smp.errors import ConfigError, UserError
+from smp.memory.plan import USABLE, processes_that_fit
+from smp.memory.shape import ModelShape, model_shape
+from smp.models.model_config import ResolvedModel, resolve_model
+from smp.plan import document
+from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count, utilisation
+from smp.plan.devices import DeviceRow
+from smp.plan.estimate import estimate
+from smp.plan.records import GIB, LayoutPlan
+from smp.plan.search import Found, Layout, instructive, layouts, search
+from smp.plan.tables import title_of, words_of
+from smp.train.arguments import parse_args
+from smp.train.flops import model_flops_per_token
+
+# Plans a layout: words of the job, and by name nodes, local, device and exact.
+Planner = Callable[..., LayoutPlan]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        words: the job's flags.
+        settings, given: all of its settings by name, and the names of those that were given.
+        row: of the device.
+        nodes, local: hosts, and devices of each.
+    """
+
+    words: list[str]
+    settings: dict[str, Any]
+    given: frozenset[str]
+    checkpoint: CheckpointConfig
+    row: DeviceRow
+    nodes: int
+    local: int
+    model: ResolvedModel
+    shape: ModelShape
+
+    @property
+    def devices(self) -> int:
+        """Devices of the job."""
+        return self.nodes * self.local
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device."""
+        return int(self.row.memory * GIB)
+
+    def layouts(self, *, fixed: bool = False, **given: Any) -> Iterator[Layout]:
+        """Yield the legal layouts, or the one that is given; ``given`` are further settings that are not varied."""
+        yield from layouts(
+            self.model, {**self.settings, **given}, self.given | given.keys(), nodes=self.nodes, local=self.local,
+            device_type="cuda" if self.row.is_gpu else "cpu", fixed=fixed,
+        )  # fmt: skip
+
+
+def read_request(
+    words: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None
+) -> Request:
+    """Read the job's flags as the job does; no data is needed.
+
+    Args:
+        global_tokens: of a step over all ranks, such as ``4Mi``; None: as the flags say.
+
+    Raises:
+        ConfigError: with every problem of the flags.
+        UserError: ``global_tokens`` contradicts them.
+    """
+    try:
+        config = parse_args(words)
+        model = resolve_model(config.model)
+        if global_tokens is not None:
+            tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
+            if "global_batch_size" in config.given:
+                raise UserError(
+                    f"--global_tokens {global_tokens} and --global_batch_size both set the batch: leave one out"
+                )
+            if tokens < length:
+                raise UserError(f"--global_tokens {global_tokens} is less than a sample of {length} tokens: give more")
+            words = [*words, "--global_batch_size", str(tokens // length)]
+            config = parse_args(words)
+    except ConfigError as error:
+        raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
+    return Request(
+        words, config.flat(), config.given, config.checkpoint, row, nodes, local, model, model_shape(model)
+    )  # fmt: skip
+
+
+def answer(
+    request: Request,
+    plan: Planner,
+    *,
+    top: int,
+    searches: bool = True,
+    exact: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """Search the layouts of a request, or plan the one that is given.
+
+    Args:
+        top: layouts that fit to look for.
+        exact: trace all blocks and all distinct ranks of the best one.
+        tell: called with each layout that is about to be traced.
+
+    Raises:
+        UserError: no layout is legal.
+    """
+    candidates = [
+        estimate(request.shape, layout, request.row, local=request.local)
+        for layout in request.layouts(fixed=not searches)
+    ]
+    if not candidates:
+        raise UserError(
+            f"{request.model.name} cannot be split over {request.nodes} node(s) of {request.local} as asked: the "
+            f"sharding and tensor-parallel degrees must divide them, and each data-parallel process needs a sample; "
+            f"choose other degrees, or leave them out, or a larger batch"
+        )
+
+    def trace(layout: Layout, *, exactly: bool = False) -> LayoutPlan:
+        tell(title_of(layout))
+        words = [*request.words, *words_of(layout.flags)]
+        made = plan(words, nodes=request.nodes, local=request.local, device=request.row, exact=exactly)
+        return _complete(request, layout, made)
+
+    alone = exact and len(candidates) == 1
+    found = search(candidates, request.limit, lambda layout: trace(layout, exactly=alone), top=top)
+    if exact and not alone and found.plans:
+        layout, _ = found.plans[0]
+        found.plans[0] = (layout, trace(layout, exactly=True))
+    return found
+
+
+def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
+    """Add what the layout's sizes say of hosts and disks."""
+    sizes = (request.shape, layout.mesh, layout.work, request.checkpoint)
+    return dataclasses.replace(
+        plan,
+        flags=layout.flags,
+        mesh=str(layout.mesh),
+        tokens=layout.tokens,
+        host=plan.host or host_bytes(*sizes, local=request.local),
+        disk=plan.disk or disk_bytes(*sizes, local=request.local),
+    )
+
+
+def rates(request: Request, plan: LayoutPlan) -> dict[str, float | None]:
+    """Return tokens per second of a device, and model FLOPs utilisation."""
+    if plan.step is None:
+        return {"tokens_per_second": None, "mfu": None}
+    rate = plan.tokens / plan.step.seconds / request.devices
+    flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
+    return {"tokens_per_second": rate, "mfu": utilisation(flops, rate, request.row.peak * 1e12)}
+
+
+def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | None) -> Cost | None:
+    """Return what it costs to train on so many tokens; None where they, or the seconds of a step, are not known."""
+    if tokens is None or plan.step is None:
+        return None
+    seconds = plan.step.seconds
+    return cost_of(tokens, step_tokens=plan.tokens, step_seconds=seconds, devices=request.devices, price=price)
+
+
+def notes(request: Request, *, fits: bool) -> Iterator[str]:
+    """Yield what a person must know of the plan as a whole."""
+    if request.row.is_gpu:
+        if request.settings["bf16"] is None and not torch.cuda.is_available():
+            yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
+        if request.settings["compile"] is True:
+            yield "Blocks are planned as they run uncompiled; compiled ones take less memory between kernels."
+    if not fits:
+        yield _more_devices(request)
+    yield "Not tried, as smp does not have them: context, expert and pipeline degrees."
+
+
+def _more_devices(request: Request) -> str:
+    """Return how many devices would hold the job, by the closed form."""
+    smallest: dict[str, Any] = {"train_batch_size": 1} if "train_batch_size" not in request.given else {}
+    asked = next(request.layouts(**smallest))
+    work = dataclasses.replace(
+        asked.work.changed(activation_checkpointing=True, activation_checkpointing_mode="full"),
+        micro_batch_size=smallest.get("train_batch_size", asked.work.micro_batch_size),
+    )
+    enough = processes_that_fit(request.shape, work, int(request.limit * USABLE), tp=asked.mesh.tp.size)
+    if enough is None or enough <= request.devices:
+        return "More memory on each device, or a shorter --max_context_width, would help; more devices would not."
+    return (
+        f"By the closed form, full sharding over {enough} devices would hold it: --nodes {-(-enough // request.local)}."
+    )
+
+
+def as_document(request: Request, found: Found, *, top: int, tokens: int | None, price: float | None) -> dict[str, Any]:
+    """Return the plan as JSON has it; where nothing fits, with the layout that lacks least."""
+    row, plans = request.row, [plan for _, plan in found.plans[:top]]
+    if not plans and found.nearest is not None:
+        plans = [found.nearest]
+    return document.document(
+        versions={"smp": __version__, "torch": torch.__version__},
+        flags=request.words,
+        cluster={
+            "nodes": request.nodes, "gpus_per_node": request.local, "device": row.name, "memory_gib": row.memory,
+            "network": row.network,
+        },
+        device_row={
+            "name": row.name, "source": row.source, "date": row.date, "on": row.on, "factor": row.factor,
+            "runs": row.runs,
+        },
+        layouts=[
+            document.layout_entry(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans
+        ],
+        refused=[
+            {"mesh": str(each.layout.mesh), "flags": dict(each.layout.flags), "reason": each.reason,
+             "bytes_over": each.over}
+            for each in instructive(found)
+        ],
+    )  # fmt: skip

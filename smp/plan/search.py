@@ -1,0 +1,356 @@
+"""Search of a layout: every legal one by the closed form, those near the limit and near the best by a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from smp.config import AUTO, ActivationConfig, ParallelConfig
+from smp.errors import UserError
+from smp.memory.shape import Workload, workload
+from smp.mesh import Mesh, resolve_mesh, sharding_choices, tensor_parallel_choices
+from smp.models.family import tensor_parallel_problems
+from smp.models.model_config import ResolvedModel
+from smp.parallel.parallelize import settings_of
+from smp.plan.records import FITS, GIB, NO, LayoutPlan
+
+# Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.
+MOST_TOKENS = 4 * 2**20
+MOST_TRACES = 12
+_BATCHES = (1, 2, 4, 8, 16)
+# What the closed form may be wrong by.
+_MEMORY_MARGIN, _TIME_MARGIN = 1.3, 1.2
+_TIGHT_MARGIN = 1.05  # of its error, known from layouts of the same kind
+# Traces that are kept for layouts that are sure to fit, while none has.
+_LAST_TRIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A layout to plan.
+
+    Attributes:
+        mesh: laid out.
+        flags: the settings that were chosen, by name; those that the user has given are not among them.
+        work: of one forward pass.
+        accumulation: micro-batches of a step.
+        tokens: of a step over all ranks.
+    """
+
+    mesh: Mesh
+    flags: Mapping[str, Any]
+    work: Workload
+    accumulation: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A layout with what the closed form says: bytes that a rank needs, and seconds of a step."""
+
+    layout: Layout
+    memory: int
+    seconds: float
+
+    @property
+    def per_token(self) -> float:
+        """Seconds for each token of a step."""
+        return self.seconds / self.layout.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A layout that was not chosen.
+
+    Attributes:
+        layout: which.
+        reason: such as ``reserved 83.5 > 79.1 GiB``.
+        over: bytes that are missing; 0 where memory is not the reason.
+        per_token: seconds for each token, as far as known.
+    """
+
+    layout: Layout
+    reason: str
+    over: int
+    per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The result: traced layouts that fit, the fastest first, and the others, those that would be fastest first.
+
+    Where none fits, ``plans`` is empty and ``nearest`` lacks least.
+    """
+
+    plans: list[tuple[Layout, LayoutPlan]]
+    refused: list[Refused]
+    nearest: LayoutPlan | None
+    legal: int
+    traced: int
+
+
+def layouts(
+    resolved: ResolvedModel,
+    settings: Mapping[str, Any],
+    given: frozenset[str],
+    *,
+    nodes: int,
+    local: int,
+    device_type: str,
+    fixed: bool = False,
+) -> Iterator[Layout]:
+    """Yield the legal layouts; what was given is kept.
+
+    Args:
+        settings: all settings of the job, by name.
+        given: those that the user has chosen.
+        nodes, local: hosts, and ranks of each.
+        device_type: ``cpu`` or ``cuda``.
+        fixed: yield the one of ``settings`` alone.
+    """
+    if fixed:
+        given = frozenset(settings)
+    elif settings["sharding_strategy"] not in (AUTO, "hybrid_shard", "_hybrid_shard_zero2"):
+        given |= {"hybrid_shard_degree"}  # which may stand against it; the strategy decides
+    world, samples = nodes * local, settings["global_batch_size"]
+    tps = [settings["tensor_parallel_degree"]] if "tensor_parallel_degree" in given else tensor_parallel_choices(local)
+    if not fixed:
+        # The job refuses more data-parallel processes than samples.
+        legal = tensor_parallel_choices(world, most_data=samples)
+        tps = [tp for tp in tps if tp in legal]
+    batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
+    bf16 = device_type != "cpu" if settings["bf16"] is None else settings["bf16"]
+    asked = workload(
+        resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type=device_type,
+        is_async=settings["checkpoint_type"].startswith("async_"),
+    )  # fmt: skip
+    saving = list(_savings(settings, given, device_type))
+    for tp in tps:
+        for mesh, batch in itertools.product(
+            legal_meshes(resolved, settings, given, world=world, local=local, tp=tp), batches
+        ):
+            accumulation = _accumulation(settings, mesh, batch, chosen="train_batch_size" not in given)
+            tokens = (samples or batch * mesh.data.size * (accumulation or 0)) * resolved.sequence_length
+            if not accumulation or (samples is None and tokens > MOST_TOKENS and len(batches) > 1 and batch > 1):
+                continue
+            for saved in saving:
+                sizes = {
+                    "tensor_parallel_degree": tp, "hybrid_shard_degree": mesh.shard.size, "train_batch_size": batch,
+                }  # fmt: skip
+                flags = {name: value for name, value in {**sizes, **saved}.items() if name not in given}
+                technique = {name: value for name, value in flags.items() if name != "train_batch_size"}
+                work = dataclasses.replace(asked.changed(**technique), micro_batch_size=batch)
+                yield Layout(mesh, flags, work, accumulation, tokens)
+
+
+def legal_meshes(
+    resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, local: int, tp: int
+) -> Iterator[Mesh]:
+    """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given."""
+    strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
+    keeps = strategy == "_hybrid_shard_zero2"
+    if "hybrid_shard_degree" in given:
+        parallel = ParallelConfig(
+            sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp
+        )  # fmt: skip
+        candidates = [resolve_mesh(parallel, world_size=world, local_world_size=local)]
+    else:
+        candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, keep_gathered=keeps)
+    for mesh in candidates:
+        family, config = resolved.family, resolved.hf_config
+        if not tensor_parallel_problems(family, config, degree=tp, shard=mesh.shard.size):
+            yield mesh
+
+
+def _accumulation(settings: Mapping[str, Any], mesh: Mesh, batch: int, *, chosen: bool) -> int | None:
+    """Return the micro-batches of a step; None where a chosen ``batch`` does not divide the global one."""
+    samples = settings["global_batch_size"]
+    if samples is None:
+        return settings["gradient_accumulation_steps"]
+    each = batch * mesh.data.size
+    # With one sample a pass, the last of them may be of fewer ranks.
+    return None if samples % each and chosen and batch > 1 else -(-samples // each)
+
+
+def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: str) -> Iterator[dict[str, Any]]:
+    """Yield recomputation and offloading, what takes least time first."""
+    recomputing: list[dict[str, Any]] = [
+        {"activation_checkpointing": False},
+        {"activation_checkpointing_mode": "selective"},
+        {"activation_checkpointing_mode": "full"},
+    ]
+    if "activation_checkpointing_mode" in given or not settings["activation_checkpointing"]:
+        recomputing = [{}]
+    elif given & {"activation_checkpointing", "activation_checkpointing_every"}:
+        recomputing = recomputing[1:]
+    yield from recomputing
+    # On a CPU it takes a directory. Without recomputation it moves nearly everything.
+    if "offload_activations" not in given and device_type != "cpu" and settings["activation_checkpointing"]:
+        for chosen in recomputing:
+            if chosen.get("activation_checkpointing", True):
+                yield {**chosen, "offload_activations": True}
+
+
+def search(
+    estimates: Sequence[Estimate],
+    limit: int | None,
+    trace: Callable[[Layout], LayoutPlan],
+    *,
+    top: int = 3,
+    most: int = MOST_TRACES,
+) -> Found:
+    """Trace the layouts that the closed form likes best, and order them.
+
+    Args:
+        limit: bytes of a device; None: not known, everything fits.
+        trace: plans a layout; a :class:`UserError` refuses it.
+        top: how many that fit are looked for.
+        most: layouts that are traced.
+    """
+    traced, refused = list[tuple[Estimate, LayoutPlan]](), list[Refused]()
+    # Two of the same time: the one that is smaller. The closed form has no time for offloading: it comes last.
+    queue = sorted(_near(estimates, limit), key=lambda each: (each.per_token * _offloading(each), each.memory))
+    tried = list[Layout]()
+
+    def attempt(chosen: Estimate) -> None:
+        tried.append(chosen.layout)
+        try:
+            traced.append((chosen, trace(chosen.layout)))
+        except UserError as error:
+            refused.append(Refused(chosen.layout, str(error), 0, chosen.per_token))
+
+    while queue and len(tried) < most:
+        fitting = [pair for pair in traced if pair[1].memory.verdict == FITS]
+        if limit is not None and not fitting and most - len(tried) <= _LAST_TRIES:
+            queue.sort(key=lambda each: (each.memory > limit / _MEMORY_MARGIN, each.per_token, each.memory))
+        chosen = queue.pop(0)
+        if len(fitting) >= top and _is_slower(chosen, fitting, top):
+            break
+        if limit is not None and (needed := _as_traced(chosen, traced)) > limit * _TIGHT_MARGIN:
+            refused.append(_too_large(chosen, needed, limit, f"about {needed / GIB:.1f}"))
+            continue
+        attempt(chosen)
+    smallest = min(estimates, key=lambda each: each.memory)
+    if all(plan.memory.verdict == NO for _, plan in traced) and all(smallest.layout is not each for each in tried):
+        refused = [each for each in refused if each.layout is not smallest.layout]
+        attempt(smallest)
+    return _found(estimates, limit, traced, refused, len(traced))
+
+
+def _near(estimates: Sequence[Estimate], limit: int | None) -> Iterable[Estimate]:
+    """Return the layouts that may fit by the closed form; the smallest one where all are too large."""
+    near = [each for each in estimates if limit is None or each.memory <= _MEMORY_MARGIN * limit]
+    return near or sorted(estimates, key=lambda each: each.memory)[:1]
+
+
+def _as_traced(chosen: Estimate, traced: list[tuple[Estimate, LayoutPlan]]) -> int:
+    """Return the bytes that a layout needs, by the closed form and by its error where the same is saved."""
+    kind = _saving(chosen.layout)
+    ratios = [plan.memory.needed / max(each.memory, 1) for each, plan in traced if _saving(each.layout) == kind]
+    return int(chosen.memory * min(ratios, default=0.0))
+
+
+def _saving(layout: Layout) -> tuple[str, str]:
+    words = parts(layout)
+    return words["recomputation"], words["offloading"]
+
+
+def _is_slower(chosen: Estimate, fitting: list[tuple[Estimate, LayoutPlan]], top: int) -> bool:
+    """Return whether a layout, and all after it, cannot be among the ``top``."""
+    best = sorted(_per_token(*pair) for pair in fitting)[:top]
+    ratios = [_per_token(each, plan) / each.per_token for each, plan in fitting]
+    like = min(each.per_token for each, _ in fitting)
+    return chosen.per_token * min(ratios) > best[-1] or chosen.per_token > _TIME_MARGIN * like
+
+
+def _per_token(estimate: Estimate, plan: LayoutPlan) -> float:
+    return plan.step.seconds / plan.tokens if plan.step else estimate.per_token
+
+
+def _too_large(estimate: Estimate, needed: int, limit: int, shown: str) -> Refused:
+    reason = f"{shown} > {limit / GIB:.1f} GiB"
+    return Refused(estimate.layout, reason, max(needed - limit, 0), estimate.per_token)
+
+
+def _found(
+    estimates: Sequence[Estimate],
+    limit: int | None,
+    traced: list[tuple[Estimate, LayoutPlan]],
+    refused: list[Refused],
+    count: int,
+) -> Found:
+    """Order what was traced, and add what the closed form has refused."""
+    verdicts = {plan.memory.verdict for _, plan in traced}
+    # Where nothing fits well, what fits with a stalling allocator is better than nothing.
+    accepted = FITS if FITS in verdicts or not verdicts - {NO} else min(verdicts - {NO, FITS})
+    plans = []
+    for estimate, plan in traced:
+        memory = plan.memory
+        if memory.verdict == accepted:
+            plans.append((estimate, plan))
+        elif limit is not None:
+            stalls = memory.verdict != NO
+            size = max(memory.reserved or 0, memory.allocated) if stalls else memory.allocated
+            room = limit - memory.outside
+            said = f"{'reserved' if stalls else 'allocated'} {size / GIB:.1f}"
+            over = max(size - room, 0)
+            refused.append(Refused(estimate.layout, f"{said} > {room / GIB:.1f} GiB", over, _per_token(estimate, plan)))
+    if limit is not None:
+        refused += [
+            _too_large(each, each.memory, limit, f"about {each.memory / GIB:.1f}")
+            for each in estimates
+            if each.memory > _MEMORY_MARGIN * limit
+        ]
+    best = min((_per_token(*pair) for pair in plans), default=1.0)
+    plans.sort(key=lambda pair: _order(pair[0], pair[1], best))
+    nearest = min((plan for _, plan in traced), key=lambda plan: plan.memory.needed, default=None)
+    refused.sort(key=lambda each: each.per_token)
+    chosen = [(estimate.layout, plan) for estimate, plan in plans]
+    return Found(chosen, refused, None if chosen else nearest, len(estimates), count)
+
+
+def _offloading(each: Estimate) -> float:
+    return 1.05 if each.layout.work.settings[ActivationConfig].offload_activations else 1.0
+
+
+def _order(estimate: Estimate, plan: LayoutPlan, best: float) -> tuple[float, bool, int]:
+    """Return the sorting key: time to a hundredth of the best, then no offloading, then room."""
+    offloads = estimate.layout.work.settings[ActivationConfig].offload_activations
+    return (round(_per_token(estimate, plan) / best, 2), offloads, -(plan.memory.room or 0))
+
+
+def instructive(found: Found, most: int = 5) -> list[Refused]:
+    """Return the refused layouts worth showing: one for each mesh, batch or way of saving, the smallest of its kind."""
+    shown: dict[Any, Refused] = {}
+    last = found.plans[0][0] if found.plans else None
+    for refused in found.refused:
+        changes = () if last is None else differences(refused.layout, last)
+        # A change of two things teaches less than one of them.
+        if last is not None and len(changes) != 1:
+            continue
+        kind = tuple(name for name, _ in changes) or refused.layout.mesh.degrees["tp"]
+        known = shown.get(kind)
+        if known is None or (refused.over and refused.over < known.over):
+            shown[kind] = refused
+    return sorted(shown.values(), key=lambda each: each.per_token)[:most]
+
+
+def differences(layout: Layout, other: Layout) -> tuple[tuple[str, str], ...]:
+    """Return what ``layout`` has that ``other`` has not, by kind, in words."""
+    mine, theirs = parts(layout), parts(other)
+    return tuple((name, text) for name, text in mine.items() if theirs[name] != text)
+
+
+def parts(layout: Layout) -> dict[str, str]:
+    """Return the parts of a layout by kind, in words."""
+    config = layout.work.settings[ActivationConfig]
+    kept = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
+    return {
+        "shard": f"shard {layout.mesh.shard.size}",
+        "tp": f"tp {layout.mesh.tp.size}",
+        "batch": f"batch {layout.work.micro_batch_size}",
+        "recomputation": f"recompute {kept}",
+        "offloading": "offloaded" if config.offload_activations else "on device",
+    }

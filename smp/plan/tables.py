@@ -1,0 +1,179 @@
+"""A plan in words and tables, for a terminal of 80 columns and more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from smp.config import flag_text
+from smp.plan.cost import Cost, total
+from smp.plan.records import FITS, FLUSH, GIB, LayoutPlan, RankMemory
+from smp.plan.search import Found, Layout, differences, instructive, parts
+from smp.train.hints import short
+
+_NAME, _BAR = 34, 24
+
+
+def gib(size: float) -> str:
+    """Format bytes in GiB, with three digits for small ones."""
+    return (
+        f"{size / GIB:,.1f}" if size >= 9.95 * GIB else f"{size / GIB:.3f}" if size < GIB / 10 else f"{size / GIB:.2f}"
+    )
+
+
+def seconds(value: float) -> str:
+    """Format seconds with three digits."""
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def verdict(memory: RankMemory) -> str:
+    """Return whether it fits, by how much, and if not because of what, in one sentence."""
+    if memory.limit is None or memory.room is None:
+        return f"needs {gib(memory.needed)} GiB of each device"
+    limit = gib(memory.limit)
+    if memory.verdict == FITS:
+        share = 100 * memory.room / memory.limit
+        if memory.tight:
+            return f"fits, tight: {gib(memory.room)} GiB ({share:.1f} %) of {limit} to spare"
+        return f"fits, with {gib(memory.room)} GiB of {limit} to spare"
+    if memory.verdict == FLUSH:
+        return (
+            f"fits, but the allocator will flush and stall: it wants to reserve {gib(memory.reserved or 0)} GiB, "
+            f"{gib(-memory.room)} more than there are"
+        )
+    over = memory.allocated + memory.outside - memory.limit
+    name = max(memory.peak.categories, key=lambda category: memory.peak.categories[category])
+    return (
+        f"does not fit: at least {gib(over)} GiB more than the {limit} of a device; the largest part is {name}, "
+        f"{gib(memory.peak.categories[name])} GiB"
+    )
+
+
+def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
+    """Yield the memory of a rank, a category a line; ``block`` draws the bars."""
+    unit, word = (GIB, "GiB") if memory.needed >= 2 * GIB else (GIB // 1024, "MiB")
+    yield f"{f'memory of rank {memory.rank}, {word}':<{_NAME}} {'at the peak':>11} {'own peak':>10}"
+    largest = max([*memory.peak.categories.values(), 1])
+    for name, size in memory.peak.categories.items():
+        own = memory.own_peaks.get(name, size)
+        if size or own:
+            bar = block * round(_BAR * size / largest)
+            yield f"  {name:<{_NAME - 2}} {size / unit:>11,.2f} {own / unit:>10,.2f}  {bar}".rstrip()
+    sums = {"kernels' workspaces, at most": memory.workspace or None, "allocated": memory.allocated}
+    if memory.reserved is not None:
+        sums |= {"reserved by the allocator": memory.reserved, "outside the allocator": memory.outside}
+    else:
+        sums["the process without a model"] = memory.outside
+    if memory.limit is not None and memory.room is not None:
+        sums |= {"limit": memory.limit, "room" if memory.room >= 0 else "missing": abs(memory.room)}
+    yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items() if size is not None)
+    if memory.shared:
+        yield f"  {gib(memory.shared)} GiB of it are shared by the ranks of a host"
+    yield f"  the peak is in: {memory.peak.where}"
+
+
+def other_memory(plan: LayoutPlan) -> Iterator[str]:
+    """Yield host memory and disk."""
+    for title, sizes in (("memory of a host, GiB", plan.host), ("disk, GiB", plan.disk)):
+        if any(sizes.values()):
+            listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
+            yield f"{title}: {listed}" + (f"; in all {gib(total(sizes))}" if title.startswith("memory") else "")
+
+
+def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str = "#") -> Iterator[str]:
+    """Yield the step's seconds, by part, its bytes and rates."""
+    step = plan.step
+    if step is None:
+        yield "step: not known, as nobody has measured this device: `smp plan --calibrate` does"
+        return
+    yield f"step: {seconds(step.seconds)}, from {seconds(step.low)} to {seconds(step.high)}"
+    yield f"  by {step.source}"
+    for name, value in step.parts.items():
+        share = value / step.seconds
+        bar = block * round(_BAR * share)
+        yield f"  {name:<{_NAME - 2}} {seconds(value):>11} {100 * share:>8.0f} %  {bar}".rstrip()
+    yield f"  a device sends {gib(step.inside)} GiB inside its host and {gib(step.between)} GiB to other hosts"
+    rate = rates["tokens_per_second"]
+    if rate is not None:
+        used = "" if rates["mfu"] is None else f", model FLOPs utilisation {100 * rates['mfu']:.1f} %"
+        yield f"  {plan.tokens:,} tokens; {rate:,.0f} tokens/s on each device{used}"
+
+
+def cost_line(cost: Cost, devices: str) -> str:
+    """Format the cost of the tokens asked for."""
+    span = f"{cost.hours / 24:,.1f} days" if cost.hours >= 48 else f"{cost.hours:,.1f} hours"
+    money = "" if cost.money is None else f", {cost.money:,.0f} at that price"
+    return f"{short(cost.tokens)} tokens: {cost.steps:,} steps, {span}, {cost.device_hours:,.0f} {devices} hours{money}"
+
+
+def words_of(flags: Mapping[str, object]) -> list[str]:
+    """Return settings as the command line takes them."""
+    return [word for name, value in flags.items() for word in (f"--{name}", flag_text(value))]
+
+
+def title_of(layout: Layout) -> str:
+    """Return the mesh, the batch and what is recomputed, in words."""
+    found = parts(layout)
+    replicas = layout.mesh.replicas.size
+    copies = f" x {replicas} replicas" if replicas > 1 else ""
+    offloaded = ", offloaded" if found["offloading"] == "offloaded" else ""
+    return (
+        f"{found['shard']}{copies} x {found['tp']}, {found['batch']} x {layout.accumulation}, "
+        f"{found['recomputation']}{offloaded}"
+    )
+
+
+def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[str]:
+    """Yield the fastest layouts that fit, with their flags, and why others do not.
+
+    Args:
+        top: how many.
+        devices: of the job.
+        width: columns of the terminal.
+    """
+    if found.plans:
+        yield "the fastest that fit"
+        yield _row("", ("shard", "tp", "batch", "recompute", "step", "tok/s each", "allocated", "reserved"))
+    for number, (layout, plan) in enumerate(found.plans[:top], 1):
+        memory, step, words = plan.memory, plan.step, parts(layout)
+        rate = "-" if step is None else f"{plan.tokens / step.seconds / devices:,.0f}"
+        reserved = "-" if memory.reserved is None else gib(memory.reserved)
+        offloaded = "+offload" if words["offloading"] == "offloaded" else ""
+        cells = (
+            str(layout.mesh.shard.size), str(layout.mesh.tp.size),
+            f"{layout.work.micro_batch_size} x {layout.accumulation}",
+            words["recomputation"].split()[-1] + offloaded, "-" if step is None else seconds(step.seconds), rate,
+            gib(memory.allocated), reserved,
+        )  # fmt: skip
+        yield _row(str(number), cells)
+        yield from wrapped(words_of(layout.flags), width, indent=4)
+    others = instructive(found)
+    if others:
+        yield "why not more:" if found.plans else "nothing fits:"
+    best = found.plans[0][0] if found.plans else None
+    for refused in others:
+        changes = "" if best is None else ", ".join(text for _, text in differences(refused.layout, best))
+        yield f"  {changes or title_of(refused.layout)}: {refused.reason}"
+
+
+def _row(number: str, cells: Sequence[str]) -> str:
+    shard, tp, batch, recompute, *others = cells
+    step, rate, allocated, reserved = others
+    left = f"{number:>2}  {shard:>5} {tp:>3} {batch:>7}  {recompute:<17}"
+    return f"{left} {step:>8} {rate:>10} {allocated:>9} {reserved:>8}"
+
+
+def wrapped(words: Sequence[str], width: int, *, indent: int) -> Iterator[str]:
+    """Yield words as lines that may be copied; a flag stays with its value."""
+    pairs, line = list[str](), ""
+    for word in words:
+        if word.startswith("--") or not pairs:
+            pairs.append(word)
+        else:
+            pairs[-1] += f" {word}"
+    for pair in pairs:
+        if line and indent + len(line) + 1 + len(pair) + 2 > width:
+            yield f"{' ' * indent}{line} \\"
+            line = ""
+        line = f"{line} {pair}".strip()
+    if line:
+        yield f"{' ' * indent}{line}"

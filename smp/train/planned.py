@@ -1,0 +1,172 @@
+"""``--plan 1``: a run's own plan, made before it starts by another process, and how wrong it was.
+
+Nothing of the run depends on it: the planner draws no random numbers here, and what is measured is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.checkpoint.manifest import versions
+from smp.config import ActivationConfig, flag_text
+from smp.log import get_logger
+from smp.memory.profile import profile_memory
+from smp.memory.tracker import peak_rss_bytes
+from smp.plan import document, ledger
+from smp.runtime import environment_with
+from smp.train.run_plan import Job, RunPlan
+
+logger = get_logger("train")
+
+SECONDS = 20.0
+STEPS = 20
+# Of the start's steps: the first makes the optimizer's state, the second is the first like all others.
+_PROFILED = 2
+_NOT_PLANNED = {"plan", "output_dir", "resume_from_checkpoint", "dry_run", "dry_run_world_size"}
+
+
+def planner_command(job: Job) -> list[str]:
+    """Return the command that plans a job as it is, without a search."""
+    launch, device = job.launch, job.device
+    words = [sys.executable, "-m", "smp", "plan", "--search", "0", "--json", "-"]
+    words += ["--nodes", str(-(-launch.world_size // launch.local_world_size))]
+    words += ["--gpus_per_node", str(launch.local_world_size)]
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        words += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
+    else:
+        words += ["--device", "cpu"]
+    settings = job.config.flat()
+    for name in sorted(job.config.given - _NOT_PLANNED):
+        values = settings[name] if isinstance(settings[name], list) else [settings[name]]
+        if values and values != [None]:
+            words += [f"--{name}", *map(flag_text, values)]
+    return words
+
+
+def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
+    """Return the plan of a job, by a process of its own; None, with a line in the log, where there is none in time."""
+    process = subprocess.Popen(
+        planner_command(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}), start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        logger.info("No plan: it took longer than %g s (`smp plan` with the same flags takes its time).", seconds)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # also a worker of it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    try:
+        plan = json.loads(out)
+        return plan if plan["layouts"][0]["memory"] else None
+    except (ValueError, LookupError, TypeError):
+        said = err.strip().splitlines()[-1:] or [f"the planner ended with {process.returncode}"]
+        logger.info("No plan: %s", said[0].removeprefix("error: "))
+        return None
+
+
+class Planned:
+    """A run's plan, and what is measured beside it; without a plan every method does nothing.
+
+    Args:
+        plan: of the run.
+        first: updates done before this start.
+        predicted: what :func:`predict` has returned.
+    """
+
+    def __init__(self, plan: RunPlan, first: int, predicted: Mapping[str, Any] | None):
+        self._plan, self._first, self._predicted = plan, first, predicted
+        self._times: list[float] = []
+        self._categories: dict[str, int] | None = None
+        self._allocated = self._reserved = 0
+        self._line: dict[str, Any] | None = None
+        if predicted is not None:
+            document.write(predicted, plan.run_dir / ledger.PLAN)
+
+    @contextlib.contextmanager
+    def profiled(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, mark: Callable[[str], None]
+    ) -> Iterator[Callable[[str], None]]:
+        """Profile the memory of one early step; what is compiled would run otherwise, and is not profiled.
+
+        Args:
+            step: updates done.
+            mark: called with each phase that has ended.
+        """
+        compiled = self._plan.settings[ActivationConfig].compile
+        if self._predicted is None or compiled or step != self._first + _PROFILED:
+            yield mark
+            return
+        self._read_allocator()  # which the profile resets
+        with profile_memory(model, optimizer, device=self._plan.device) as profile:
+
+            def both(tag: str) -> None:
+                profile.mark(tag)
+                mark(tag)
+
+            yield both
+        self._categories = dict(profile.peak().categories)
+
+    def settled(self, step: int) -> None:
+        """Note that a step has ended; after step 20 of this start, write how wrong the plan was."""
+        if self._predicted is None or self._line is not None:
+            return
+        self._times.append(time.perf_counter())
+        if step >= self._first + STEPS:
+            self._write()
+
+    def finish(self) -> None:
+        """Log how wrong the plan was; a shorter run writes it here."""
+        if self._predicted is not None and self._line is None:
+            self._write()
+        if self._line is not None:
+            logger.info("plan: %s", ledger.sentence(self._line))
+
+    def _write(self) -> None:
+        # After the profiled step: it and the one before it end late.
+        seconds = [after - before for before, after in zip(self._times, self._times[1:], strict=False)][_PROFILED + 1 :]
+        if not seconds or self._predicted is None:
+            return
+        self._read_allocator()
+        launch, cuda = self._plan.launch, self._plan.device.type == "cuda"
+        self._line = ledger.entry(
+            self._predicted,
+            categories=self._categories,
+            allocated=self._allocated if cuda else None,
+            reserved=self._reserved if cuda else None,
+            resident=None if cuda else peak_rss_bytes(),
+            # Steps with a validation or a checkpoint behind them are few.
+            step_seconds=statistics.median(seconds),
+            about={
+                "model": self._plan.model.name,
+                "device": torch.cuda.get_device_name(self._plan.device) if cuda else "cpu",
+                "processes": launch.world_size,
+                "steps": len(seconds),
+                "versions": versions(),
+            },
+        )
+        try:
+            document.write(self._line, self._plan.run_dir / ledger.ERROR)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s).", self._plan.run_dir / ledger.ERROR, error.strerror)
+
+    def _read_allocator(self) -> None:
+        device = self._plan.device
+        if device.type == "cuda":
+            self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(device))
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(device))

@@ -1,0 +1,217 @@
+"""`smp plan`: what it prints and writes, and its refusals; layouts are planned by a stand-in but for one test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+
+import pytest
+
+import smp.cli
+import smp.cli.plan
+from smp.launch.command_line import check_arguments
+from smp.plan import document, ledger
+from smp.plan.devices import DEVICES, read_row
+from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.train.arguments import FLAGS
+from tests.job import LLAMA, run_job
+
+pytestmark = pytest.mark.smoke
+TINY = ["--gpus_per_node", 2, *LLAMA]
+
+
+class Planner:
+    """Plans from a table: GiB allocated for each sample of a micro-batch, by recomputation."""
+
+    def __init__(self):
+        self.asked, self.factor = [], 1.0
+
+    def __call__(self, words, *, nodes, local, device, exact):
+        self.asked.append((words, nodes, local, exact))
+        settings = check_arguments(words, pathlib.Path.cwd()).settings
+        kept = {"none": 5, "selective": 4}
+        mode = settings["activation_checkpointing_mode"] if settings["activation_checkpointing"] else "none"
+        size = int((2 + kept.get(mode, 2) * settings["train_batch_size"]) * self.factor * GIB)
+        tensors = {"parameters": 2 * GIB, "activations": size - 2 * GIB}
+        peak = Moment("backward of block 3", tensors)
+        memory = RankMemory(
+            0, peak, tensors, 0, int(1.1 * size) if device.is_gpu else None, GIB, int(device.memory * GIB),
+            timeline=[("forward of block 0", {"parameters": GIB}), ("backward of block 3", tensors)],
+        )  # fmt: skip
+        seconds = 1.5 if mode in kept else 2.0
+        step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, device.described)
+        return LayoutPlan({}, "", memory, {}, {}, step if device.peak else None, 0, "exact" if exact else "blocks")
+
+
+@pytest.fixture
+def planner(monkeypatch, tmp_path):
+    made = Planner()
+    monkeypatch.setattr(smp.cli.plan, "open_worker", lambda: contextlib.nullcontext(made))
+    monkeypatch.setenv("SMP_DEVICES_DIR", str(tmp_path / "devices"))
+    return made
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*words):
+        status = smp.cli.main(["plan", *map(str, words)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_own_flags_are_no_flags_of_the_job():
+    parser = smp.cli._parser("plan")
+    (commands,) = [action for action in parser._actions if hasattr(action, "choices") and action.choices]
+    own = {action.dest for action in commands.choices["plan"]._actions}
+    assert own & FLAGS.keys() == set() and "search" in own
+
+
+def test_the_best_is_shown_with_its_memory_time_and_cost(planner, call):
+    status, out, err = call(*TINY, "--tokens", "1B", "--price", 2.5, "--search", 0)
+    assert (status, err) == (0, "")
+    assert out.startswith("llama_v2 on 2 h100: fits, with 71.5 GiB of 79.1 to spare\n")
+    for text in (
+        "activations", "reserved by the allocator", "the peak is in: backward of block 3",
+        "disk, GiB: checkpoint", "step: 2 s, from 1.5 s to 2.5 s\n  by data-sheet constants of h100",
+        "1 B tokens: 15,625,000 steps", "tokens/s on each device, model FLOPs utilisation",
+        "Planned in bf16",
+    ):  # fmt: skip
+        assert text in out, text
+    assert len(planner.asked) == 1 and planner.asked[0][1:] == (1, 2, False)
+    assert max(map(len, out.splitlines())) <= 100 and "\x1b" not in out and "\r" not in out
+
+
+def test_the_fastest_that_fit_come_with_flags_to_copy(planner, call):
+    status, out, _ = call(*TINY, "--activation_checkpointing_mode", "full", "--offload_activations", 0)
+    assert status == 0 and "the fastest that fit" in out
+    flags = re.findall(r"^    (--tensor_parallel_degree .*)$", out.replace("\\\n    ", ""), re.M)
+    assert len(flags) == 3 and all("--train_batch_size" in line for line in flags)
+    assert "--activation_checkpointing" not in "".join(flags)  # it was given
+    assert check_arguments([*map(str, LLAMA), *flags[0].split()], pathlib.Path.cwd())
+    assert len(planner.asked) <= 12
+    assert call(*TINY, "--top", 1, "--exact", 1)[1].count("--tensor_parallel_degree") == 1
+    assert planner.asked[-1][3] is True and not any(asked[3] for asked in planner.asked[:-1])
+
+
+def test_what_does_not_fit_says_because_of_what(planner, call):
+    planner.factor = 21.0
+    status, out, _ = call(*TINY)
+    assert status == 1
+    first = out.splitlines()[0]
+    assert re.search(
+        r"does not fit: at least [\d.]+ GiB more than the 79.1 of a device; the largest part is activ", first
+    )
+    assert "nothing fits:" in out and "missing" in out
+
+
+def test_a_stalling_allocator_is_told(planner, call):
+    planner.factor = 12.5  # 75 GiB of tensors, for which 82.5 are reserved, and 1 outside
+    status, out, _ = call(*TINY, "--search", 0)
+    assert status == 0 and "fits, but the allocator will flush and stall" in out.splitlines()[0]
+    status, out, _ = call(*TINY, "--search", 0, "--gpu_memory_gib", 85)
+    assert "fits, tight: 1.50 GiB (1.8 %) of 85.0 to spare" in out.splitlines()[0]
+
+
+def test_the_same_flags_give_the_same_json(planner, call, tmp_path):
+    words = [*TINY, "--tokens", "1B", "--network", "efa400"]
+    first, second = call(*words, "--json", "-"), call(*words, "--json", "-")
+    assert first == second and first[0] == 0
+    content = json.loads(first[1])
+    assert content["schema"] == 1 and content["flags"] == list(map(str, LLAMA))
+    assert content["cluster"]["network"] == 6.25 and content["device_row"]["source"] == "data sheet"
+    best = content["layouts"][0]
+    assert best["fits"] == "fits" and best["memory"]["at_peak"]["activations"] > 0 and best["method"] == "blocks"
+    assert best["step"]["parts"] and best["cost"]["steps"] > 0 and best["cost"]["money"] is None
+    assert {"reason", "bytes_over", "mesh"} <= content["refused"][0].keys()
+    status, out, err = call(*words, "--json", tmp_path / "plan.json")
+    assert (status, err) == (0, f"wrote {tmp_path / 'plan.json'}\n") and out.startswith("llama_v2 on 2 h100")
+    assert (tmp_path / "plan.json").read_text() == first[1]
+
+
+def test_global_tokens_set_the_batch(planner, call):
+    call(*TINY, "--global_tokens", "1Ki", "--json", "-")
+    words = planner.asked[0][0]
+    assert words[words.index("--global_batch_size") + 1] == "64"
+    settings = [check_arguments(words, pathlib.Path.cwd()).settings for words, *_ in planner.asked]
+    assert {each["global_batch_size"] for each in settings} == {64}
+
+
+def test_a_plan_of_cpus_has_no_allocator_and_no_price_of_time(planner, call):
+    status, out, _ = call(*TINY, "--device", "cpu", "--gpu_memory_gib", 64)
+    assert status == 0 and "2 CPU processes" in out and "`smp plan --calibrate`" in out
+    assert "reserved" not in out.split("the fastest")[0] and "bf16" not in out and "+offload" not in out
+
+
+def test_the_memory_is_drawn(planner, call, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, _, err = call(*TINY, "--search", 0, "--plot", tmp_path / "memory.png")
+    assert status == 0 and err == f"wrote {tmp_path / 'memory.png'}\n"
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--device", "h1000"], "--device h1000 is not known: give one of a100_40gb"),
+        (["--nodes", 0], "--nodes must be at least 1, got 0"),
+        (["--nodes", "many"], "argument --nodes: invalid int value: 'many'"),
+        (["--nodes", 10000], "are 80000 devices: plan for at most 65536"),
+        (["--gpu_memory_gib", -1], "--gpu_memory_gib must be above 0, got -1.0"),
+        (["--price", 2], "--price has a meaning only with --tokens"),
+        (["--tokens", "lots"], "--tokens takes a number of tokens such as 4Mi, 300B or 1T, got 'lots'"),
+        (["--network", "wire"], "--network wire is not known"),
+        (["--gpus_per_nod", 4], "unknown flag --gpus_per_nod: did you mean --gpus_per_node?"),
+        (["--train_batch_siz", 4], "unknown flag --train_batch_siz: did you mean train_batch_size?"),
+        (["--model", "llama_huge"], "llama_huge"),
+        (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json cannot be written: /nowhere is no directory"),
+        (["--plot", "plan.pdf"], "--plot plan.pdf is not allowed: give a file that ends in .png"),
+        (["--global_tokens", "4Mi", "--global_batch_size", 8], "both set the batch: leave one out"),
+        (["--max_context_width", 64, "--global_tokens", 32], "is less than a sample of 64 tokens"),
+        (["--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
+        (["--hybrid_shard_degree", 3], "--hybrid_shard_degree 3 does not divide the 8 data-parallel processes"),
+        (["--ledger", "/nowhere"], "--ledger /nowhere is no directory"),
+        (["--ledger", ".", "--model", "llama_tiny"], "--ledger takes no flags of a job"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, sentence, planner, call):
+    status, out, err = call(*words)
+    assert (status, out) == (2, "") and sentence in err and "Traceback" not in err
+    assert err.startswith("error: ") and len(err.splitlines()) == 1
+
+
+def test_a_ledger_is_shown_and_refits_the_row(planner, call, tmp_path):
+    assert call("--ledger", tmp_path)[2].startswith(f"error: no {ledger.ERROR} under {tmp_path}")
+    assert call(*TINY, "--json", tmp_path / "plan.json", "--search", 0)[0] == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    for number, seconds in enumerate((2.0, 2.5, 3.0)):
+        (tmp_path / f"run{number}").mkdir()
+        line = ledger.entry(
+            plan, categories=None, allocated=24 * GIB, reserved=25 * GIB, resident=None, step_seconds=seconds,
+            about={"processes": 2},
+        )  # fmt: skip
+        document.write(line, tmp_path / f"run{number}" / ledger.ERROR)
+    status, out, _ = call("--ledger", tmp_path)
+    assert status == 0 and re.search(r"^run1 +h100 +2 ", out, re.M) and "-20.0 %" in out
+    assert "h100: speed x 0." in out and "from 3 run(s), the median" in out
+    row = read_row(tmp_path / "devices" / "h100.json")
+    assert (row.factor, row.runs, row.source) == (pytest.approx(0.8 * DEVICES["h100"].factor), 3, "data sheet")
+    # A second look at the same runs changes nothing.
+    assert call("--ledger", tmp_path)[1] == out
+
+
+@pytest.mark.full
+def test_a_tiny_job_is_planned_and_trained(tmp_path, capsys):
+    """The planner itself, as the job starts it, and its error in the run's directory."""
+    run_job(
+        *LLAMA, "--use_synthetic_data", 1, "--max_steps", 8, "--plan", 1, "--output_dir", tmp_path / "run", world_size=2
+    ).succeeded()
+    plan = json.loads((tmp_path / "run" / ledger.PLAN).read_text())
+    assert plan["layouts"][0]["method"] in ("blocks", "exact") and plan["cluster"]["gpus_per_node"] == 2
+    found = json.loads((tmp_path / "run" / ledger.ERROR).read_text())
+    assert abs(found["errors"]["memory"]["error"]) < 0.01
+    assert smp.cli.main(["plan", "--ledger", str(tmp_path)]) == 0
+    assert "run" in capsys.readouterr().out

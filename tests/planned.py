@@ -1,0 +1,122 @@
+"""A step as it is planned, in a process of its own, and as it is: bytes by category."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.models.gpt_neox.modeling_gpt_neox
+import transformers.models.llama.modeling_llama
+import transformers.models.mistral.modeling_mistral  # noqa: F401  imported before the ranks are forked
+
+from smp.data.data_pipeline import StepBatch
+from smp.errors import Problems
+from smp.memory.categories import CATEGORIES
+from smp.memory.profile import MemoryProfile, profile_memory
+from smp.parallel.parallelize import prepare_model
+from smp.runtime import Launch
+from smp.train.arguments import parse_args
+from smp.train.optimizer import build_optimizer
+from smp.train.run_plan import Job, make_job
+from smp.train.step import train_step
+from tests.distributed import run_distributed
+
+ROOT = pathlib.Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def job_of(words: list[str], world: int, rank: int) -> Job:
+    words = ["--use_synthetic_data", "1", *words]
+    return make_job(parse_args(words), Launch(rank, world, rank, world), CPU, Problems())
+
+
+def _batch(job: Job) -> StepBatch:
+    size, length = job.config.run.train_batch_size, job.model.sequence_length
+
+    def microbatch() -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    count = job.config.run.gradient_accumulation_steps
+    return StepBatch([microbatch() for _ in range(count)], torch.arange(size * count))
+
+
+def _summary(profile: MemoryProfile) -> dict[str, Any]:
+    """The bytes at the peak, and each category's own highest."""
+    now, most = collections.Counter(), dict.fromkeys(CATEGORIES, 0)
+    for _, storage, delta in profile._log:
+        now[storage.category] += delta
+        most[storage.category] = max(most[storage.category], now[storage.category])
+    peak = profile.peak()
+    return {"total": peak.total, "at_peak": dict(peak.categories), "own_peaks": most}
+
+
+def _measure(words: list[str], folder: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    job = job_of(words, dist.get_world_size(), dist.get_rank())
+    mesh, config = job.mesh.join("cpu"), job.config
+    model = prepare_model(
+        job.model, mesh=mesh, settings=job.setup.settings, dtype=job.dtype, device=CPU, seed=1, load_weights=False
+    )
+    optimizer = build_optimizer(model, config.optim, lr=1e-4)
+    for step in range(3):
+        batch = _batch(job)
+
+        def run(record, batch=batch) -> None:
+            train_step(
+                model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group, record=record,
+                defer_sync=config.parallel.defer_gradient_sync,
+                keep_gathered=not config.parallel.reshard_between_microbatches,
+            )  # fmt: skip
+
+        if step < 2:
+            run(lambda tag: None)
+            continue
+        with profile_memory(model, optimizer) as profile:
+            run(profile.mark)
+        pathlib.Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(_summary(profile)))
+
+
+def measured(words: list[str], world: int, backend: str, folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the summary of each rank's third step."""
+    run_distributed(_measure, words, str(folder), world_size=world, backend=backend)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def planned(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plan steps in one process: of each request ``words``, ``world``, ``rank`` and ``backend``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planned"], input=json.dumps(requests), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Plan what the standard input asks for."""
+    from smp.plan import world
+    from smp.plan.blocks import Repeat, whole_step
+    from smp.plan.memory import account
+    from smp.plan.trace import trace_step
+
+    world.prepare("cpu", (9, 0), 8, 80 << 30)
+    answers = []
+    for request in json.load(sys.stdin):
+        job = job_of(request["words"], request["world"], request["rank"])
+        with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
+            trace = trace_step(job)
+        found = account(whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1)), shared=trace.shared)
+        answers.append(
+            {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
+        )
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The search of a layout: what is legal, what the closed form leaves to the trace, the order, and the reasons."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from smp.errors import UserError
+from smp.memory.shape import model_shape
+from smp.models.model_config import resolve_model
+from smp.plan.cost import cost_of, disk_bytes, host_bytes, parse_count
+from smp.plan.devices import device_row
+from smp.plan.estimate import estimate
+from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.plan.search import MOST_TRACES, Estimate, differences, instructive, layouts, parts, search
+from smp.train.arguments import parse_args
+from tests.job import LLAMA
+
+LIMIT = 80 * GIB
+
+
+def found_layouts(*words, nodes=8, local=8, device_type="cuda", fixed=False):
+    config = parse_args([str(word) for word in (*LLAMA, *words)])
+    return list(
+        layouts(
+            resolve_model(config.model), config.flat(), config.given, nodes=nodes, local=local,
+            device_type=device_type, fixed=fixed,
+        )
+    )  # fmt: skip
+
+
+@functools.cache
+def some_layouts():
+    return found_layouts(nodes=1)
+
+
+def plan_of(layout, *, allocated, seconds, reserved=None):
+    memory = RankMemory(0, Moment("forward", {"activations": allocated}), {}, 0, reserved or allocated, 0, LIMIT)
+    step = StepTime(seconds, seconds, seconds, {}, 0, 0, "")
+    return LayoutPlan(layout.flags, str(layout.mesh), memory, {}, {}, step, layout.tokens, "blocks")
+
+
+def test_legal_layouts_divide_the_world_and_keep_what_was_given():
+    every = found_layouts()
+    assert {(each.mesh.tp.size, each.mesh.shard.size) for each in every} >= {(1, 8), (1, 64), (2, 32), (1, 1)}
+    assert all(each.mesh.world_size == 64 for each in every)
+    assert {each.work.micro_batch_size for each in every} == {1, 2, 4, 8, 16}
+    words = ["--tensor_parallel_degree", 2, "--train_batch_size", 4, "--activation_checkpointing_mode", "full"]
+    given = found_layouts(*words, "--offload_activations", 0, "--sharding_strategy", "full_shard")
+    assert [each.flags for each in given] == [{}] and str(given[0].mesh) == "dp_replicate 1 x dp_shard 32 x tp 2"
+    recomputed = {parts(each)["recomputation"] for each in found_layouts("--activation_checkpointing", 1)}
+    assert recomputed == {"recompute selective", "recompute full"}
+    kept = {parts(each)["recomputation"] for each in found_layouts("--activation_checkpointing", 0)}
+    assert kept == {"recompute none"}
+    # What is moved off a CPU needs a directory.
+    assert {parts(each)["offloading"] for each in found_layouts(device_type="cpu")} == {"on device"}
+
+
+def test_a_layout_as_it_is_given_is_one():
+    (layout,) = found_layouts("--hybrid_shard_degree", 4, fixed=True)
+    assert str(layout.mesh) == "dp_replicate 16 x dp_shard 4 x tp 1" and layout.flags == {}
+    assert (layout.work.micro_batch_size, layout.accumulation) == (2, 1)
+
+
+def test_accumulation_keeps_the_global_batch():
+    every = found_layouts("--global_batch_size", 256)
+    assert {each.tokens for each in every} == {256 * 16}
+    assert all(each.work.micro_batch_size * each.mesh.data.size * each.accumulation == 256 for each in every)
+    assert {each.accumulation for each in every} >= {1, 2, 4}
+    # Each data-parallel process needs a sample.
+    assert {each.mesh.data.size for each in found_layouts("--global_batch_size", 32)} == {16, 32}
+    assert {each.accumulation for each in found_layouts("--gradient_accumulation_steps", 3)} == {3}
+
+
+def test_the_trace_decides_among_what_the_closed_form_likes():
+    estimates = [
+        Estimate(layout, memory=(20 + index) * GIB, seconds=layout.tokens * (1 + index / 1000))
+        for index, layout in enumerate(some_layouts())
+    ]
+    asked = []
+
+    def trace(layout):
+        asked.append(layout)
+        # The third is really the fastest, and the fourth really too large.
+        number = len(asked)
+        return plan_of(
+            layout, allocated=(90 if number == 4 else 30) * GIB, seconds=layout.tokens * (0.5 if number == 3 else 1)
+        )
+
+    found = search(estimates, LIMIT, trace, top=3)
+    assert len(asked) <= MOST_TRACES and found.plans[0][0] is asked[2]
+    assert asked[3] in [each.layout for each in found.refused]
+    reason = next(each for each in found.refused if each.layout is asked[3])
+    assert reason.reason == "allocated 90.0 > 80.0 GiB" and reason.over == 10 * GIB
+    assert found.legal == len(estimates)
+
+
+def test_what_stalls_or_fails_comes_after_what_fits():
+    a, b, c = some_layouts()[:3]
+    estimates = [Estimate(each, 60 * GIB, each.tokens) for each in (a, b, c)]
+    plans = [
+        (a, plan_of(a, allocated=70 * GIB, reserved=85 * GIB, seconds=a.tokens)),
+        (b, plan_of(b, allocated=60 * GIB, seconds=2 * b.tokens)),
+    ]
+
+    def traced(layout):
+        plan = next((plan for known, plan in plans if known is layout), None)
+        if plan is None:
+            raise UserError("the heads cannot be split so")
+        return plan
+
+    found = search(estimates, LIMIT, traced)
+    assert [layout for layout, _ in found.plans] == [b]
+    assert {each.reason for each in found.refused} == {"reserved 85.0 > 80.0 GiB", "the heads cannot be split so"}
+    # Where nothing else fits, a stalling allocator is better than nothing.
+    del plans[1]
+    assert [layout for layout, _ in search(estimates, LIMIT, traced).plans] == [a]
+
+
+def test_where_nothing_fits_the_nearest_is_planned():
+    estimates = [Estimate(layout, (200 + i) * GIB, 1.0) for i, layout in enumerate(some_layouts())]
+    found = search(estimates, LIMIT, lambda layout: plan_of(layout, allocated=190 * GIB, seconds=1.0))
+    assert not found.plans and found.traced == 1
+    assert found.nearest is not None and found.nearest.memory.verdict == "no"
+    assert instructive(found) and all(each.over > 0 for each in instructive(found))
+
+
+def test_equal_times_are_ordered_by_room():
+    chosen = [each for each in some_layouts() if parts(each)["offloading"] == "on device"][:3]
+    sizes = dict(zip(map(id, chosen), (50, 40, 60), strict=True))
+    estimates = [Estimate(layout, 40 * GIB, layout.tokens) for layout in chosen]
+    trace = lambda layout: plan_of(layout, allocated=sizes[id(layout)] * GIB, seconds=layout.tokens)  # noqa: E731
+    found = search(estimates, LIMIT, trace)
+    assert [sizes[id(layout)] for layout, _ in found.plans] == [40, 50, 60]
+
+
+def test_reasons_differ_in_one_thing_from_the_best():
+    every = some_layouts()
+    best = every[0]
+    estimates = [Estimate(layout, (30 if layout is best else 300) * GIB, layout.tokens) for layout in every]
+    found = search(estimates, LIMIT, lambda layout: plan_of(layout, allocated=30 * GIB, seconds=layout.tokens))
+    assert [layout for layout, _ in found.plans] == [best]
+    shown = instructive(found)
+    assert shown and all(len(differences(each.layout, best)) == 1 for each in shown)
+    assert len({differences(each.layout, best)[0][0] for each in shown}) == len(shown)
+    assert shown[0].reason == "about 300.0 > 80.0 GiB"
+
+
+def test_the_closed_form_prices_every_layout_of_a_device():
+    config = parse_args([*LLAMA])
+    shape, row = model_shape(resolve_model(config.model)), device_row("h100")
+    found = [estimate(shape, layout, row, local=8) for layout in some_layouts()]
+    assert all(each.memory > 0 and each.seconds > 0 for each in found)
+    by_mode = {parts(each.layout)["recomputation"]: each.seconds for each in reversed(found)}
+    assert by_mode["recompute full"] > by_mode["recompute none"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4Mi", 4 * 2**20), ("1T", 10**12), ("1.5e12", 15 * 10**11), ("300B", 3 * 10**11), ("7", 7)]
+)
+def test_counts(text, count):
+    assert parse_count("--tokens", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "many", "1Q", "nan", "1 000"])
+def test_no_counts(text):
+    with pytest.raises(UserError, match="--tokens takes a number of tokens such as 4Mi"):
+        parse_count("--tokens", text)
+
+
+def test_costs():
+    cost = cost_of(10**6, step_tokens=1000, step_seconds=3.6, devices=8, price=2.0)
+    assert (cost.steps, cost.hours, cost.device_hours, cost.money) == (1000, 1.0, 8.0, 16.0)
+    assert cost_of(1001, step_tokens=1000, step_seconds=3.6, devices=8, price=None).steps == 2
+
+
+def test_bytes_of_hosts_and_disks():
+    words = ["--checkpoint_type", "async_sharded", "--num_kept_checkpoints", "3", "--save_final_model", "1"]
+    config = parse_args([*LLAMA, *words])
+    shape = model_shape(resolve_model(config.model))
+    layout = found_layouts("--hybrid_shard_degree", 8, "--tensor_parallel_degree", 1, nodes=1)[-1]
+    disk = disk_bytes(shape, layout.mesh, layout.work, config.checkpoint, local=8)
+    assert disk["checkpoint"] == 12 * shape.parameters and disk["kept checkpoints"] == 4 * disk["checkpoint"]
+    assert disk["final model"] == 4 * shape.parameters
+    host = host_bytes(shape, layout.mesh, layout.work, config.checkpoint, local=8)
+    # All ranks of the host copy the whole state for the writer.
+    assert 12 * shape.parameters <= host["checkpoint copy"] < 13 * shape.parameters
