@@ -274,7 +274,7 @@ def _together(bench: Bench, call: Callable[[], Any]) -> float:
 
 
 def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
-    """Return microseconds of the host for an operation: what a small step takes beyond its operations and exchanges."""
+    """Return the host's microseconds for an operation: what a small step takes beyond operations and exchanges."""
     launch, device = read_launch(), bench.device
     tables, result = Measured(found, backend), {}
     small = ModelConfig(
@@ -304,9 +304,9 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
         known = 0.0  # a GPU computes and exchanges beside the host
         if device.type == "cpu":
             known = sum(tables.seconds(operation, "nt") for operation in log.operations)
-        if device.type == "cpu" and launch.world_size > 1:  # a gather forward and backward and a reduction of each unit; counts and the norm
-            units = 4 + 2
-            known += (3 * units + 3) * tables.exchange(Exchange("all_gather", 1, launch.world_size, "shard", False))
+            # A gather forward, one backward and a reduction of each unit; the count of tokens, the norm, the flag.
+            calls = 3 * (small.num_layers + 2) + 3 if launch.world_size > 1 and small.num_layers else 0
+            known += calls * tables.exchange(Exchange("all_gather", 1, launch.world_size, "shard", False))
         result[mode] = 1e6 * (_together(bench, step) - known) / len(log.operations)
     return result
 

@@ -15,7 +15,8 @@ from smp.plan.time import step_time
 
 TABLES = Tables(
     products=[["float32", "nt", 512, 512, 512, 2**28 / 1e11]],
-    elementwise=[["add", 10_000, 1e-6], ["add", 2 * 10**7, 1e-3]], attention=[], adamw=[], exchanges=[["smddp", "reduce_scatter", 10**7, 1e-3]],
+    elementwise=[["add", 10_000, 1e-6], ["add", 2 * 10**7, 1e-3]], attention=[], adamw=[],
+    exchanges=[["smddp", "reduce_scatter", 10**7, 1e-3]],
     host={"none": 20.0, "full": 21.0, "selective": 35.0}, probe={"add": 1e-3, "product": 2e-3},
 )  # fmt: skip
 
