@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import pathlib
 import subprocess
@@ -104,17 +105,20 @@ def main() -> None:
     from smp.plan.blocks import Repeat, whole_step
     from smp.plan.memory import account
     from smp.plan.trace import trace_step
+    from smp.plan.worker import in_child
 
-    world.prepare("cpu", (9, 0), 8, 80 << 30)
-    answers = []
-    for request in json.load(sys.stdin):
+    def plan(request: dict[str, Any]) -> dict[str, Any]:
+        world.prepare("cpu", (9, 0), 8, 80 << 30)
         job = job_of(request["words"], request["world"], request["rank"])
         with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
             trace = trace_step(job)
-        found = account(whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1)), shared=trace.shared)
-        answers.append(
-            {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
-        )
+        step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
+        found = account(step, shared=trace.shared)
+        return {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
+
+    import torch._dynamo  # noqa: F401  by the first operation under a mode
+
+    answers = [in_child(functools.partial(plan, request)) for request in json.load(sys.stdin)]
     print(json.dumps(answers))
 
 
