@@ -11,6 +11,13 @@ import torch
 from smp.plan.devices import DeviceRow
 from smp.plan.records import Operation, TensorShape
 
+# Operations that neither compute nor move anything on the device.
+VIEWS = (
+    "view", "t", "transpose", "slice", "expand", "unsqueeze", "squeeze", "detach", "as_strided", "alias", "split",
+    "_unsafe_view", "split_with_sizes", "select", "permute", "unbind", "empty", "empty_like", "empty_strided",
+    "new_empty", "new_empty_strided", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense",
+    "record_stream", "is_pinned",
+)  # fmt: skip
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_scaled_mm_v2", "linear")
 # TF32 has half of bf16's peak on every card.
 _SLOWER = {"float32": 0.5, "float64": 0.06}

@@ -71,7 +71,9 @@ class Measured:
             return self._fused(fused.scores, fused.width, fused.dtype, backward=fused.backward)
         if "fused_adam" in operation.name:
             return interpolated(self._adamw, moved_bytes(operation) / 28)  # seven passes over fp32
-        points = self._elementwise.get(short_name(operation)) or self._elementwise.get("add", [])
+        name = short_name(operation)
+        like = "copy_" if "copy" in name or "cat" in name else "add"
+        points = self._elementwise.get(name) or self._elementwise.get(like, [])
         return interpolated(points, float(moved_bytes(operation)))
 
     def _product(self, found: Product, layout: str) -> float:
@@ -94,7 +96,8 @@ class Measured:
     def exchange(self, exchange: Exchange) -> float:
         """Return an exchange's seconds; one of a kind that was not measured by an all-gather's."""
         points = self._exchanges.get(exchange.kind) or self._exchanges.get("all_gather", [])
-        return interpolated(points, float(exchange.nbytes))
+        # The smallest one is all latency: a smaller one takes as long.
+        return interpolated(points, max(float(exchange.nbytes), points[0][0] if points else 0.0))
 
 
 def measured(row: DeviceRow, processes: int, backend: str) -> tuple[Measured, Tables] | None:
