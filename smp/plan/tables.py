@@ -163,7 +163,7 @@ def _row(number: str, cells: Sequence[str]) -> str:
     shard, tp, batch, recompute, *others = cells
     step, rate, allocated, reserved = others
     left = f"{number:>2}  {shard:>5} {tp:>3} {batch:>7}  {recompute:<17}"
-    return f"{left} {step:>8} {rate:>10} {allocated:>10} {reserved:>9}"
+    return f"{left} {step:>7} {rate:>10} {allocated:>10} {reserved:>9}"
 
 
 def wrapped(words: Sequence[str], width: int, *, indent: int) -> Iterator[str]:
