@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -154,14 +155,14 @@ look_ups = 0  # of the device of a fake tensor, each an operation
 @contextlib.contextmanager
 def _count_look_ups() -> Iterator[None]:
     global look_ups
-    dispatch, look_ups = StepTrace.__torch_dispatch__, 0
+    dispatch, look_ups = FakeTensorMode.__torch_dispatch__, 0
 
-    def counting(self: StepTrace, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def counting(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         global look_ups
         look_ups += func is torch.ops.prim.device.default
         return dispatch(self, func, types, args, kwargs)
 
-    with _with(StepTrace, "__torch_dispatch__", counting):
+    with _with(FakeTensorMode, "__torch_dispatch__", counting):
         yield
 
 

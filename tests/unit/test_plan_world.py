@@ -196,5 +196,4 @@ def test_kernels_that_a_gpu_has_are_not_taken_apart(tmp_path: pathlib.Path):
     source = tmp_path / "shim.cpp"
     source.write_text(f'#define CUDA_SHIM_HAS_VALUES\n#include "{SOURCE}"\n')
     right, without = answers("cuda")[WIDE][0], planned([PLAIN_ON_GPU[WIDE]], shim=build_shim(ROOT / "build", source))[0]
-    print(right, without)
     assert without["total"] > right["total"]
