@@ -30,11 +30,11 @@ CATEGORIES = (
 
 def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Predict the bytes of one rank, by category, at the moment of a step at which they are most."""
-    moments = (_at(shape, mesh, dataclasses.replace(work, moment=moment)) for moment in Moment)
+    moments = (memory_at(shape, mesh, dataclasses.replace(work, moment=moment)) for moment in Moment)
     return max(moments, key=lambda needed: sum(needed.values()))
 
 
-def _at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Predict the bytes of one rank, by category, at the workload's moment: the sum of the techniques' costs."""
     needed = dict.fromkeys(CATEGORIES, 0)
     for technique in parallelize.TECHNIQUES:

@@ -323,41 +323,36 @@ def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, held: 
 
 def _gathered(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     """Count the gathered parameters; the embedding's, unless tied, are freed after its forward."""
-    moment, (held, table, last, block) = work.moment, _unit_sizes(shape, mesh)
-    kept = held if shape.tied else held - table
-    if work.accumulation > 1 and not work.settings[Config].reshard_between_microbatches:
-        return held if moment is Moment.EMBEDDING else kept
+    moment, (held, _, last, block) = work.moment, _unit_sizes(shape, mesh)
+    keeps = not (mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches)
+    if not work.settings[Config].reshard_between_microbatches and (work.accumulation > 1 or moment is Moment.LOSS):
+        return 0 if moment is Moment.UPDATE else held
     below = last if shape.tied else 0  # a tied unit is gathered until backward ends
-    blocks = {Moment.LAST_BLOCK: 2, Moment.LAST_REDUCTION: 2, Moment.FIRST_BLOCK: 1, Moment.FIRST_REDUCTION: 1}
-    if moment in blocks:
-        blocks_held = min(blocks[moment], shape.layers)
-        return below + block * (shape.layers if blocks[moment] == 2 and not mesh.reshard_after_forward else blocks_held)
     if moment in (Moment.LOSS, Moment.HEAD):
-        return last + (
-            block
-            if mesh.reshard_after_forward and moment is Moment.HEAD
-            else 0
-            if mesh.reshard_after_forward
-            else shape.layers * block
-        )
+        return last + block * (shape.layers if keeps else int(moment is Moment.HEAD))
+    if moment in (Moment.LAST_BLOCK, Moment.LAST_REDUCTION):
+        return below + block * (shape.layers if keeps else min(2, shape.layers))
+    if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION):
+        return below + block
     return below if moment is Moment.EMBEDDING else 0
 
 
 def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Count what backend smddp keeps to gather in.
+    """Count the buffers that units are gathered in: in forward, ``fully_shard`` keeps the last one.
 
-    On a GPU its workspace, and two buffers of each kind of unit. On a CPU, the memory that a host's ranks share: an
-    arena for each group, taking all ranks to be on one host, and a gathered unit.
+    Backend smddp keeps on a GPU its workspace, and two buffers of each kind of unit; on a CPU, the memory that a host's
+    ranks share: an arena for each group, taking all ranks to be on one host, and a gathered unit.
     """
     backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
+    gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
     if backend == "smddp" and work.device_type == "cpu":
         roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.data)
         sizes = [role.size for role in roles if role.size > 1] + [mesh.world_size] * (mesh.world_size > 1)
         arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
-        gathered = 0 if work.moment is Moment.UPDATE or mesh.shard.size == 1 else _unit_sizes(shape, mesh)[2]
-        return arenas + gathered * work.compute_bytes
+        return arenas + (0 if work.moment is Moment.UPDATE else gathered)
+    last = gathered if work.moment is Moment.LOSS else 0
     if backend != "smddp" or work.device_type != "cuda" or not parallel.shared_buffers or mesh.shard.size == 1:
-        return 0
+        return last
     settings = read_settings()
     kinds = shape.of_rank(shape.parameters - (shape.layers - 1) * shape.block, 1, mesh.tp.size)
     return settings.workspace + min(2 * kinds * work.compute_bytes, settings.gpu_shared)
