@@ -172,10 +172,12 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     state = work.tokens * shape.hidden * work.compute_bytes
     if moment is Moment.UPDATE:
         return {}
+    # Tokens, labels and positions, 8 bytes each, and two tables of rotary angles in fp32.
+    inputs = 3 * 8 * work.tokens + 2 * 4 * work.sequence_length * (shape.attention or shape.hidden) // shape.heads
     if moment is Moment.EMBEDDING:
-        return {"activations": 2 * state}
+        return {"activations": 2 * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
-    held = waiting_bytes(shape, mesh, work, blocks=blocks)
+    held = inputs + waiting_bytes(shape, mesh, work, blocks=blocks)
     selective = config.activation_checkpointing and config.activation_checkpointing_mode == "selective"
     if selective:  # these are not offloaded
         held += -(-blocks // config.activation_checkpointing_every) * _kept_bytes(shape, mesh, work)

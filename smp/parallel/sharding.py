@@ -290,7 +290,9 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
     }.get(moment, unreduced)  # fmt: skip
     parts = 1 + (mesh.shard.size == 1 < mesh.data.size)  # a copy, into which torch divides
-    if work.device_type == "cpu" and mesh.data.size > 1 and copied == unreduced:
+    if work.device_type == "cpu" and work.settings[CommConfig].distributed_backend == "smddp":
+        parts = max(parts, mesh.shard.size)  # in memory that all ranks of the host share
+    elif work.device_type == "cpu" and mesh.data.size > 1 and copied == unreduced:
         parts += 1  # gloo's receive buffers
     if deferred:
         unreduced = max(unreduced, held - reduced)
@@ -346,8 +348,8 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
     gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
     if backend == "smddp" and work.device_type == "cpu":
-        roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.data)
-        sizes = [role.size for role in roles if role.size > 1] + [mesh.world_size] * (mesh.world_size > 1)
+        groups = (mesh.shard.size, mesh.replicas.size, mesh.tp.size, mesh.data.size, mesh.world_size)
+        sizes = [size for size in groups if size > 1]
         arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
         return arenas + (0 if work.moment is Moment.UPDATE else gathered)
     last = gathered if work.moment is Moment.LOSS else 0

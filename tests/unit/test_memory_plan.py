@@ -144,7 +144,9 @@ def test_tensor_parallelism_divides_what_it_splits():
     one, eight = (at(Moment.LAST_BLOCK, shape, lay_out(1, 32, tp), WORK) for tp in (1, 8))
     # Block inputs, and all that a block holds between its split layers; but one gathered hidden state on top.
     hidden_state = 2 * 4096 * 8192 * 2
-    assert eight["activations"] == pytest.approx(one["activations"] / 8 + hidden_state, rel=1e-6)
+    whole = 24 * 2 * 4096 + 8 * 4096 * 128  # tokens, labels, positions; rotary angles
+    split = (one["activations"] - whole) / 8
+    assert eight["activations"] == pytest.approx(split + whole + hidden_state, rel=1e-6)
 
 
 def test_key_value_heads_that_are_fewer_than_ranks_are_held_whole():
@@ -172,7 +174,8 @@ def test_sequence_parallelism_and_kept_inputs_show():
     assert activations(tp=1) == activations(tp=1, sequence_parallel=False) == activations(tp=1, tp_save_gathered=True)
     whole = activations(sequence_parallel=False)
     # Whole block inputs, and a block's hidden states between split layers: four, and the norms' in fp32.
-    assert whole == pytest.approx((80 + 6 + (6 + 6 * 28672 / 8192) / 8) * hidden_state, rel=1e-6)
+    inputs = 24 * 2 * 4096 + 8 * 4096 * 128  # tokens, labels, positions; rotary angles
+    assert whole == pytest.approx((80 + 6 + (6 + 6 * 28672 / 8192) / 8) * hidden_state + inputs, rel=1e-6)
     assert activations(tp_save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
     kept = activations(tp_save_gathered=True, activation_checkpointing=False)
     assert kept == activations(activation_checkpointing=False) + 80 * 2 * hidden_state
