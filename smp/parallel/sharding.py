@@ -348,7 +348,8 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
     gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
     if backend == "smddp" and work.device_type == "cpu":
-        groups = (mesh.shard.size, mesh.replicas.size, mesh.tp.size, mesh.data.size, mesh.world_size)
+        # Measured: under tensor parallelism two groups of its ranks have one.
+        groups = (mesh.shard.size, mesh.replicas.size, mesh.tp.size, mesh.tp.size, mesh.data.size, mesh.world_size)
         sizes = [size for size in groups if size > 1]
         arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
         return arenas + (0 if work.moment is Moment.UPDATE else gathered)
