@@ -19,7 +19,7 @@ from smp.memory.plan import USABLE, processes_that_fit
 from smp.memory.shape import ModelShape, model_shape
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.plan import document
-from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count, utilisation
+from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
 from smp.plan.estimate import estimate
 from smp.plan.records import GIB, LayoutPlan
@@ -186,7 +186,8 @@ def rates(request: Request, plan: LayoutPlan) -> dict[str, float | None]:
         return {"tokens_per_second": None, "mfu": None}
     rate = plan.tokens / plan.step.seconds / request.devices
     flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
-    return {"tokens_per_second": rate, "mfu": utilisation(flops, rate, request.row.peak * 1e12)}
+    peak = request.row.peak * 1e12
+    return {"tokens_per_second": rate, "mfu": flops * rate / peak if peak else None}
 
 
 def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | None) -> Cost | None:
