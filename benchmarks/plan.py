@@ -199,8 +199,8 @@ NEOX = (
     "--train_batch_size 2"
 )
 WIDE = (
-    "--model_type llama_v3 --hidden_width 768 --num_layers 6 --num_heads 12 --num_key_value_heads 12 --vocab_size 16384 "
-    "--intermediate_size 2048 --max_context_width 1024 --train_batch_size 1"
+    "--model_type llama_v3 --hidden_width 768 --num_layers 6 --num_heads 12 --num_key_value_heads 12 "
+    "--vocab_size 16384 --intermediate_size 2048 --max_context_width 1024 --train_batch_size 1"
 )
 KEPT, SELECTED = "--activation_checkpointing 0", "--activation_checkpointing_mode selective"
 JOBS = (
@@ -306,7 +306,8 @@ def steps_page(row: DeviceRow, jobs: Sequence[StepJob], steps: int, output: Path
     lines += [
         "", "Lower quartile of the steps. *Drift*: the most that the probe (an addition, a product) changed over the",
         "run. *Probe*: its seconds before the run over those beside the calibration: 1.00 is the same machine.", "",
-        "| job | processes | predicted | measured | error | drift | probe | counts |", "|---|---:|---:|---:|---:|---:|---|---|",
+        "| job | processes | predicted | measured | error | drift | probe | counts |",
+        "|---|---:|---:|---:|---:|---:|---|---|",
         *table, "", f"{summary}. {bystanders.describe()}",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

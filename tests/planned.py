@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import json
 import pathlib
@@ -21,6 +22,7 @@ from smp.errors import Problems
 from smp.memory.categories import CATEGORIES
 from smp.memory.profile import MemoryProfile, profile_memory
 from smp.parallel.parallelize import prepare_model
+from smp.plan.shim import python_with
 from smp.runtime import Launch
 from smp.train.arguments import parse_args
 from smp.train.optimizer import build_optimizer
@@ -30,11 +32,12 @@ from tests.distributed import run_distributed
 
 ROOT = pathlib.Path(__file__).parent.parent
 CPU = torch.device("cpu")
+CAPABILITY = (9, 0)  # of a planned GPU
 
 
-def job_of(words: list[str], world: int, rank: int) -> Job:
+def job_of(words: list[str], world: int, rank: int, device: torch.device = CPU) -> Job:
     words = ["--use_synthetic_data", "1", *words]
-    return make_job(parse_args(words), Launch(rank, world, rank, world), CPU, Problems())
+    return make_job(parse_args(words), Launch(rank, world, rank, world), device, Problems())
 
 
 def _batch(job: Job) -> StepBatch:
@@ -90,37 +93,65 @@ def measured(words: list[str], world: int, backend: str, folder: pathlib.Path) -
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def planned(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Plan steps in one process: of each request ``words``, ``world``, ``rank`` and ``backend``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.planned"], input=json.dumps(requests), cwd=ROOT, capture_output=True, text=True
-    )
+def planned(requests: list[dict[str, Any]], *, shim: pathlib.Path | None = None) -> list[dict[str, Any]]:
+    """Plan steps in one process.
+
+    Args:
+        requests: of each ``words``, ``world``, ``rank`` and ``backend``; of :mod:`tests.plan_traps` ``where``:
+            conditions, and ``without``: a stand-in to undo, whose answer may be an ``error``.
+        shim: to plan for GPUs, whose answers have ``reserved`` bytes, too.
+    """
+    program = [sys.executable, "-m", "tests.planned"] if shim is None else [*python_with(shim, "tests.planned"), "cuda"]
+    done = subprocess.run(program, input=json.dumps(requests), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    """Plan what the standard input asks for."""
+def _planned(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     from smp.plan import world
+    from smp.plan.allocator import reserved_bytes
     from smp.plan.blocks import Repeat, whole_step
     from smp.plan.memory import account
     from smp.plan.trace import trace_step
+    from tests import plan_traps
+
+    capability = CAPABILITY if device.type == "cuda" else None
+    job = job_of(request["words"], request["world"], request["rank"], device)
+    with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
+        trace = trace_step(job, capability)
+    step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
+    found = account(step, shared=trace.shared)
+    answer = {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
+    if "look-ups count" in request.get("where", ()):
+        answer["look-ups"] = plan_traps.look_ups
+    return {**answer, "reserved": reserved_bytes(step)} if capability else answer
+
+
+def main(device_type: str = "cpu") -> None:
+    """Plan what the standard input asks for."""
+    import torch._dynamo
+
+    from smp.plan import world
     from smp.plan.worker import in_child
+    from tests.plan_traps import WHERE, WITHOUT  # before anything is replaced
 
-    def plan(request: dict[str, Any]) -> dict[str, Any]:
-        world.prepare("cpu", (9, 0), 8, 80 << 30)
-        job = job_of(request["words"], request["world"], request["rank"])
-        with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
-            trace = trace_step(job)
-        step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
-        found = account(step, shared=trace.shared)
-        return {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
+    world.prepare(device_type, CAPABILITY, 8, 80 << 30)
 
-    import torch._dynamo  # noqa: F401  by the first operation under a mode
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            for condition in request.get("where", ()):
+                stack.enter_context(WHERE[condition]())
+            if "without" not in request:
+                return _planned(request, torch.device(device_type))
+            stack.enter_context(WITHOUT[request["without"]]())
+            try:
+                return _planned(request, torch.device(device_type))
+            except Exception as error:
+                return {"error": f"{type(error).__name__}: {error}"}
 
-    answers = [in_child(functools.partial(plan, request)) for request in json.load(sys.stdin)]
+    answers = [in_child(functools.partial(answer, request)) for request in json.load(sys.stdin)]
     print(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -44,9 +44,11 @@ class _Pool:
         del self.keys[bisect.bisect_left(self.keys, (block.size, block.address))]
         del self.blocks[block.address]
 
-    def best(self, size: int) -> _Block | None:
+    def best(self, size: int, *, growing: _Block | None = None) -> _Block | None:
+        """Return the smallest free block of at least a size; one that can grow counts as the largest of all."""
         at = bisect.bisect_left(self.keys, (size, -1))
-        return self.blocks[self.keys[at][1]] if at < len(self.keys) else None
+        fitting = [self.blocks[address] for _, address in self.keys[at : at + 2]]
+        return next((block for block in fitting if block is not growing), fitting[0] if fitting else None)
 
 
 class Allocator:
@@ -70,7 +72,7 @@ class Allocator:
         size = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
         small = size <= _SMALL
         pool = self._pools.setdefault((stream, small), _Pool(small))
-        block = pool.best(size)
+        block = pool.best(size, growing=self._last.get(id(pool)))
         if block is None:
             block = self._segment(size, pool)
         else:
@@ -154,10 +156,11 @@ def reserved_bytes(step: Step, *, steps: int = 3, expandable: bool = False) -> i
     for repetition in range(steps):
         for _, number, delta in step.changes[step.initial if repetition else 0 :]:
             sizes[number] += delta
-            if number in held:
-                allocator.free(held.pop(number))
-            if sizes[number] > 0:
+            before = held.pop(number, None)
+            if sizes[number] > 0:  # one that is resized is copied: both are there
                 held[number] = allocator.allocate(sizes[number], step.streams[number])
+            if before is not None:
+                allocator.free(before)
         for number in [n for n in held if n >= step.initial]:  # results that the next step replaces
             allocator.free(held.pop(number))
             sizes[number] = 0

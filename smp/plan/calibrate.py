@@ -24,6 +24,7 @@ from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.memory.limits import available_memory
 from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, Tables, write_row
+from smp.plan.kernels import ATTENTION_BACKWARD
 from smp.plan.records import GIB
 from smp.runtime import devices_folder
 
@@ -58,13 +59,19 @@ def _measure(processes: int, seconds: float, folder: Path, *, gpus: bool) -> Tab
 def _summary(row: DeviceRow) -> DeviceRow:
     """Return the row with the peaks that its largest numbers show, for the closed form; they are what is reached."""
     tables = row.tables[max(row.tables)]
-    rates = [2 * m * k * n / seconds for _, _, m, k, n, seconds in tables.products]
+    own = "bfloat16" if row.is_gpu else "float32"
+    rates = [2 * m * k * n / seconds for dtype, _, m, k, n, seconds in tables.products if dtype == own]
     moved = [nbytes / seconds for name, nbytes, seconds in tables.elementwise if name == "add"]
     gathered = [nbytes / seconds for _, kind, nbytes, seconds in tables.exchanges if kind == "reduce_scatter"]
-    links = max(gathered, default=moved[-1]) / 1e9
+    links, peak = max(gathered, default=moved[-1]) / 1e9, max(rates)
+    share = Efficiency(1, 1, 1, 1, 1, 1)
+    if tables.attention:
+        _, scores, width, forward, backward = tables.attention[-1]
+        fused = (4 * scores * width / forward / peak, ATTENTION_BACKWARD * 4 * scores * width / backward / peak)
+        share = dataclasses.replace(share, attention_forward=fused[0], attention_backward=fused[1])
     return dataclasses.replace(
-        row, peak=max(rates) / 1e12, bandwidth=moved[-1] / 1e12, links=links, network=row.network or links,
-        efficiency=Efficiency(1, 1, 1, 1, 1, 1), host_us=tables.host,
+        row, peak=peak / 1e12, bandwidth=moved[-1] / 1e12, links=links, network=row.network or links, efficiency=share,
+        host_us=tables.host,
     )  # fmt: skip
 
 

@@ -46,10 +46,10 @@ ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
 SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
 LINEAR = (
-    (128, 128, 128), (256, 160, 432), (256, 512, 512), (512, 512, 1408), (1024, 768, 768), (1024, 768, 2048),
+    (128, 128, 128), (1024, 160, 432), (256, 512, 512), (512, 512, 1408), (1024, 768, 768), (1024, 768, 2048),
     (512, 512, 8192), (256, 768, 16384),
 )  # fmt: skip
-HEADS = ((8, 256, 64), (8, 512, 64), (12, 1024, 64))  # heads, tokens, width
+HEADS = ((4, 256, 40), (4, 512, 40), (8, 256, 64), (8, 512, 64), (12, 1024, 64))  # heads, tokens, width
 ADAMW = (2**14, 2**18, 2**20, 2**22)
 PARTS = tuple(2**n for n in (12, 16, 20, 22, 24))  # bytes of a rank in an exchange
 RECOMPUTED = {
@@ -180,7 +180,8 @@ def _elementwise() -> dict[str, Callable[[Tensor, Tensor], Any]]:
         "cat": lambda a, b: torch.cat([a, b], -1), "copy_": lambda a, b: a.copy_(b), "clone": lambda a, b: a.clone(),
         "_to_copy": lambda a, b: a.to(torch.bfloat16), "zero_": lambda a, b: a.zero_(), "add_": lambda a, b: a.add_(b),
         "_log_softmax": lambda a, b: a.log_softmax(-1), "native_layer_norm": lambda a, b: F.layer_norm(a, (512,)),
-        "mul_": lambda a, b: a.mul_(1.0), "_foreach_norm": lambda a, b: torch._foreach_norm([a, b]),
+        "mul_": lambda a, b: a.mul_(1.0), "mul broadcast": lambda a, b: a * b[:, :1],
+        "_foreach_norm": lambda a, b: torch._foreach_norm([a, b]),
         "_foreach_mul_": lambda a, b: torch._foreach_mul_([a, b], 1.0),
     }  # fmt: skip
 
@@ -195,7 +196,9 @@ def elementwise(bench: Bench) -> Iterator[tuple[str, int, float]]:
         for name, run in _elementwise().items():
             with Log() as log:
                 run(*make())
-            moved = sum(moved_bytes(operation) for operation in log.operations if short_name(operation) == name)
+            moved = sum(
+                moved_bytes(operation) for operation in log.operations if short_name(operation) == name.split()[0]
+            )
             yield name, moved, bench.rotated(make, run)
 
 

@@ -72,6 +72,8 @@ class Measured:
         if "fused_adam" in operation.name:
             return interpolated(self._adamw, moved_bytes(operation) / 28)  # seven passes over fp32
         name = short_name(operation)
+        if len({tensor.shape for tensor in operation.inputs}) > 1 and f"{name} broadcast" in self._elementwise:
+            name = f"{name} broadcast"  # a scale of rows, a weight of columns: twice as slow by the byte
         like = "copy_" if "copy" in name or "cat" in name else "add"
         points = self._elementwise.get(name) or self._elementwise.get(like, [])
         return interpolated(points, float(moved_bytes(operation)))
@@ -88,8 +90,10 @@ class Measured:
         return found.flops / rate
 
     def _fused(self, scores: float, width: int, dtype: str, *, backward: bool) -> float:
-        """Interpolate by the work: scores x width, whatever the number of heads."""
+        """Interpolate by the work, scores x width, among heads of the nearest width."""
         own = [line for line in self._attention if line[0] == dtype] or self._attention
+        nearest = min((line[2] for line in own), key=lambda size: abs(size - width), default=0)
+        own = [line for line in own if line[2] == nearest]
         points = sorted((2.0 * scored * size, (forward, back)[backward]) for _, scored, size, forward, back in own)
         return interpolated(points, 2.0 * scores * width)
 

@@ -176,7 +176,7 @@ class StepTrace(MemoryProfile):
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):  # whose `.device` is an operation
-            return tensor.fake_device.type != self._device.type
+            return tensor.fake_device.type != self._device.type or tensor.fake_mode is not self._fake
         return True  # a real one has no place in a plan
 
     def _copied_inside(self, operation: Any, args: tuple[Any, ...]) -> int:
@@ -428,6 +428,7 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         owners = _owners(model, optimizer, blocks, trace)
         follower = _Follower(trace, blocks)
         world.exchanged = trace.exchange
+        stack.callback(setattr, world, "exchanged", world.nothing_exchanged)  # else it holds a model that failed
         with trace.running():
             result = train_step(
                 model,
@@ -442,6 +443,5 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
                 enter=follower.enter,
             )
         del result
-    world.exchanged = world.nothing_exchanged
     parameters = tuple(_shape(local_tensor(p)) for p in blocks[len(blocks) // 2].parameters())
     return trace.collect(owners, len(blocks), parameters)

@@ -15,7 +15,8 @@ from smp.plan.time import step_time
 
 TABLES = Tables(
     products=[["float32", "nt", 512, 512, 512, 2**28 / 1e11]],
-    elementwise=[["add", 10_000, 1e-6], ["add", 2 * 10**7, 1e-3]], attention=[], adamw=[],
+    elementwise=[["add", 10_000, 1e-6], ["add", 2 * 10**7, 1e-3]],
+    attention=[["float32", 1000, 50, 4e-6, 2e-5]], adamw=[],
     exchanges=[["smddp", "reduce_scatter", 10**7, 1e-3]],
     host={"none": 20.0, "full": 21.0, "selective": 35.0}, probe={"add": 1e-3, "product": 2e-3},
 )  # fmt: skip
@@ -38,6 +39,9 @@ def test_the_row_is_found_by_name(folder, monkeypatch):
     assert f"torch {torch.__version__}" in row.on and row.date.startswith("20")
     # The closed form's peaks are those that were reached.
     assert row.peak == pytest.approx(0.1) and row.bandwidth == pytest.approx(0.02) and row.links == pytest.approx(10)
+    assert row.efficiency.attention_forward == pytest.approx(
+        0.5
+    ) and row.efficiency.attention_backward == pytest.approx(0.25)
 
 
 def test_processes_that_fail(folder, monkeypatch, tmp_path):

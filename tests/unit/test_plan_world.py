@@ -1,0 +1,199 @@
+"""Every trap of planning on fake tensors: the plan with its stand-in, and what goes wrong without.
+
+The right bytes are those of the plan as it is, which other tests compare with a real step's.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import tempfile
+from typing import Any
+
+import pytest
+
+from smp.plan.shim import SOURCE, build_shim, compiler
+from tests.planned import ROOT, planned
+
+BATCH, LENGTH = 2, 128
+MODEL = (
+    "--model_type llama_v2 --hidden_width 64 --num_layers 4 --num_heads 4 --num_key_value_heads 2 "
+    f"--llama_intermediate_size 96 --vocab_size 256 --max_context_width {LENGTH} --train_batch_size {BATCH} "
+)
+SPLIT = "--tensor_parallel_degree 2"
+KEPT = "--activation_checkpointing 0"
+WIDE = f"{KEPT} --llama_intermediate_size 2048"
+OFFLOADED = f"{KEPT} --offload_activations 1 --activation_loading_horizon 1"
+FOLDER = f"--offload_dir {tempfile.gettempdir()}"
+TO_DISK = f"{OFFLOADED} {FOLDER}"
+
+full = pytest.mark.full
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="a plan for GPUs needs a C++ compiler")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def request(words: str = "", world: int = 2, backend: str = "gloo", *where: str) -> dict[str, Any]:
+    return {"words": (MODEL + words).split(), "world": world, "rank": 0, "backend": backend, "where": list(where)}
+
+
+# Of each trap, by the name of its stand-in: a step that falls into it.
+ON_CPU = {
+    "numbers": request(),
+    "mesh": request(),
+    "concatenate": request(SPLIT, 4),
+    "pause": request(SPLIT, 4, "gloo", "shapes are new"),
+    "is_tracing": request("", 2, "gloo", "batches have padding masks"),
+    "collectives": request(),
+    "collectives of smddp": request("", 2, "smddp"),
+    "store": request(TO_DISK),
+    "identity": request(TO_DISK),
+    "device": request("", 2, "gloo", "look-ups count"),
+}
+ON_GPU = {
+    "numbers": request("", 2, "nccl"),
+    "attention": request(KEPT, 2, "nccl"),
+    "streams": request("", 2, "nccl"),
+    "identity": request(OFFLOADED, 2, "nccl"),
+    "store": request(TO_DISK, 2, "nccl"),
+    "is_tracing": request("", 2, "nccl", "batches have padding masks"),
+}
+
+
+# Steps without tampering, to compare with.
+PLAIN_ON_CPU = {"": request(), KEPT: request(KEPT)}
+PLAIN_ON_GPU = {KEPT: request(KEPT, 2, "nccl"), WIDE: request(WIDE, 2, "nccl")}
+
+
+def _both(trap: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    return [given, {**given, "without": trap.partition(" ")[0]}]
+
+
+@functools.cache
+def answers(device_type: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Plan with and without each stand-in, in one process, and on GPUs the steps to compare with, twice."""
+    traps, plain, shim = (ON_CPU, {}, None) if device_type == "cpu" else (ON_GPU, PLAIN_ON_GPU, build_shim())
+    requests = [each for trap, given in traps.items() for each in _both(trap, given)]
+    requests += [each for given in plain.values() for each in (given, given)]
+    found = planned(requests, shim=shim)
+    return dict(zip([*traps, *plain], zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+@functools.cache
+def plain_on_cpu() -> dict[str, dict[str, Any]]:
+    """Plan the steps to compare with in a process without tampering."""
+    return dict(zip(PLAIN_ON_CPU, planned(list(PLAIN_ON_CPU.values())), strict=True))
+
+
+def test_a_number_is_read():
+    """The counted tokens, the norm, the flags of faults: no fake tensor has a value."""
+    right, without = planned(_both("numbers", ON_CPU["numbers"]))
+    assert right["total"] == sum(right["at_peak"].values()) > 2 * 2**20
+    assert without == {"error": "DataDependentOutputException: aten._local_scalar_dense.default"}
+
+
+@full
+@pytest.mark.parametrize(("trap", "error"), [
+    ("mesh", "DataDependentOutputException"),  # the mesh's ranks are read
+    ("concatenate", "DynamicOutputShapeException: aten.nonzero"),  # fully_shard joins its mesh to that of tp
+    ("store", "OSError"),  # a write from address 0
+])  # fmt: skip
+def test_the_step_ends_on_cpus(trap, error):
+    right, without = answers("cpu")[trap]
+    assert right["total"] > 0
+    assert without["error"].startswith(error)
+
+
+@full
+def test_what_stands_in_last_leaves_the_first_plan_as_it_was():
+    """The same step is planned first, after plans that fail, and in a process of its own."""
+    same = [answers("cpu")[trap][0] for trap in ("numbers", "mesh", "collectives")]
+    assert same == [plain_on_cpu()[""]] * 3
+
+
+@full
+def test_shapes_of_dtensors_are_no_allocations():
+    right, without = answers("cpu")["pause"]
+    assert right == answers("cpu")["concatenate"][0]  # where no shape is new
+    assert without["own_peaks"]["gathered parameters"] > right["own_peaks"]["gathered parameters"]
+
+
+@full
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=needs_compiler)])
+def test_a_padding_mask_without_padding_makes_no_square(device_type):
+    right, without = answers(device_type)["is_tracing"]
+    assert without["total"] >= right["total"] + BATCH * LENGTH * LENGTH
+    # On the CPU what is there besides is the padding masks.
+    if device_type == "cpu":
+        assert right["total"] == plain_on_cpu()[""]["total"] + 8 * BATCH * LENGTH
+
+
+@full
+def test_buffers_of_gloo():
+    """Torch's own collectives receive all at once; those for gloo each peer's part."""
+    right, without = answers("cpu")["collectives"]
+    assert right["own_peaks"]["communication buffers"] < without["own_peaks"]["communication buffers"]
+
+
+@full
+def test_buffers_of_smddp():
+    """Memory that the ranks share: of the inputs of reduce-scatter there is one for the host, in two turns."""
+    right, without = answers("cpu")["collectives of smddp"]
+    assert right["total"] > without["total"] > answers("cpu")["collectives"][0]["total"]
+    assert right["at_peak"]["communication buffers"] > without["at_peak"]["communication buffers"]
+
+
+@full
+def test_storages_differ_though_all_are_at_address_0():
+    right, without = answers("cpu")["identity"]
+    assert right["total"] < without["total"]
+    assert without["at_peak"]["activations"] == plain_on_cpu()[KEPT]["at_peak"]["activations"]  # none leaves
+
+
+@full
+def test_the_account_asks_no_fake_tensor_for_its_device():
+    right, without = answers("cpu")["device"]
+    assert right["total"] == without["total"]
+    assert 2 * right["look-ups"] < without["look-ups"]
+
+
+@full
+@needs_compiler
+@pytest.mark.parametrize(("trap", "error"), [("numbers", "DataDependentOutputException"), ("store", "OSError")])
+def test_the_step_ends_on_gpus(trap, error):
+    right, without = answers("cuda")[trap]
+    assert right["total"] > 0
+    assert without["error"].startswith(error)
+
+
+@full
+@needs_compiler
+def test_attention_has_the_kernel_of_a_gpu():
+    """Torch chooses by what a device has: a build for CPUs multiplies whole squares of scores."""
+    right, without = answers("cuda")["attention"]
+    assert right == answers("cuda")[KEPT][1]
+    assert without["total"] >= right["total"] + 4 * BATCH * LENGTH * LENGTH * 4  # heads, fp32
+
+
+@full
+@needs_compiler
+def test_streams_do_not_share_a_pool():
+    right, without = answers("cuda")["streams"]
+    assert right["total"] == without["total"]
+    assert right["reserved"] > without["reserved"]
+
+
+@full
+@needs_compiler
+def test_offloading_leaves_the_gpu_though_all_is_at_address_0():
+    right, without = answers("cuda")["identity"]
+    assert right["total"] < without["total"] == answers("cuda")[KEPT][1]["total"]
+
+
+@full
+@needs_compiler
+def test_kernels_that_a_gpu_has_are_not_taken_apart(tmp_path: pathlib.Path):
+    """Of SiLU's backward, which a build for CPUs decomposes into products of the width of the MLP."""
+    source = tmp_path / "shim.cpp"
+    source.write_text(f'#define CUDA_SHIM_HAS_VALUES\n#include "{SOURCE}"\n')
+    right, without = answers("cuda")[WIDE][0], planned([PLAIN_ON_GPU[WIDE]], shim=build_shim(ROOT / "build", source))[0]
+    assert without["total"] > right["total"]
