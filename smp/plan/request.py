@@ -154,7 +154,8 @@ def answer(
             tell(title_of(layout))
         return list(pool.map(functools.partial(trace, exactly=exactly), chosen))
 
-    with concurrent.futures.ThreadPoolExecutor(len(planners)) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(len(planners))
+    try:
         first = functools.partial(trace_all, exactly=exact and len(candidates) == 1)
         found = search(candidates, request.limit, first, top=top, together=len(planners))
         if not found.plans and found.nearest is None:
@@ -164,6 +165,8 @@ def answer(
             (best,) = trace_all([layout], exactly=True)
             if isinstance(best, LayoutPlan):
                 found.plans[0] = (layout, best)
+    finally:  # Ctrl-C does not wait for what is being traced
+        pool.shutdown(wait=False, cancel_futures=True)
     return found
 
 
