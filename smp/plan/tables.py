@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from smp.config import flag_text
-from smp.plan.cost import Cost, total
+from smp.plan.cost import Cost
 from smp.plan.records import FITS, FLUSH, GIB, LayoutPlan, RankMemory
 from smp.plan.search import Found, Layout, differences, instructive, parts
 from smp.train.hints import short
@@ -77,7 +77,7 @@ def other_memory(plan: LayoutPlan) -> Iterator[str]:
     for title, sizes in (("memory of a host, GiB", plan.host), ("disk, GiB", plan.disk)):
         if any(sizes.values()):
             listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
-            yield f"{title}: {listed}" + (f"; in all {gib(total(sizes))}" if title.startswith("memory") else "")
+            yield f"{title}: {listed}" + (f"; in all {gib(sum(sizes.values()))}" if title.startswith("memory") else "")
 
 
 def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str = "#") -> Iterator[str]:

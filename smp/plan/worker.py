@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import traceback
@@ -65,7 +66,11 @@ class Worker:
 def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
     command = python_with(build_shim(), _MODULE) if device.is_gpu else [sys.executable, "-m", _MODULE]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden))
+    # Ctrl-C is for the command, which then ends this process.
+    deaf = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden), preexec_fn=deaf
+    )
 
 
 def in_child(call: Callable[[], Any]) -> Any:

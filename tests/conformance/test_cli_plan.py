@@ -147,6 +147,7 @@ def test_a_plan_of_cpus_has_no_allocator_and_no_price_of_time(planner, call):
     assert "reserved" not in out.split("the fastest")[0] and "bf16" not in out and "+offload" not in out
 
 
+@pytest.mark.full
 def test_the_memory_is_drawn(planner, call, tmp_path):
     pytest.importorskip("matplotlib")
     status, _, err = call(*TINY, "--search", 0, "--plot", tmp_path / "memory.png")
