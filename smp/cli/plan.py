@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp.cli.output import table
+from smp.environment.threads import available_cores
 from smp.errors import ConfigError, UserError
 from smp.plan import document, ledger
 from smp.plan.cost import parse_count
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 CPU = "cpu"
 _MOST_DEVICES = 65536
+_WORKERS = 2  # of a gigabyte or two
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
         )
     except ConfigError as error:
         raise ConfigError([_nearer(text) for text in error.problems]) from None
-    with open_worker() as plan, _progress() as tell:
+    with open_workers(min(available_cores(), _WORKERS) if options.search else 1) as planners, _progress() as tell:
         found = requests.answer(
-            request, plan, top=options.top, searches=bool(options.search), exact=bool(options.exact), tell=tell
+            request, planners, top=options.top, searches=bool(options.search), exact=bool(options.exact), tell=tell
         )
     content = requests.as_document(request, found, top=options.top, tokens=tokens, price=options.price)
     if options.json == "-":
@@ -153,12 +155,12 @@ def _device(options: argparse.Namespace) -> DeviceRow:
 
 
 @contextlib.contextmanager
-def open_worker() -> Iterator[Callable[..., LayoutPlan]]:
-    """Start the process that plans layouts; yields its ``plan``."""
+def open_workers(count: int) -> Iterator[list[Callable[..., LayoutPlan]]]:
+    """Start processes that plan layouts; yields the ``plan`` of each."""
     from smp.plan.worker import Worker
 
-    with Worker() as worker:
-        yield worker.plan
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Worker()).plan for _ in range(count)]
 
 
 @contextlib.contextmanager
@@ -205,7 +207,8 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
         print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
         if (spent := requests.cost(request, plan, tokens, price)) is not None:
             print(tables.cost_line(spent, "GPU" if gpus else "process"))
-    said = [*(plan.notes if plan else ())]
+    # What auto is today belongs to the JSON: no person asked.
+    said = [note for note in (plan.notes if plan else ()) if not note.startswith("chosen: ")]
     if found.legal > 1 or not found.plans:
         width = min(100, shutil.get_terminal_size().columns)
         print("", *tables.ranking(found, top, request.devices, width), sep="\n")

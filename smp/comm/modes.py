@@ -15,6 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 active: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many modes are on in this thread
 
 
+_showing = False
+
+
+def is_shown() -> bool:
+    """Return whether the op that a mode sees is shown in place of a collective of ours."""
+    return _showing
+
+
 class _Instead(TorchDispatchMode):
     """The lowest mode: runs something else instead of the op that comes through the others."""
 
@@ -42,13 +50,16 @@ def _put_back(modes: list[TorchDispatchMode]) -> None:
 
 def shown(call: Callable[[], Any], run: Callable[[], Any]) -> Any:
     """Run a collective in place of the op that ``call`` dispatches, and return its work."""
-    modes = _take_all()
+    global _showing
+    modes, before = _take_all(), _showing
     instead = _Instead(run)
     _put_back([*modes, instead])
+    _showing = True
     try:
         result = call()
         return result if instead.work is None else instead.work
     finally:
+        _showing = before
         _take_all()
         _put_back(modes)
 

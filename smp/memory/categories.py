@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.comm.modes import is_shown
+
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 GATHERED, UNREDUCED = "gathered parameters", "gradients before reduction"
 COMMUNICATION, ACTIVATIONS, LOGITS, OTHER = "communication buffers", "activations", "logits and loss", "other"
@@ -92,6 +94,8 @@ def copied_inside(operation: Any, args: tuple[Any, ...], *, backend: str | None 
     Args:
         backend: of the groups; None asks the group.
     """
+    if is_shown():
+        return 0
     name = operation._schema.name
     if name == "smp::reduce_tokens":
         tensor, group, ranks = args
@@ -99,7 +103,7 @@ def copied_inside(operation: Any, args: tuple[Any, ...], *, backend: str | None 
         gloo = ranks > 1 and used == "gloo"
     elif name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_"):
         output, tensor, *_ = args
-        # smddp's are not dispatched, NCCL's are on GPUs.
+        # NCCL's are on GPUs.
         tensor, gloo = max(output, tensor, key=torch.Tensor.numel), backend in (None, "gloo")
     else:
         return 0

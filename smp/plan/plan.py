@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from smp.config import ActivationConfig
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems
 from smp.memory.plan import BASE_HOST_BYTES
+from smp.models.model_config import resolve_model
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.parallelize import find_problems
@@ -72,6 +74,18 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
         method="exact" if first.exact else "blocks",
         notes=[f"chosen: {choice}" for choice in first.job.choices],
     )
+
+
+def warm_up(words: Sequence[str]) -> None:
+    """Import what a plan needs, so that forks of this process need not.
+
+    Raises:
+        UserError: the model is not known.
+    """
+    import torch._dynamo  # noqa: F401  by the first operation under a mode
+
+    config = resolve_model(parse_args(list(words)).model).hf_config
+    importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 
 
 class _Rank:
@@ -155,6 +169,8 @@ class _Rank:
         )
 
     def _time(self, trace: Trace, repeated: Repeat) -> StepTime | None:
+        if not self.row.bandwidth:  # a CPU that nobody has measured
+            return None
         config = self.job.settings[ActivationConfig]
         mode = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
         offloaded = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +105,7 @@ def read_request(
 
 def answer(
     request: Request,
-    plan: Planner,
+    planners: Sequence[Planner],
     *,
     top: int,
     searches: bool = True,
@@ -112,12 +115,13 @@ def answer(
     """Search the layouts of a request, or plan the one that is given.
 
     Args:
+        planners: plan a layout each at a time.
         top: layouts that fit to look for.
         exact: trace all blocks and all distinct ranks of the best one.
         tell: called with each layout that is about to be traced.
 
     Raises:
-        UserError: no layout is legal.
+        UserError: no layout is legal, or none can be planned.
     """
     candidates = [
         estimate(request.shape, layout, request.row, local=request.local)
@@ -130,17 +134,36 @@ def answer(
             f"choose other degrees, or leave them out, or a larger batch"
         )
 
-    def trace(layout: Layout, *, exactly: bool = False) -> LayoutPlan:
-        tell(title_of(layout))
+    free = queue.SimpleQueue[Planner]()
+    for planner in planners:
+        free.put(planner)
+
+    def trace(layout: Layout, *, exactly: bool) -> LayoutPlan | UserError:
         words = [*request.words, *words_of(layout.flags)]
-        made = plan(words, nodes=request.nodes, local=request.local, device=request.row, exact=exactly)
+        planner = free.get()
+        try:
+            made = planner(words, nodes=request.nodes, local=request.local, device=request.row, exact=exactly)
+        except UserError as error:
+            return error
+        finally:
+            free.put(planner)
         return _complete(request, layout, made)
 
-    alone = exact and len(candidates) == 1
-    found = search(candidates, request.limit, lambda layout: trace(layout, exactly=alone), top=top)
-    if exact and not alone and found.plans:
-        layout, _ = found.plans[0]
-        found.plans[0] = (layout, trace(layout, exactly=True))
+    def trace_all(chosen: list[Layout], *, exactly: bool) -> list[LayoutPlan | UserError]:
+        for layout in chosen:
+            tell(title_of(layout))
+        return list(pool.map(functools.partial(trace, exactly=exactly), chosen))
+
+    with concurrent.futures.ThreadPoolExecutor(len(planners)) as pool:
+        first = functools.partial(trace_all, exactly=exact and len(candidates) == 1)
+        found = search(candidates, request.limit, first, top=top, together=len(planners))
+        if not found.plans and found.nearest is None:
+            raise UserError(found.refused[0].reason)
+        if exact and len(candidates) > 1 and found.plans:
+            layout, _ = found.plans[0]
+            (best,) = trace_all([layout], exactly=True)
+            if isinstance(best, LayoutPlan):
+                found.plans[0] = (layout, best)
     return found
 
 

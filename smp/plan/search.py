@@ -69,12 +69,14 @@ class Refused:
         reason: such as ``reserved 83.5 > 79.1 GiB``.
         over: bytes that are missing; 0 where memory is not the reason.
         per_token: seconds for each token, as far as known.
+        traced: whether the trace has refused it, and not the closed form.
     """
 
     layout: Layout
     reason: str
     over: int
     per_token: float
+    traced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,47 +198,72 @@ def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: st
 def search(
     estimates: Sequence[Estimate],
     limit: int | None,
-    trace: Callable[[Layout], LayoutPlan],
+    trace: Callable[[list[Layout]], list[LayoutPlan | UserError]],
     *,
     top: int = 3,
     most: int = MOST_TRACES,
+    together: int = 1,
 ) -> Found:
     """Trace the layouts that the closed form likes best, and order them.
 
     Args:
         limit: bytes of a device; None: not known, everything fits.
-        trace: plans a layout; a :class:`UserError` refuses it.
+        trace: plans layouts, or says of each why it cannot be planned.
         top: how many that fit are looked for.
         most: layouts that are traced.
+        together: layouts that are traced at once.
     """
-    traced, refused = list[tuple[Estimate, LayoutPlan]](), list[Refused]()
+    known = _Known(limit, top)
     # Two of the same time: the one that is smaller. The closed form has no time for offloading: it comes last.
     queue = sorted(_near(estimates, limit), key=lambda each: (each.per_token * _offloading(each), each.memory))
-    tried = list[Layout]()
-
-    def attempt(chosen: Estimate) -> None:
-        tried.append(chosen.layout)
-        try:
-            traced.append((chosen, trace(chosen.layout)))
-        except UserError as error:
-            refused.append(Refused(chosen.layout, str(error), 0, chosen.per_token))
-
-    while queue and len(tried) < most:
-        fitting = [pair for pair in traced if pair[1].memory.verdict == FITS]
-        if limit is not None and not fitting and most - len(tried) <= _LAST_TRIES:
-            queue.sort(key=lambda each: (each.memory > limit / _MEMORY_MARGIN, each.per_token, each.memory))
-        chosen = queue.pop(0)
-        if len(fitting) >= top and _is_slower(chosen, fitting, top):
-            break
-        if limit is not None and (needed := _as_traced(chosen, traced)) > limit * _TIGHT_MARGIN:
-            refused.append(_too_large(chosen, needed, limit, f"about {needed / GIB:.1f}"))
-            continue
-        attempt(chosen)
+    while len(known.tried) < most and (chosen := known.next(queue, min(together, most - len(known.tried)), most)):
+        known.add(chosen, trace([each.layout for each in chosen]))
     smallest = min(estimates, key=lambda each: each.memory)
-    if all(plan.memory.verdict == NO for _, plan in traced) and all(smallest.layout is not each for each in tried):
-        refused = [each for each in refused if each.layout is not smallest.layout]
-        attempt(smallest)
-    return _found(estimates, limit, traced, refused, len(traced))
+    if known.nothing_fits and all(smallest.layout is not each for each in known.tried):
+        known.refused = [each for each in known.refused if each.layout is not smallest.layout]
+        known.add([smallest], trace([smallest.layout]))
+    return _found(estimates, limit, known.traced, known.refused)
+
+
+class _Known:
+    """What a search knows so far."""
+
+    def __init__(self, limit: int | None, top: int):
+        self._limit, self._top = limit, top
+        self.tried: list[Layout] = []
+        self.traced: list[tuple[Estimate, LayoutPlan]] = []
+        self.refused: list[Refused] = []
+
+    @property
+    def fitting(self) -> list[tuple[Estimate, LayoutPlan]]:
+        return [pair for pair in self.traced if pair[1].memory.verdict == FITS]
+
+    @property
+    def nothing_fits(self) -> bool:
+        return all(plan.memory.verdict == NO for _, plan in self.traced)
+
+    def add(self, chosen: list[Estimate], plans: list[LayoutPlan | UserError]) -> None:
+        for each, plan in zip(chosen, plans, strict=True):
+            self.tried.append(each.layout)
+            if isinstance(plan, LayoutPlan):
+                self.traced.append((each, plan))
+            else:
+                self.refused.append(Refused(each.layout, str(plan), 0, each.per_token))
+
+    def next(self, queue: list[Estimate], count: int, most: int) -> list[Estimate]:
+        """Take the next layouts to trace from the queue; none where others cannot be better."""
+        limit, fitting, found = self._limit, self.fitting, list[Estimate]()
+        if limit is not None and not fitting and most - len(self.tried) <= _LAST_TRIES:
+            queue.sort(key=lambda each: (each.memory > limit / _MEMORY_MARGIN, each.per_token, each.memory))
+        while queue and len(found) < count:
+            if len(fitting) >= self._top and _is_slower(queue[0], fitting, self._top):
+                break
+            chosen = queue.pop(0)
+            if limit is not None and (needed := _as_traced(chosen, self.traced)) > limit * _TIGHT_MARGIN:
+                self.refused.append(_too_large(chosen, needed, limit, f"about {needed / GIB:.1f}"))
+            else:
+                found.append(chosen)
+        return found
 
 
 def _near(estimates: Sequence[Estimate], limit: int | None) -> Iterable[Estimate]:
@@ -279,7 +306,6 @@ def _found(
     limit: int | None,
     traced: list[tuple[Estimate, LayoutPlan]],
     refused: list[Refused],
-    count: int,
 ) -> Found:
     """Order what was traced, and add what the closed form has refused."""
     verdicts = {plan.memory.verdict for _, plan in traced}
@@ -296,7 +322,8 @@ def _found(
             room = limit - memory.outside
             said = f"{'reserved' if stalls else 'allocated'} {size / GIB:.1f}"
             over = max(size - room, 0)
-            refused.append(Refused(estimate.layout, f"{said} > {room / GIB:.1f} GiB", over, _per_token(estimate, plan)))
+            reason = f"{said} > {room / GIB:.1f} GiB"
+            refused.append(Refused(estimate.layout, reason, over, _per_token(estimate, plan), traced=True))
     if limit is not None:
         refused += [
             _too_large(each, each.memory, limit, f"about {each.memory / GIB:.1f}")
@@ -308,7 +335,7 @@ def _found(
     nearest = min((plan for _, plan in traced), key=lambda plan: plan.memory.needed, default=None)
     refused.sort(key=lambda each: each.per_token)
     chosen = [(estimate.layout, plan) for estimate, plan in plans]
-    return Found(chosen, refused, None if chosen else nearest, len(estimates), count)
+    return Found(chosen, refused, None if chosen else nearest, len(estimates), len(traced))
 
 
 def _offloading(each: Estimate) -> float:
@@ -321,20 +348,25 @@ def _order(estimate: Estimate, plan: LayoutPlan, best: float) -> tuple[float, bo
     return (round(_per_token(estimate, plan) / best, 2), offloads, -(plan.memory.room or 0))
 
 
-def instructive(found: Found, most: int = 5) -> list[Refused]:
-    """Return the refused layouts worth showing: one for each mesh, batch or way of saving, the smallest of its kind."""
+def instructive(found: Found, most: int = 6) -> list[Refused]:
+    """Return the refused layouts worth showing: traced ones, and those that differ in one thing from the best.
+
+    Of a kind, the one that lacks least.
+    """
     shown: dict[Any, Refused] = {}
-    last = found.plans[0][0] if found.plans else None
+    best = found.plans[0][0] if found.plans else None
     for refused in found.refused:
-        changes = () if last is None else differences(refused.layout, last)
-        # A change of two things teaches less than one of them.
-        if last is not None and len(changes) != 1:
+        changes = [] if best is None else [name for name, _ in differences(refused.layout, best)]
+        if refused.traced:
+            kind: Any = (refused.layout.mesh.tp.size, *_saving(refused.layout))
+        elif best is None or len(changes) == 1:
+            kind = changes[0] if changes else refused.layout.mesh.tp.size
+        else:  # a change of two things teaches less than one of them
             continue
-        kind = tuple(name for name, _ in changes) or refused.layout.mesh.degrees["tp"]
         known = shown.get(kind)
-        if known is None or (refused.over and refused.over < known.over):
+        if known is None or 0 < refused.over < known.over:
             shown[kind] = refused
-    return sorted(shown.values(), key=lambda each: each.per_token)[:most]
+    return sorted(shown.values(), key=lambda each: (not each.traced, each.per_token))[:most]
 
 
 def differences(layout: Layout, other: Layout) -> tuple[tuple[str, str], ...]:
@@ -352,5 +384,5 @@ def parts(layout: Layout) -> dict[str, str]:
         "tp": f"tp {layout.mesh.tp.size}",
         "batch": f"batch {layout.work.micro_batch_size}",
         "recomputation": f"recompute {kept}",
-        "offloading": "offloaded" if config.offload_activations else "on device",
+        "offloading": "offloaded" if config.offload_activations else "not offloaded",
     }

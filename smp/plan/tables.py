@@ -11,6 +11,7 @@ from smp.plan.search import Found, Layout, differences, instructive, parts
 from smp.train.hints import short
 
 _NAME, _BAR = 34, 24
+_SMALL = 0.0005  # shares that are not worth a line
 
 
 def gib(size: float) -> str:
@@ -55,7 +56,7 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     largest = max([*memory.peak.categories.values(), 1])
     for name, size in memory.peak.categories.items():
         own = memory.own_peaks.get(name, size)
-        if size or own:
+        if max(size, own) > _SMALL * largest:
             bar = block * round(_BAR * size / largest)
             yield f"  {name:<{_NAME - 2}} {size / unit:>11,.2f} {own / unit:>10,.2f}  {bar}".rstrip()
     sums = {"kernels' workspaces, at most": memory.workspace or None, "allocated": memory.allocated}
@@ -89,9 +90,12 @@ def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str =
     yield f"  by {step.source}"
     for name, value in step.parts.items():
         share = value / step.seconds
+        if share < _SMALL:
+            continue
         bar = block * round(_BAR * share)
         yield f"  {name:<{_NAME - 2}} {seconds(value):>11} {100 * share:>8.0f} %  {bar}".rstrip()
-    yield f"  a device sends {gib(step.inside)} GiB inside its host and {gib(step.between)} GiB to other hosts"
+    between = f"{gib(step.between)} GiB" if step.between else "nothing"
+    yield f"  a device sends {gib(step.inside)} GiB inside its host and {between} to other hosts"
     rate = rates["tokens_per_second"]
     if rate is not None:
         used = "" if rates["mfu"] is None else f", model FLOPs utilisation {100 * rates['mfu']:.1f} %"
@@ -132,7 +136,7 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
     """
     if found.plans:
         yield "the fastest that fit"
-        yield _row("", ("shard", "tp", "batch", "recompute", "step", "tok/s each", "allocated", "reserved"))
+        yield _row("", ("shard", "tp", "batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB"))
     for number, (layout, plan) in enumerate(found.plans[:top], 1):
         memory, step, words = plan.memory, plan.step, parts(layout)
         rate = "-" if step is None else f"{plan.tokens / step.seconds / devices:,.0f}"
@@ -151,15 +155,15 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         yield "why not more:" if found.plans else "nothing fits:"
     best = found.plans[0][0] if found.plans else None
     for refused in others:
-        changes = "" if best is None else ", ".join(text for _, text in differences(refused.layout, best))
-        yield f"  {changes or title_of(refused.layout)}: {refused.reason}"
+        changes = [] if best is None else [text for _, text in differences(refused.layout, best)]
+        yield f"  {', '.join(changes) or title_of(refused.layout)}: {refused.reason}"
 
 
 def _row(number: str, cells: Sequence[str]) -> str:
     shard, tp, batch, recompute, *others = cells
     step, rate, allocated, reserved = others
     left = f"{number:>2}  {shard:>5} {tp:>3} {batch:>7}  {recompute:<17}"
-    return f"{left} {step:>8} {rate:>10} {allocated:>9} {reserved:>8}"
+    return f"{left} {step:>8} {rate:>10} {allocated:>10} {reserved:>9}"
 
 
 def wrapped(words: Sequence[str], width: int, *, indent: int) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from smp.errors import UserError
@@ -67,23 +68,57 @@ def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden))
 
 
+def in_child(call: Callable[[], Any]) -> Any:
+    """Return the result of a call made in a fork of this process: torch keeps caches of meshes and of shapes.
+
+    Raises:
+        UserError: the call raised it, or has failed.
+    """
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            try:
+                answer: tuple[bool, Any] = (True, call())
+            except UserError as error:
+                answer = (False, str(error))
+            except BaseException as error:
+                traceback.print_exc()
+                name = type(error).__name__
+                answer = (
+                    False,
+                    f"this layout could not be planned ({name}): this is a defect in smp, please report it",
+                )
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(answer, pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        written = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not written:
+        raise UserError(f"the process that planned this layout has ended with status {status}: see its output above")
+    done, result = pickle.loads(written)
+    if not done:
+        raise UserError(result)
+    return result
+
+
 def serve() -> None:
     """Answer requests on the standard input until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not be taken for an answer
-    from smp.plan.plan import plan_layout
+    from smp.plan.plan import plan_layout, warm_up
 
     with contextlib.suppress(EOFError):
         while True:
             request = pickle.load(sys.stdin.buffer)
+            words, row = request.pop("words"), request.pop("row")
             try:
-                answer: LayoutPlan | str = plan_layout(request.pop("words"), row=request.pop("row"), **request)
+                warm_up(words)
+                answer: LayoutPlan | str = in_child(functools.partial(plan_layout, words, row=row, **request))
             except UserError as error:
                 answer = str(error)
-            except Exception as error:
-                traceback.print_exc()
-                name = type(error).__name__
-                answer = f"this layout could not be planned ({name}): this is a defect in smp, please report it"
             pickle.dump(answer, answers)
             answers.flush()
 

@@ -48,7 +48,7 @@ class Planner:
 @pytest.fixture
 def planner(monkeypatch, tmp_path):
     made = Planner()
-    monkeypatch.setattr(smp.cli.plan, "open_worker", lambda: contextlib.nullcontext(made))
+    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count: contextlib.nullcontext([made] * count))
     monkeypatch.setenv("SMP_DEVICES_DIR", str(tmp_path / "devices"))
     return made
 

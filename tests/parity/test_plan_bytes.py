@@ -1,0 +1,77 @@
+"""The bytes of a planned step are those of a real one: every category at the peak, on every rank that is looked at."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.planned import measured, planned
+
+LLAMA = (
+    *("--model_type", "llama_v2", "--hidden_width", "64", "--num_layers", "4", "--num_heads", "4"),
+    *("--llama_intermediate_size", "176"),
+    *("--vocab_size", "512", "--max_context_width", "64", "--train_batch_size", "2"),
+)  # fmt: skip
+MISTRAL = ("--model_type", "mistral", *LLAMA[2:8], "--intermediate_size", "176", *LLAMA[10:])
+NEOX = ("--model_type", "gpt_neox", *LLAMA[2:8], *LLAMA[10:])
+TIED = ("--tie_word_embeddings", "1", "--activation_checkpointing", "0", "--loss_chunk_tokens", "0")
+FULL, ZERO2 = ("--sharding_strategy", "full_shard"), ("--sharding_strategy", "shard_grad_op")
+SELECTIVE, TP2 = ("--activation_checkpointing_mode", "selective"), ("--tensor_parallel_degree", "2")
+ACCUMULATED = ("--gradient_accumulation_steps", "3")
+OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
+
+# Processes, backend, flags.
+CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "one process": (1, "gloo", LLAMA),
+    "gloo": (2, "gloo", (*LLAMA, *FULL)),
+    "smddp": (2, "smddp", (*LLAMA, *FULL)),
+    "accumulation": (2, "smddp", (*LLAMA, *FULL, *SELECTIVE, *ACCUMULATED)),
+    "tp": (2, "gloo", (*LLAMA, *TP2)),
+    "tp over smddp": (2, "smddp", (*LLAMA, *TP2, *SELECTIVE)),
+    "tied, whole logits, nothing recomputed": (2, "gloo", (*LLAMA, *TIED, *FULL)),
+    "hybrid": (4, "smddp", (*LLAMA, "--hybrid_shard_degree", "2")),
+    "tp and sharding": (4, "smddp", (*LLAMA, *TP2, *FULL)),
+    "bf16": (2, "smddp", (*LLAMA, *FULL, "--bf16", "1")),
+    "deferred reduction": (2, "gloo", (*LLAMA, *ZERO2, *ACCUMULATED, "--defer_gradient_sync", "1")),
+    "parameters kept": (2, "smddp", (*LLAMA, *FULL, *ACCUMULATED, "--reshard_between_microbatches", "0")),
+    "offloading": (2, "gloo", (*LLAMA, *FULL, *OFFLOADED, "--max_context_width", "512")),
+    "every second block": (2, "gloo", (*LLAMA, *FULL, "--activation_checkpointing_every", "2")),
+    "GPT-NeoX": (2, "gloo", (*NEOX, *FULL)),
+    "GPT-NeoX over smddp, tied": (4, "smddp", (*NEOX, *TIED, *FULL)),
+    "Mistral, selective": (2, "smddp", (*MISTRAL, *FULL, *SELECTIVE)),
+}  # fmt: skip
+SMOKE = ("one process", "accumulation")
+
+
+def request(name: str, rank: int = 0) -> dict[str, object]:
+    world, backend, words = CASES[name]
+    return {"words": [*words], "world": world, "rank": rank, "backend": backend}
+
+
+@functools.cache
+def plans(names: tuple[str, ...]) -> dict[str, dict[str, object]]:
+    """Plan the first and the last rank of each case, all in one process."""
+    asked = [(name, rank) for name in names for rank in sorted({0, CASES[name][0] - 1})]
+    found = planned([request(*each) for each in asked])
+    return {f"{name} {rank}": plan for (name, rank), plan in zip(asked, found, strict=True)}
+
+
+def compare(name: str, found: dict[str, dict[str, object]], folder) -> None:
+    world, backend, words = CASES[name]
+    real = measured([*words], world, backend, folder)
+    for rank in {0, world - 1}:
+        plan = found[f"{name} {rank}"]
+        assert plan["at_peak"] == real[rank]["at_peak"], (name, rank)
+        assert plan["total"] == real[rank]["total"]
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_bytes(name, tmp_path):
+    compare(name, plans(SMOKE), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SMOKE])
+def test_bytes_of_every_technique(name, tmp_path):
+    compare(name, plans(tuple(name for name in CASES if name not in SMOKE)), tmp_path)
