@@ -1,6 +1,7 @@
 """How wrong is `smp plan`: the closed form against published runs, and predicted steps against steps measured here.
 
 python benchmarks/plan.py published --output benchmarks/results/plan_published.md          # a second
+python benchmarks/plan.py bytes --output benchmarks/results/plan_bytes.md                   # five minutes
 python benchmarks/plan.py steps --output benchmarks/results/plan_steps.md                   # twenty minutes
 """
 
@@ -27,7 +28,9 @@ from pages import Bystanders, origin, publish
 from smp.data.data_pipeline import StepBatch
 from smp.environment import read_launch
 from smp.errors import Problems
+from smp.memory.profile import profile_memory
 from smp.memory.shape import ModelShape
+from smp.memory.tracker import peak_rss_bytes
 from smp.parallel.parallelize import prepare_model
 from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
@@ -218,6 +221,28 @@ JOBS = (
 )
 QUIET = 0.03  # the most that the probe may change over a run
 
+# Of these only the bytes are of interest.
+SHARDED = "--sharding_strategy full_shard"
+TP, DEFERRED = "--tensor_parallel_degree 2", "--gradient_accumulation_steps 4 --defer_gradient_sync 1"
+MORE_JOBS = (
+    StepJob("GPT-NeoX, hybrid 2 x 2, recomputed", 4, f"{NEOX} --hybrid_shard_degree 2"),
+    StepJob("Llama, bf16, kept", 2, f"{LLAMA} {SHARDED} {KEPT} --bf16 1"),
+    StepJob("Llama, tp 2 over gloo", 2, f"{LLAMA} {TP} --distributed_backend gloo"),
+    StepJob("Llama, tp 2 x shard 2, selective", 4, f"{LLAMA} {SHARDED} {TP} {SELECTED}"),
+    StepJob(
+        "Llama, ZeRO-2, deferred, gloo", 2,
+        f"{LLAMA} --sharding_strategy shard_grad_op --distributed_backend gloo {KEPT} {DEFERRED}",
+    ),
+    StepJob(
+        "Llama, offloaded to a disk, gloo", 2,
+        f"{LLAMA} {SHARDED} --distributed_backend gloo --offload_activations 1 --activation_loading_horizon 1 "
+        "--offload_dir .",
+    ),
+    StepJob(
+        "GPT-NeoX, tied, whole logits, kept", 1, f"{NEOX} --tie_word_embeddings 1 {KEPT} --loss_chunk_tokens 0"
+    ),
+)  # fmt: skip
+
 
 def run_job(output: str, steps: int, words: Sequence[str]) -> None:
     """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
@@ -231,19 +256,31 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
         )
         optimizer = build_optimizer(model, config.optim, lr=1e-4)
         size, length = config.run.train_batch_size, job.model.sequence_length
-        ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
-        micro = [{"input_ids": ids, "labels": ids.clone()} for _ in range(config.run.gradient_accumulation_steps)]
+        count, vocabulary = config.run.gradient_accumulation_steps, job.model.hf_config.vocab_size
+        ids = [torch.randint(0, vocabulary, (size, length)) for _ in range(count)]
+        micro = [{"input_ids": own, "labels": own.clone()} for own in ids]
         batch, found, probes = StepBatch(micro, torch.arange(size * len(micro))), [], []
+        options: dict[str, Any] = {
+            "device": device, "grad_clip": 1.0, "loss_group": mesh.loss.group,
+            "defer_sync": config.parallel.defer_gradient_sync,
+            "keep_gathered": not config.parallel.reshard_between_microbatches,
+        }  # fmt: skip
         for index in range(steps + 2):
             if index in (2, steps + 1):
                 probes.append(probe(device))
             dist.barrier()
             start = time.perf_counter()
-            train_step(model, optimizer, batch, device=device, grad_clip=1.0, loss_group=mesh.loss.group)
+            train_step(model, optimizer, batch, **options)
             dist.barrier()
             found.append(time.perf_counter() - start)
+        resident = peak_rss_bytes()
+        with profile_memory(model, optimizer) as profile:
+            train_step(model, optimizer, batch, record=profile.mark, **options)
         if launch.rank == 0:
-            Path(output).write_text(json.dumps({"steps": found[2:], "probes": probes}))
+            held = dict(profile.peak().categories)
+            Path(output).write_text(
+                json.dumps({"steps": found[2:], "probes": probes, "bytes": held, "resident": resident})
+            )
 
 
 def measured_job(job: StepJob, steps: int, folder: Path) -> dict[str, Any]:
@@ -313,12 +350,40 @@ def steps_page(row: DeviceRow, jobs: Sequence[StepJob], steps: int, output: Path
     return "\n".join(lines) + "\n"
 
 
+def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
+    """Predict the bytes of a step's tensors, then measure them; what was predicted is written at once."""
+    row, found = DeviceRow("cpu", source="", date=""), []
+    lines = ["# Predicted and measured bytes of steps on CPUs", "", *origin("`smp plan`")]
+    lines += ["Rank 0, bytes of tensors at the peak. Predictions were written before any job ran.", ""]
+    with Worker() as worker:
+        for job in jobs:
+            found.append(worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).memory)
+    lines += ["| job | processes | predicted | where |", "|---|---:|---:|---|"]
+    for job, memory in zip(jobs, found, strict=True):
+        lines.append(f"| {job.name} | {job.processes} | {memory.peak.total:,} | {memory.peak.where} |")
+    publish("\n".join(lines) + "\n", output)
+    lines += ["", "| job | processes | measured | off | categories that are off | process, resident |"]
+    lines += ["|---|---:|---:|---:|---|---:|"]
+    with tempfile.TemporaryDirectory() as folder:
+        for job, memory in zip(jobs, found, strict=True):
+            real = measured_job(job, 1, Path(folder))
+            held, total = real["bytes"], sum(real["bytes"].values())
+            differences = {name: memory.peak.categories[name] - held[name] for name in held}
+            off = ", ".join(f"{name} {difference:+,}" for name, difference in differences.items() if difference)
+            lines.append(
+                f"| {job.name} | {job.processes} | {total:,} | {memory.peak.total - total:+,} | {off or 'none'} | "
+                f"{real['resident']:,} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
         return run_job(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("published").add_argument("--output", type=Path)
+    commands.add_parser("bytes").add_argument("--output", type=Path)
     steps = commands.add_parser("steps")
     steps.add_argument("--output", type=Path)
     steps.add_argument("--row", type=Path, help="a calibrated row; default: the machine is calibrated first")
@@ -327,6 +392,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "published":
         return publish(published_page(), options.output)
+    if options.command == "bytes":
+        return publish(bytes_page([*JOBS, *MORE_JOBS], options.output), options.output)
     with tempfile.TemporaryDirectory() as folder:
         row = read_row(options.row or calibrate(path=Path(folder) / "cpu.json", say=print))
     jobs = JOBS if options.jobs is None else [JOBS[number] for number in options.jobs]

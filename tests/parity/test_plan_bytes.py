@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import pytest
 
@@ -75,3 +76,32 @@ def test_bytes(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SMOKE])
 def test_bytes_of_every_technique(name, tmp_path):
     compare(name, plans(tuple(name for name in CASES if name not in SMOKE)), tmp_path)
+
+
+def random_case(seed: int) -> tuple[int, str, tuple[str, ...]]:
+    """A legal configuration of one, two or four processes."""
+    draw = random.Random(seed)
+    world = draw.choice((1, 2, 2, 4))
+    words = [*draw.choice((LLAMA, MISTRAL, NEOX))]
+    if world > 1 and draw.random() < 0.3:
+        words += TP2
+    words += draw.choice(((), FULL, ZERO2)) if world < 4 else draw.choice((FULL, ("--hybrid_shard_degree", "2")))
+    words += draw.choice(
+        ((), SELECTIVE, ("--activation_checkpointing", "0"), ("--activation_checkpointing_every", "2"))
+    )
+    words += ("--gradient_accumulation_steps", str(draw.choice((1, 1, 2, 3))))
+    words += ("--loss_chunk_tokens", str(draw.choice((0, 16, 1024))), "--bf16", str(draw.choice((0, 0, 1))))
+    words += ("--tie_word_embeddings", str(draw.choice((0, 1))), "--max_context_width", str(draw.choice((32, 64, 160))))
+    if "--hybrid_shard_degree" in words and "--tensor_parallel_degree" in words:
+        words = [*words, "--sequence_parallel", str(draw.choice((0, 1)))]
+    return world, draw.choice(("gloo", "smddp")), tuple(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_never_under(seed, tmp_path):
+    world, backend, words = random_case(seed)
+    found = planned([{"words": [*words], "world": world, "rank": 0, "backend": backend}])[0]
+    real = measured([*words], world, backend, tmp_path)[0]
+    assert found["total"] >= real["total"], (world, backend, words)
+    assert found["total"] <= 1.02 * real["total"]
