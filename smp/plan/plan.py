@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
 from smp.plan.trace import Trace, trace_step
+from smp.plan.worker import in_child
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import TrainConfig, parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
@@ -141,9 +143,8 @@ class _Rank:
                 job.config.run, gradient_accumulation_steps=_MOST_MICROBATCHES, global_batch_size=None
             )
             job = dataclasses.replace(job, config=dataclasses.replace(job.config, run=run))
-        launch = job.launch
-        with world.fake_group(launch.world_size, launch.rank, launch.local_world_size, self.backend):
-            return trace_step(job, self.row.capability if self.row.is_gpu else None)
+        # In a process of its own: torch keeps caches of meshes, whose groups end with the trace.
+        return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
         gpu, size = self.row.is_gpu, self.job.config.run.train_batch_size
@@ -187,6 +188,12 @@ class _Rank:
             recompute=mode,
             offloaded=offloaded,
         )
+
+
+def _traced(job: Job, backend: str, capability: tuple[int, int] | None) -> Trace:
+    launch = job.launch
+    with world.fake_group(launch.world_size, launch.rank, launch.local_world_size, backend):
+        return trace_step(job, capability)
 
 
 def _with_microbatches(found: list[tuple[Segment, int]], count: int) -> list[tuple[Segment, int]]:

@@ -133,6 +133,8 @@ def test_operations():
     )
     assert grouped.scores == 8 * 16 * 64  # fewer queries than keys: the mask is not taken for a causal one
     assert moved_bytes(operation("add", tensor(10), tensor(10), outputs=[tensor(10)])) == 60
+    table = operation("embedding", tensor(10**6, 8), tensor(5), outputs=[tensor(5, 8)])
+    assert moved_bytes(table) == 2 * 80  # the rows that are looked up, not the table
     update = operation("_fused_adamw_", *[tensor(10, dtype="float32")] * 4)
     assert moved_bytes(update) == 40 * 7 and moved_bytes(operation("_foreach_mul_", tensor(10))) == 40
     row = dataclasses.replace(GPU, bandwidth=1e-3)
