@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import json
 import pathlib
@@ -107,49 +106,43 @@ def planned(requests: list[dict[str, Any]], *, shim: pathlib.Path | None = None)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _planned(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Plan a step, in a process that ends then."""
     from smp.plan import world
     from smp.plan.allocator import reserved_bytes
     from smp.plan.blocks import Repeat, whole_step
     from smp.plan.memory import account
     from smp.plan.trace import trace_step
-    from tests import plan_traps
+    from tests.plan_traps import WHERE, WITHOUT  # before anything is replaced
 
-    capability = CAPABILITY if device.type == "cuda" else None
-    job = job_of(request["words"], request["world"], request["rank"], device)
-    with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
-        trace = trace_step(job, capability)
+    world.prepare(device.type, CAPABILITY, 8, 80 << 30)
+    for condition in request.get("where", ()):
+        WHERE[condition]()
+    if "without" in request:
+        WITHOUT[request["without"]]()
+    try:
+        job = job_of(request["words"], request["world"], request["rank"], device)
+        with world.fake_group(request["world"], request["rank"], request["world"], request["backend"]):
+            trace = trace_step(job, CAPABILITY if device.type == "cuda" else None)
+    except Exception as error:
+        if "without" in request:
+            return {"error": f"{type(error).__name__}: {error}"}
+        raise
     step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
     found = account(step, shared=trace.shared)
     answer = {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
-    if "look-ups count" in request.get("where", ()):
-        answer["look-ups"] = plan_traps.look_ups
-    return {**answer, "reserved": reserved_bytes(step)} if capability else answer
+    return answer if device.type == "cpu" else {**answer, "reserved": reserved_bytes(step)}
 
 
 def main(device_type: str = "cpu") -> None:
     """Plan what the standard input asks for."""
     import torch._dynamo
 
-    from smp.plan import world
-    from smp.plan.worker import in_child
-    from tests.plan_traps import WHERE, WITHOUT  # before anything is replaced
+    import tests.plan_traps  # noqa: F401
+    from smp.plan.fork import in_child
 
-    world.prepare(device_type, CAPABILITY, 8, 80 << 30)
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.ExitStack() as stack:
-            for condition in request.get("where", ()):
-                stack.enter_context(WHERE[condition]())
-            if "without" not in request:
-                return _planned(request, torch.device(device_type))
-            stack.enter_context(WITHOUT[request["without"]]())
-            try:
-                return _planned(request, torch.device(device_type))
-            except Exception as error:
-                return {"error": f"{type(error).__name__}: {error}"}
-
-    answers = [in_child(functools.partial(answer, request)) for request in json.load(sys.stdin)]
+    device = torch.device(device_type)
+    answers = [in_child(functools.partial(_plan, request, device)) for request in json.load(sys.stdin)]
     print(json.dumps(answers))
 
 

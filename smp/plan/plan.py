@@ -27,13 +27,14 @@ from smp.plan import world
 from smp.plan.allocator import reserved_bytes
 from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, segments, whole_step
 from smp.plan.devices import DeviceRow
+from smp.plan.events import Trace
+from smp.plan.fork import in_child
 from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
-from smp.plan.trace import Trace, trace_step
-from smp.plan.worker import in_child
+from smp.plan.trace import trace_step
 from smp.runtime import Launch, choose_backend
-from smp.train.arguments import TrainConfig, parse_args
+from smp.train.arguments import parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
 
 # Outside of the caching allocator: CUDA's context, and each communicator of NCCL. No GPU of ours has measured them.
@@ -57,12 +58,11 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
     Raises:
         UserError: the flags, or the layout, are not legal.
     """
-    config = parse_args(list(words))
     device = torch.device("cuda" if row.is_gpu else "cpu")
     limit = int(row.memory * GIB) or None
     ranks = sorted({0, nodes * local - 1}) if exact else [0]
     world.prepare(device.type, row.capability or (0, 0), local, limit or 0)
-    plans = [_Rank(config, device, nodes * local, local, rank, limit, row, exact=exact) for rank in ranks]
+    plans = [_Rank(list(words), device, nodes * local, local, rank, limit, row, exact=exact) for rank in ranks]
     first = plans[0]
     largest = max(plans, key=lambda plan: plan.memory.needed)
     return LayoutPlan(
@@ -98,10 +98,11 @@ class _Rank:
     """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, ranks: int, local: int, rank: int, limit: int | None,
+        self, words: list[str], device: torch.device, ranks: int, local: int, rank: int, limit: int | None,
         row: DeviceRow, *, exact: bool,
     ):  # fmt: skip
         self.row, self.limit, self.local = row, limit, local
+        config = parse_args(words)
         problems = Problems()
         self.job = job = make_job(config, Launch(rank, ranks, rank % local, local), device, problems)
         problems += find_problems(job.model.hf_config, job.setup)
