@@ -67,15 +67,16 @@ def run(options: argparse.Namespace) -> int:
         return _calibrate(options)
     tokens = _require_options(options)
     row = _device(options)
-    from smp.plan import request as requests  # brings transformers
+    count = min(available_cores(), _WORKERS) if options.search else 1
+    with open_workers(count, row) as planners, _progress() as tell:
+        from smp.plan import request as requests  # brings transformers, while the workers start
 
-    try:
-        request = requests.read_request(
-            options.more, row, nodes=options.nodes, local=options.gpus_per_node, global_tokens=options.global_tokens
-        )
-    except ConfigError as error:
-        raise ConfigError([_nearer(text) for text in error.problems]) from None
-    with open_workers(min(available_cores(), _WORKERS) if options.search else 1) as planners, _progress() as tell:
+        try:
+            request = requests.read_request(
+                options.more, row, nodes=options.nodes, local=options.gpus_per_node, global_tokens=options.global_tokens
+            )
+        except ConfigError as error:
+            raise ConfigError([_nearer(text) for text in error.problems]) from None
         found = requests.answer(
             request, planners, top=options.top, searches=bool(options.search), exact=bool(options.exact), tell=tell
         )
@@ -155,12 +156,15 @@ def _device(options: argparse.Namespace) -> DeviceRow:
 
 
 @contextlib.contextmanager
-def open_workers(count: int) -> Iterator[list[Callable[..., LayoutPlan]]]:
+def open_workers(count: int, row: DeviceRow) -> Iterator[list[Callable[..., LayoutPlan]]]:
     """Start processes that plan layouts; yields the ``plan`` of each."""
     from smp.plan.worker import Worker
 
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(Worker()).plan for _ in range(count)]
+        workers = [stack.enter_context(Worker()) for _ in range(count)]
+        for worker in workers:
+            worker.start(row)
+        yield [worker.plan for worker in workers]
 
 
 @contextlib.contextmanager

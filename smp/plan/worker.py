@@ -39,6 +39,11 @@ class Worker:
                 if pipe is not None:
                     pipe.close()
 
+    def start(self, device: DeviceRow) -> subprocess.Popen[bytes]:
+        """Start the process, unless it runs; it imports what it needs while the caller goes on."""
+        self._process = self._process or _start(device)
+        return self._process
+
     def plan(
         self, words: Sequence[str], *, nodes: int, local: int, device: DeviceRow, exact: bool = False
     ) -> LayoutPlan:
@@ -47,7 +52,7 @@ class Worker:
         Raises:
             UserError: the flags, or the layout, are not legal; or there is no compiler for a plan of GPUs.
         """
-        process = self._process = self._process or _start(device)
+        process = self.start(device)
         request = {"words": list(words), "nodes": nodes, "local": local, "row": device, "exact": exact}
         assert process.stdin is not None and process.stdout is not None
         try:

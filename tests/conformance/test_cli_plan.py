@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -12,11 +13,14 @@ import pytest
 
 import smp.cli
 import smp.cli.plan
+import smp.train.__main__ as job
 from smp.launch.command_line import check_arguments
 from smp.plan import document, ledger
 from smp.plan.devices import DEVICES, read_row, write_row
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.train import planned
 from smp.train.arguments import FLAGS
+from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, run_job
 
 pytestmark = pytest.mark.smoke
@@ -49,7 +53,7 @@ class Planner:
 @pytest.fixture
 def planner(monkeypatch, tmp_path):
     made = Planner()
-    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count: contextlib.nullcontext([made] * count))
+    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count, row: contextlib.nullcontext([made] * count))
     monkeypatch.setenv("SMP_DEVICES_DIR", str(tmp_path / "devices"))
     return made
 
@@ -216,9 +220,12 @@ def test_a_measured_cpu_has_times(planner, call, tmp_path):
 @pytest.mark.full
 def test_a_tiny_job_is_planned_and_trained(tmp_path, capsys):
     """The planner itself, as the job starts it, and its error in the run's directory."""
-    run_job(
-        *LLAMA, "--use_synthetic_data", 1, "--max_steps", 8, "--plan", 1, "--output_dir", tmp_path / "run", world_size=2
-    ).succeeded()
+
+    def takes_its_time(rank):
+        job.predict = functools.partial(planned.predict, seconds=HANG_SECONDS)
+
+    words = [*LLAMA, "--use_synthetic_data", 1, "--max_steps", 8, "--plan", 1, "--output_dir", tmp_path / "run"]
+    run_job(*words, world_size=2, prepare=takes_its_time).succeeded()
     plan = json.loads((tmp_path / "run" / ledger.PLAN).read_text())
     assert plan["layouts"][0]["method"] in ("blocks", "exact") and plan["cluster"]["gpus_per_node"] == 2
     found = json.loads((tmp_path / "run" / ledger.ERROR).read_text())
