@@ -36,7 +36,8 @@ class Worker:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # what a process that has died did not read
+                        pipe.close()
 
     def plan(
         self, words: Sequence[str], *, nodes: int, local: int, device: DeviceRow, exact: bool = False
@@ -53,7 +54,7 @@ class Worker:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             raise UserError(
                 f"the planning process has ended with status {process.wait()}: see its output above"
             ) from None
