@@ -9,17 +9,37 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pages import origin, publish
+import torch
+import torch.distributed as dist
+from pages import Bystanders, origin, publish
 
+from smp.data.data_pipeline import StepBatch
+from smp.environment import read_launch
+from smp.errors import Problems
 from smp.memory.shape import ModelShape
+from smp.parallel.parallelize import prepare_model
+from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
-from smp.plan.devices import DEVICES, DeviceRow
+from smp.plan.devices import DEVICES, DeviceRow, read_row
+from smp.plan.measure import probe
+from smp.plan.records import StepTime
+from smp.plan.worker import Worker
+from smp.runtime import process_group
+from smp.train.arguments import parse_args
+from smp.train.optimizer import build_optimizer
+from smp.train.run_plan import make_job
+from smp.train.step import train_step
 
 RUNS = Path(__file__).with_name("published_runs.csv")
 HARDWARE = {
@@ -161,14 +181,156 @@ def published_page(path: Path = RUNS) -> str:
     return "\n".join(lines) + "\n"
 
 
+class StepJob(NamedTuple):
+    """A job whose step is predicted and measured."""
+
+    name: str
+    processes: int
+    words: str
+
+
+SMALL = "--model llama_tiny --max_context_width 256 --train_batch_size 4"
+LLAMA = (
+    "--model_type llama_v3 --hidden_width 512 --num_layers 8 --num_heads 8 --num_key_value_heads 4 --vocab_size 8192 "
+    "--intermediate_size 1408 --max_context_width 512 --train_batch_size 2"
+)
+NEOX = (
+    "--model_type gpt_neox --hidden_width 512 --num_layers 8 --num_heads 8 --vocab_size 8192 --max_context_width 512 "
+    "--train_batch_size 2"
+)
+WIDE = (
+    "--model_type llama_v3 --hidden_width 768 --num_layers 6 --num_heads 12 --num_key_value_heads 12 "
+    "--vocab_size 16384 --intermediate_size 2048 --max_context_width 1024 --train_batch_size 1"
+)
+KEPT, SELECTED = "--activation_checkpointing 0", "--activation_checkpointing_mode selective"
+JOBS = (
+    StepJob("tiny Llama, recomputed", 1, SMALL),
+    StepJob("Llama 512 x 8, kept", 1, f"{LLAMA} {KEPT}"),
+    StepJob("Llama 512 x 8, selective", 1, f"{LLAMA} {SELECTED}"),
+    StepJob("Llama 768 x 6, recomputed", 1, WIDE),
+    StepJob("GPT-NeoX 512 x 8, recomputed", 1, NEOX),
+    StepJob("tiny Llama, recomputed", 2, SMALL),
+    StepJob("Llama 512 x 8, kept", 2, f"{LLAMA} {KEPT}"),
+    StepJob("Llama 512 x 8, kept, gloo", 2, f"{LLAMA} {KEPT} --distributed_backend gloo"),
+    StepJob("Llama 512 x 8, selective, 2 micro-batches", 2, f"{LLAMA} {SELECTED} --gradient_accumulation_steps 2"),
+    StepJob("GPT-NeoX 512 x 8, recomputed, tp 2", 2, f"{NEOX} --tensor_parallel_degree 2"),
+    StepJob("Llama 512 x 8, kept", 4, f"{LLAMA} {KEPT}"),
+)
+QUIET = 0.03  # the most that the probe may change over a run
+
+
+def run_job(output: str, steps: int, words: Sequence[str]) -> None:
+    """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
+    launch, config = read_launch(), parse_args(list(words))
+    device, problems = torch.device("cpu"), Problems()
+    job = make_job(config, launch, device, problems)
+    with process_group(config.comm, launch, device):
+        mesh = job.mesh.join("cpu")
+        model = prepare_model(
+            job.model, mesh=mesh, settings=job.settings, dtype=job.dtype, device=device, seed=0, load_weights=False
+        )
+        optimizer = build_optimizer(model, config.optim, lr=1e-4)
+        size, length = config.run.train_batch_size, job.model.sequence_length
+        ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
+        micro = [{"input_ids": ids, "labels": ids.clone()} for _ in range(config.run.gradient_accumulation_steps)]
+        batch, found, probes = StepBatch(micro, torch.arange(size * len(micro))), [], []
+        for index in range(steps + 2):
+            if index in (2, steps + 1):
+                probes.append(probe(device))
+            dist.barrier()
+            start = time.perf_counter()
+            train_step(model, optimizer, batch, device=device, grad_clip=1.0, loss_group=mesh.loss.group)
+            dist.barrier()
+            found.append(time.perf_counter() - start)
+        if launch.rank == 0:
+            Path(output).write_text(json.dumps({"steps": found[2:], "probes": probes}))
+
+
+def measured_job(job: StepJob, steps: int, folder: Path) -> dict[str, Any]:
+    """Run a job, and return its steps and probes."""
+    output = folder / "job.json"
+    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(job.processes), "--no_gpus"]
+    subprocess.run([*launcher, __file__, "run", str(output), str(steps), *job.words.split()], check=True)
+    return json.loads(output.read_text())
+
+
+def predictions(row: DeviceRow, jobs: Sequence[StepJob]) -> list[StepTime]:
+    """Return the predicted steps."""
+    found = []
+    with Worker() as worker:
+        for job in jobs:
+            step = worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).step
+            assert step is not None
+            found.append(step)
+    return found
+
+
+def predicted_page(row: DeviceRow, jobs: Sequence[StepJob], found: Sequence[StepTime]) -> list[str]:
+    """Return the page's part that is written before anything is measured."""
+    lines = [
+        "# Predicted and measured steps on this machine", "", *origin("`smp plan`"),
+        f"Row: {row.described}. Seconds of the wall; predictions were written before any job ran.", "",
+        "| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|",
+    ]  # fmt: skip
+    for job, step in zip(jobs, found, strict=True):
+        shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
+        lines.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {shown} |")
+    return lines
+
+
+def steps_page(row: DeviceRow, jobs: Sequence[StepJob], steps: int, output: Path | None) -> str:
+    """Predict, then measure; what was predicted is written at once."""
+    found = predictions(row, jobs)
+    lines = predicted_page(row, jobs, found)
+    publish("\n".join(lines) + "\n", output)
+    bystanders, table, errors = Bystanders(), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for job, step in zip(jobs, found, strict=True):
+            result = measured_job(job, steps, Path(folder))
+            seconds = sorted(result["steps"])[len(result["steps"]) // 4]
+            before, after = result["probes"]
+            drift = max(abs(after[name] / before[name] - 1) for name in before)
+            tables = row.tables[min(row.tables, key=lambda count: abs(count - job.processes))]
+            speed = ", ".join(f"{name} {before[name] / tables.probe[name]:.2f}" for name in before)
+            quiet = drift < QUIET and job.processes <= 2
+            errors += [step.seconds / seconds - 1] if quiet else []
+            table.append(
+                f"| {job.name} | {job.processes} | {step.seconds:.3f} | {seconds:.3f} | "
+                f"{step.seconds / seconds - 1:+.1%} | {drift:.1%} | {speed} | {'yes' if quiet else 'no'} |"
+            )
+    count = len(errors)
+    summary = f"{count} of {len(jobs)} runs count: 1 or 2 processes, and a probe that changed by less than {QUIET:.0%}"
+    if errors:
+        middle, worst = statistics.median(map(abs, errors)), max(map(abs, errors))
+        summary += f"; their median absolute error is {middle:.1%}, the worst {worst:.1%}"
+    lines += [
+        "", "Lower quartile of the steps. *Drift*: the most that the probe (an addition, a product) changed over the",
+        "run. *Probe*: its seconds before the run over those beside the calibration: 1.00 is the same machine.", "",
+        "| job | processes | predicted | measured | error | drift | probe | counts |",
+        "|---|---:|---:|---:|---:|---:|---|---|",
+        *table, "", f"{summary}. {bystanders.describe()}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["run"]:
+        return run_job(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("published", "steps"):
-        command = commands.add_parser(name)
-        command.add_argument("--output", type=Path)
+    commands.add_parser("published").add_argument("--output", type=Path)
+    steps = commands.add_parser("steps")
+    steps.add_argument("--output", type=Path)
+    steps.add_argument("--row", type=Path, help="a calibrated row; default: the machine is calibrated first")
+    steps.add_argument("--steps", type=int, default=8, help="measured ones of each job")
+    steps.add_argument("--jobs", type=int, nargs="*", help="numbers of jobs, from 0; default: all")
     options = parser.parse_args()
-    publish(published_page(), options.output)
+    if options.command == "published":
+        return publish(published_page(), options.output)
+    with tempfile.TemporaryDirectory() as folder:
+        row = read_row(options.row or calibrate(path=Path(folder) / "cpu.json", say=print))
+    jobs = JOBS if options.jobs is None else [JOBS[number] for number in options.jobs]
+    return publish(steps_page(row, jobs, options.steps, options.output), options.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from smp.parallel import sharding
 from smp.parallel.offload import offload
 from smp.parallel.offload import technique as offload_technique
 from smp.plan import fake_cuda, trace, world
-from smp.plan.trace import StepTrace
+from smp.plan.step_profile import StepTrace
 
 # As they are before the world is prepared.
 _INSTALL_COLLECTIVES = sharding.install_collectives

@@ -139,7 +139,7 @@ def main(device_type: str = "cpu") -> None:
     import torch._dynamo
 
     import tests.plan_traps  # noqa: F401
-    from smp.plan.worker import in_child
+    from smp.plan.fork import in_child
 
     device = torch.device(device_type)
     answers = [in_child(functools.partial(_plan, request, device)) for request in json.load(sys.stdin)]

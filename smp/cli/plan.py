@@ -224,14 +224,14 @@ def _plot(plan: LayoutPlan, png: Path) -> None:
     if not moments:
         raise UserError(f"--plot {png}: the plan has no timeline; leave it out")
     names = dict.fromkeys(name for _, sizes in moments for name in sizes)
-    phases = [where.split()[0] if where else "" for where, _ in moments]
-    ends = [i for i in range(len(phases)) if i + 1 == len(phases) or phases[i + 1] != phases[i]]
+    phases = [where.split()[0] for where, _ in moments]
+    ends = {phase: index for index, phase in enumerate(phases)}  # of the last micro-batch
     plot_memory(
         range(len(moments)),
         {name: [sizes.get(name, 0) for _, sizes in moments] for name in names},
-        [(phases[end], end) for end in ends] if len(ends) <= 12 else [],
+        [(phase, ends[phase]) for phase in ("forward", "backward") if phase in ends],
         png,
-        xlabel="allocations, in order",
+        xlabel="allocations and frees, in order",
     )
     print(f"wrote {png}", file=sys.stderr)
 

@@ -1,13 +1,15 @@
 """Memory of each rank, predicted from shapes before anything is allocated.
 
-A simple estimate: the sum of every technique's ``cost``. The largest terms (parameters, gradients, optimizer state,
-gathered units, logits) follow exactly from the shapes.
+A simple estimate: the sum of every technique's ``cost`` at each moment of a step, and of these the largest. The
+largest terms (parameters, gradients, optimizer state, gathered units, logits) follow exactly from the shapes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload, block_bytes
+from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh, lay_out
 from smp.parallel import parallelize
 
@@ -27,7 +29,13 @@ CATEGORIES = (
 
 
 def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Predict the peak bytes of one rank, by category: the sum of the techniques' costs."""
+    """Predict the bytes of one rank, by category, at the moment of a step at which they are most."""
+    moments = (memory_at(shape, mesh, dataclasses.replace(work, moment=moment)) for moment in Moment)
+    return max(moments, key=lambda needed: sum(needed.values()))
+
+
+def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Predict the bytes of one rank, by category, at the workload's moment: the sum of the techniques' costs."""
     needed = dict.fromkeys(CATEGORIES, 0)
     for technique in parallelize.TECHNIQUES:
         for category, size in technique.cost(shape, mesh, work).items():

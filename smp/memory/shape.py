@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,35 @@ class ModelShape:
         replicated = blocks * self.key_value if 0 < self.key_value_heads < tp else 0
         return replicated + -(-(parameters - replicated) // tp)
 
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding's weight."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        return self.parameters - self.layers * self.block < 2 * self.table
+
+    @property
+    def last_unit(self) -> int:
+        """Parameters of the sharding unit of the final norm and the head, with the embedding where they are tied."""
+        outside = max(self.table, self.parameters - self.layers * self.block)
+        return outside if self.tied else max(self.table, outside - self.table)
+
+
+class Moment(enum.Enum):
+    """Moments of a step at which memory may be highest; the blocks' backward runs from the last to the first."""
+
+    LOSS = "forward of the head and the loss"
+    HEAD = "reduction of the head's gradient"
+    LAST_BLOCK = "backward of the last block"
+    LAST_REDUCTION = "reduction of the last block's gradients"
+    FIRST_BLOCK = "backward of the first block"
+    FIRST_REDUCTION = "reduction of the first block's gradients"
+    EMBEDDING = "reduction of the embedding's gradient"
+    UPDATE = "update"
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -55,6 +85,8 @@ class Workload:
         attention_matrix: whether all attention scores exist at once (eager attention).
         forward_only: whether the model is evaluated and not trained.
         checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
+        accumulation: micro-batches of a step; from the second on, gradients are held throughout.
+        moment: of the step, at which techniques count their bytes.
         unused_heap: free blocks of the C library's heap, as a fraction of the tensors' bytes: ``malloc.unused_heap()``.
     """
 
@@ -67,6 +99,8 @@ class Workload:
     forward_only: bool = False
     checkpoint_copy: bool = False
     unused_heap: float = 0.0
+    accumulation: int = 1
+    moment: Moment = Moment.LAST_BLOCK
 
     @property
     def tokens(self) -> int:
@@ -87,6 +121,7 @@ def workload(
     device_type: str,
     forward_only: bool = False,
     is_async: bool = False,
+    accumulation: int = 1,
 ) -> Workload:
     """Return the workload of one forward pass of a job.
 
@@ -94,6 +129,7 @@ def workload(
         batch: samples of a forward pass.
         forward_only: whether the model is evaluated and not trained.
         is_async: whether checkpoints are written in the background, which on a CPU takes a copy.
+        accumulation: micro-batches of a step.
     """
     on_cpu = device_type == "cpu"
     return Workload(
@@ -106,6 +142,7 @@ def workload(
         forward_only=forward_only,
         checkpoint_copy=is_async and on_cpu and not forward_only,
         unused_heap=unused_heap() if on_cpu else 0.0,
+        accumulation=accumulation,
     )
 
 
@@ -179,7 +216,8 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     tp, split = mesh.tp.size, splits_tokens(mesh, work)
     mlp = (4 if shape.gated_mlp else 3) * shape.intermediate
     # Of a block's ten hidden states (norms, residuals, projections' inputs and outputs), four lie between split layers.
-    between = 4 * shape.hidden // (tp if split else 1)
+    # Norms save what they compute in fp32, too.
+    between = (4 if work.compute_bytes >= 4 else 6) * shape.hidden // (tp if split else 1)
     # The inputs of attention and MLP, of all tokens.
     gathered_inputs = 2 * shape.hidden if split and work.settings[ParallelConfig].tp_save_gathered else 0
     heads = 4 * max(shape.hidden, shape.attention)  # queries, keys, values and what attention makes of them

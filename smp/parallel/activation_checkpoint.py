@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload, block_bytes, splits_tokens
+from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_tokens
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, draws, model_blocks, no_problems
@@ -167,12 +167,36 @@ def _recomputed(shape: ModelShape, config: ActivationConfig) -> int:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count the saved activations, and those of the block that is computed or recomputed."""
-    config = work.settings[Config]
-    held = waiting_bytes(shape, mesh, work, blocks=shape.layers) + block_bytes(shape, mesh, work).inside
-    if config.activation_checkpointing and config.activation_checkpointing_mode == "selective":
-        held += _recomputed(shape, config) * _kept_bytes(shape, mesh, work)  # these are not offloaded
-    return {"activations": held}
+    """Count the saved activations, those of the block that is recomputed, and the gradients that pass through it."""
+    config, moment = work.settings[Config], work.moment
+    state = work.tokens * shape.hidden * work.compute_bytes
+    if moment is Moment.UPDATE:
+        return {}
+    # Tokens, labels and positions, 8 bytes each, and two tables of rotary angles in fp32.
+    inputs = 3 * 8 * work.tokens + 2 * 4 * work.sequence_length * (shape.attention or shape.hidden) // shape.heads
+    if moment is Moment.EMBEDDING:
+        return {"activations": 2 * state + inputs}
+    blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
+    held = inputs + waiting_bytes(shape, mesh, work, blocks=blocks)
+    selective = config.activation_checkpointing and config.activation_checkpointing_mode == "selective"
+    if selective:  # these are not offloaded
+        held += -(-blocks // config.activation_checkpointing_every) * _kept_bytes(shape, mesh, work)
+    if moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
+        return {"activations": held + _running_bytes(shape, mesh, work, selective=selective)}
+    # The loss's input and the final norm's, which is in fp32, and their gradients.
+    return {"activations": held + (4 if work.compute_bytes >= 4 else 6) * state}
+
+
+def _running_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, selective: bool) -> int:
+    """Count what the block in backward holds: what it has recomputed, and the gradients that pass through its MLP.
+
+    Measured: four widths of the MLP and of the hidden states where nothing is recomputed, two of the MLP where all is.
+    With ``selective``, what is recomputed leaves out what was kept, which makes up for them.
+    """
+    inner = work.tokens * shape.intermediate * work.compute_bytes // mesh.tp.size
+    if not work.settings[Config].activation_checkpointing:
+        return 4 * (inner + work.tokens * shape.hidden * work.compute_bytes)
+    return block_bytes(shape, mesh, work).inside + (0 if selective else 2 * inner)
 
 
 def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from smp.config import LossConfig
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
@@ -383,15 +383,18 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count logits, their log-softmax and their gradient, in fp32; a chunk's gradient overwrites its logits.
-
-    The gradient of the head is in what sharding counts, but for what a CPU's product in bf16 takes inside beyond it.
-    """
+    """Count logits, their log-softmax and gradient, in fp32; a chunk's gradient overwrites its logits."""
     fp32, chunk = 4, cast(int, work.settings[Config].loss_chunk_tokens)
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
     of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
+    gradient = columns * shape.hidden
+    if work.moment is Moment.HEAD:  # without chunks, the gradient of the logits; with them, as yet that of the head
+        slopes = {"logits and loss": work.tokens * columns * (fp32 + low)}
+        return {"gradients before reduction": gradient * low} if chunk else slopes
+    if work.moment is not Moment.LOSS:
+        return {}
     needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
-    if chunk and work.device_type == "cpu":
-        needed["gradients before reduction"] = columns * shape.hidden * low
+    if chunk:  # in fp32, and on a CPU what a product in bf16 takes inside
+        needed["gradients before reduction"] = gradient * (fp32 + (low if work.device_type == "cpu" else 0))
     return needed

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from smp.comm import cuda, fsdp, gloo
+from smp.comm.arena import SLOTS, Layout, smallest_slot
 from smp.comm.settings import read_settings
 from smp.config import ActivationConfig, CommConfig, ParallelConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import ModelShape, Moment, Workload
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
@@ -261,37 +262,100 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count the sharded states and the gathered units.
+    """Count the sharded states, the gathered units, and the gradients that are being reduced.
 
-    Parameters, gradients and AdamW's two moments are fp32, and sharded over sharding and tensor-parallel ranks.
-    Gathered parameters: two units (the current and the prefetched one) with resharding after forward and between
-    micro-batches, else all; also in a group of one, where gathering is a copy.
-
-    Gradients before reduction: two units in fp32, and in a group of one rank of several a copy, into which torch
-    divides. They hold the head's gradient, too, which the loss sums in fp32 and then converts.
+    Parameters, gradients and AdamW's two moments are fp32, and sharded over sharding and tensor-parallel ranks; also in
+    a group of one gathering is a copy. Backward gathers a block while the one above it is computed, and reduces each
+    unit from a copy of its gradients, which lives until the next unit's are reduced.
     """
-    fp32, tp = 4, mesh.tp.size
-    held = shape.of_rank(shape.parameters, shape.layers, tp)
-    unit = shape.of_rank(shape.largest_unit, int(shape.largest_unit == shape.block), tp)
-    reshard = mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches
-    gathered = min(2 * unit, held) if reshard else held
+    fp32, moment = 4, work.moment
+    held, table, last, block = _unit_sizes(shape, mesh)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
-    shard = 0 if in_host_memory else -(-held // mesh.shard.size) * fp32
+    shards = 0 if in_host_memory else fp32
+    reduced = _reduced(shape, moment, last=last, block=block, held=held)
+    accumulated = work.accumulation > 1
+    deferred = accumulated and work.settings[Config].defer_gradient_sync
+    gradients = held if accumulated and not deferred else reduced
+    unreduced = {
+        Moment.LOSS: 0,  # the head's gradient is in what the loss counts
+        Moment.HEAD: last,
+        # Activations are most when the first gradient of the block, of its last product, is made.
+        Moment.LAST_BLOCK: min(block, shape.hidden * shape.intermediate // mesh.tp.size),
+        Moment.FIRST_BLOCK: min(block, shape.hidden * shape.intermediate // mesh.tp.size),
+        Moment.LAST_REDUCTION: block, Moment.FIRST_REDUCTION: block,
+        Moment.EMBEDDING: last if shape.tied else table,
+        Moment.UPDATE: 0,
+    }[moment]  # fmt: skip
+    copied = {
+        Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
+    }.get(moment, unreduced)  # fmt: skip
+    parts = 1 + (mesh.shard.size == 1 < mesh.data.size)  # a copy, into which torch divides
+    if work.device_type == "cpu" and work.settings[CommConfig].distributed_backend == "smddp":
+        parts = max(parts, mesh.shard.size)  # in memory that all ranks of the host share
+    elif work.device_type == "cpu" and mesh.data.size > 1 and copied == unreduced:
+        parts += 1  # gloo's receive buffers
+    if deferred:
+        unreduced = max(unreduced, held - reduced)
     return {
-        "parameters": shard,
-        "gradients": shard,
-        "optimizer state": 2 * shard,
-        "gathered parameters": gathered * work.compute_bytes,
-        "gradients before reduction": (3 if mesh.shard.size == 1 < mesh.data.size else 2) * unit * fp32,
-        "communication buffers": _buffer_bytes(shape, mesh, work),
+        "parameters": -(-held // mesh.shard.size) * shards,
+        "gradients": -(-gradients // mesh.shard.size) * shards,
+        "optimizer state": -(-held // mesh.shard.size) * 2 * shards,
+        "gathered parameters": _gathered(shape, mesh, work) * work.compute_bytes,
+        "gradients before reduction": unreduced * fp32,
+        "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work),
     }
 
 
+def _unit_sizes(shape: ModelShape, mesh: Mesh) -> tuple[int, int, int, int]:
+    """Return a tensor-parallel rank's parameters: all, of the embedding, of the last unit, and of a block."""
+    tp = mesh.tp.size
+    of_blocks = ((shape.parameters, shape.layers), (shape.table, 0), (shape.last_unit, 0), (shape.block, 1))
+    held, table, last, block = (shape.of_rank(count, blocks, tp) for count, blocks in of_blocks)
+    return held, table, last, block
+
+
+def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, held: int) -> int:
+    """Count the parameters whose gradients are reduced, or being reduced, in one backward."""
+    above = 0 if shape.tied else last
+    return {
+        Moment.LOSS: 0, Moment.HEAD: above, Moment.LAST_BLOCK: above, Moment.LAST_REDUCTION: above + block,
+        Moment.FIRST_BLOCK: above + (shape.layers - 1) * block, Moment.FIRST_REDUCTION: above + shape.layers * block,
+    }.get(moment, held)  # fmt: skip
+
+
+def _gathered(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count the gathered parameters; the embedding's, unless tied, are freed after its forward."""
+    moment, (held, _, last, block) = work.moment, _unit_sizes(shape, mesh)
+    keeps = not (mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches)
+    if not work.settings[Config].reshard_between_microbatches and (work.accumulation > 1 or moment is Moment.LOSS):
+        return 0 if moment is Moment.UPDATE else held
+    below = last if shape.tied else 0  # a tied unit is gathered until backward ends
+    if moment in (Moment.LOSS, Moment.HEAD):
+        return last + block * (shape.layers if keeps else int(moment is Moment.HEAD))
+    if moment in (Moment.LAST_BLOCK, Moment.LAST_REDUCTION):
+        return below + block * (shape.layers if keeps else min(2, shape.layers))
+    if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION):
+        return below + block
+    return below if moment is Moment.EMBEDDING else 0
+
+
 def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Count what backend smddp keeps on a GPU to gather in: its workspace, and two buffers of each kind of unit."""
+    """Count the buffers that units are gathered in: in forward, ``fully_shard`` keeps the last one.
+
+    Backend smddp keeps on a GPU its workspace, and two buffers of each kind of unit; on a CPU, the memory that a host's
+    ranks share: an arena for each group, taking all ranks to be on one host, and a gathered unit.
+    """
     backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
+    gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
+    if backend == "smddp" and work.device_type == "cpu":
+        # Measured: under tensor parallelism two groups of its ranks have one.
+        groups = (mesh.shard.size, mesh.replicas.size, mesh.tp.size, mesh.tp.size, mesh.data.size, mesh.world_size)
+        sizes = [size for size in groups if size > 1]
+        arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
+        return arenas + (0 if work.moment is Moment.UPDATE else gathered)
+    last = gathered if work.moment is Moment.LOSS else 0
     if backend != "smddp" or work.device_type != "cuda" or not parallel.shared_buffers or mesh.shard.size == 1:
-        return 0
+        return last
     settings = read_settings()
     kinds = shape.of_rank(shape.parameters - (shape.layers - 1) * shape.block, 1, mesh.tp.size)
     return settings.workspace + min(2 * kinds * work.compute_bytes, settings.gpu_shared)

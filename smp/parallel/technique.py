@@ -48,7 +48,7 @@ class Technique(Protocol):
         """Apply it in place, if its settings ask for it; the model is real or on the meta device."""
 
     def cost(self, shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
-        """Return the bytes that it adds to a rank's peak, by category; negative: that it saves."""
+        """Return the bytes that it adds on a rank at ``work.moment``, by category; negative: that it saves."""
 
 
 def no_problems(hf_config: Any, setup: Setup) -> list[str]:

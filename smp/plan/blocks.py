@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from smp.plan.events import BACKWARD, FORWARD, UPDATE, Place, Trace
 from smp.plan.records import Exchange, Operation, Segment, TensorShape
-from smp.plan.trace import BACKWARD, FORWARD, UPDATE, Place, Trace
 
 
 class UnequalBlocksError(Exception):

@@ -26,6 +26,9 @@ LOGIT_BYTES = 24
 # AdamW in fp32: reads parameter, gradient and two moments, writes three; the norm reads the gradient, clipping
 # reads and writes it; zeroing writes it.
 UPDATE_BYTES = 4 * (7 + 3 + 1)
+# Exchanges of hidden states between tensor-parallel ranks in a block: a gather and a reduction of attention and of the
+# MLP, forward and backward. Recomputation repeats them, selective recomputation the gathers only.
+CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +129,7 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
 
     crossing = ring(2 * tokens * shape.hidden, layout.tp, layout.local)  # one exchange of hidden states
     gather, scatter = sharded(2 * weights), sharded(layout.reduce_bytes * weights)
-    forward = block.forward + 4 * crossing
-    backward = block.backward(layout.recompute) + (4 if layout.recompute == NONE else 6) * crossing
+    computed = block.forward + block.backward(layout.recompute)
     again = 0.0 if layout.keep_gathered else gather
     exposed = max(0.0, gather - block.forward) + max(0.0, again + scatter - block.backward(layout.recompute))
     vocabulary = shape.hidden * shape.vocabulary / layout.tp
@@ -138,9 +140,9 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
     held = shape.parameters / layout.tp / layout.shard
     replicas = 2 * ring(layout.reduce_bytes * held, layout.replicas, max(1, inside // layout.shard))
     parts = {
-        "compute": layout.accumulation * (shape.layers * (forward + backward - 8 * crossing) + head),
+        "compute": layout.accumulation * (shape.layers * computed + head),
         "exposed gathers": layout.accumulation * (shape.layers * exposed + ends) + replicas,
-        "tensor-parallel exchanges": layout.accumulation * shape.layers * 8 * crossing,
+        "tensor-parallel exchanges": layout.accumulation * shape.layers * CROSSINGS[layout.recompute] * crossing,
         "optimizer": UPDATE_BYTES * held / memory,
     }
     parts = {name: seconds / row.factor for name, seconds in parts.items()}

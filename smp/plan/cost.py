@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
 from smp.checkpoint.config import CheckpointConfig
 from smp.config import ActivationConfig
@@ -96,13 +95,3 @@ def disk_bytes(
     if activation.offload_activations and activation.offload_dir is not None and blocks > 0:
         found["offloaded activations"] = local * waiting_bytes(shape, mesh, work, blocks=blocks)
     return found
-
-
-def utilisation(flops_per_token: float, tokens_per_second: float, peak: float | None) -> float | None:
-    """Return model FLOPs utilisation of a device, or None where its peak is not known."""
-    return None if not peak else flops_per_token * tokens_per_second / peak
-
-
-def total(sizes: Mapping[str, int]) -> int:
-    """Sum bytes by category."""
-    return sum(sizes.values())

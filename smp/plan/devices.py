@@ -19,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,8 +46,7 @@ class Efficiency:
     network: float = 0.75
 
 
-@dataclasses.dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """What was measured with one number of processes at once; seconds of the wall.
 
     Attributes:
@@ -240,11 +239,13 @@ def read_row(path: Path) -> DeviceRow:
 
 def write_row(row: DeviceRow, path: Path) -> None:
     """Write the row of a device as JSON; a reader sees the old file or the whole new one."""
+    tables = {count: table._asdict() for count, table in row.tables.items()}
+    content = dataclasses.asdict(dataclasses.replace(row, tables={})) | {"tables": tables}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump({"schema": SCHEMA, **dataclasses.asdict(row)}, file, indent=1)
+            json.dump({"schema": SCHEMA, **content}, file)
             file.write("\n")
         os.replace(temporary, path)
     except BaseException:

@@ -11,7 +11,15 @@ import torch
 from smp.plan.devices import DeviceRow
 from smp.plan.records import Operation, TensorShape
 
+# Operations that neither compute nor move anything on the device.
+VIEWS = (
+    "view", "t", "transpose", "slice", "expand", "unsqueeze", "squeeze", "detach", "as_strided", "alias", "split",
+    "_unsafe_view", "split_with_sizes", "select", "permute", "unbind", "empty", "empty_like", "empty_strided",
+    "new_empty", "new_empty_strided", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense",
+    "record_stream", "is_pinned",
+)  # fmt: skip
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_scaled_mm_v2", "linear")
+_LOOK_UPS = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
 # TF32 has half of bf16's peak on every card.
 _SLOWER = {"float32": 0.5, "float64": 0.06}
 # Multiply-adds of a backward pass of attention for each of the forward pass: five products for two.
@@ -89,8 +97,10 @@ def _bytes(tensors: Iterable[TensorShape]) -> int:
 def moved_bytes(operation: Operation) -> int:
     """Return the bytes that an operation reads and writes.
 
-    One without outputs writes in place: all of its inputs, but AdamW's gradients.
+    One without outputs writes in place: all of its inputs, but AdamW's gradients. A look-up reads what it returns.
     """
+    if short_name(operation) in _LOOK_UPS:
+        return 2 * _bytes(operation.outputs)
     inputs = _bytes(operation.inputs)
     if operation.outputs:
         return inputs + _bytes(operation.outputs)

@@ -71,7 +71,11 @@ class Measured:
             return self._fused(fused.scores, fused.width, fused.dtype, backward=fused.backward)
         if "fused_adam" in operation.name:
             return interpolated(self._adamw, moved_bytes(operation) / 28)  # seven passes over fp32
-        points = self._elementwise.get(short_name(operation)) or self._elementwise.get("add", [])
+        name = short_name(operation)
+        if len({tensor.shape for tensor in operation.inputs}) > 1 and f"{name} broadcast" in self._elementwise:
+            name = f"{name} broadcast"  # a scale of rows, a weight of columns: twice as slow by the byte
+        like = "copy_" if "copy" in name or "cat" in name else "add"
+        points = self._elementwise.get(name) or self._elementwise.get(like, [])
         return interpolated(points, float(moved_bytes(operation)))
 
     def _product(self, found: Product, layout: str) -> float:
@@ -86,15 +90,18 @@ class Measured:
         return found.flops / rate
 
     def _fused(self, scores: float, width: int, dtype: str, *, backward: bool) -> float:
-        """Interpolate by the work: scores x width, whatever the number of heads."""
+        """Interpolate by the work, scores x width, among heads of the nearest width."""
         own = [line for line in self._attention if line[0] == dtype] or self._attention
+        nearest = min((line[2] for line in own), key=lambda size: abs(size - width), default=0)
+        own = [line for line in own if line[2] == nearest]
         points = sorted((2.0 * scored * size, (forward, back)[backward]) for _, scored, size, forward, back in own)
         return interpolated(points, 2.0 * scores * width)
 
     def exchange(self, exchange: Exchange) -> float:
         """Return an exchange's seconds; one of a kind that was not measured by an all-gather's."""
         points = self._exchanges.get(exchange.kind) or self._exchanges.get("all_gather", [])
-        return interpolated(points, float(exchange.nbytes))
+        # The smallest one is all latency: a smaller one takes as long.
+        return interpolated(points, max(float(exchange.nbytes), points[0][0] if points else 0.0))
 
 
 def measured(row: DeviceRow, processes: int, backend: str) -> tuple[Measured, Tables] | None:

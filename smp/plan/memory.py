@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from smp.memory.categories import CATEGORIES, COMMUNICATION, OTHER
 from smp.plan.blocks import Step
+from smp.plan.events import Place
 from smp.plan.records import Moment
-from smp.plan.trace import Place
 
 POINTS = 400  # of a timeline
 

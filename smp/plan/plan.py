@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,12 +27,14 @@ from smp.plan import world
 from smp.plan.allocator import reserved_bytes
 from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, segments, whole_step
 from smp.plan.devices import DeviceRow
+from smp.plan.events import Trace
+from smp.plan.fork import in_child
 from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
-from smp.plan.trace import Trace, trace_step
+from smp.plan.trace import trace_step
 from smp.runtime import Launch, choose_backend
-from smp.train.arguments import TrainConfig, parse_args
+from smp.train.arguments import parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
 
 # Outside of the caching allocator: CUDA's context, and each communicator of NCCL. No GPU of ours has measured them.
@@ -55,12 +58,11 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
     Raises:
         UserError: the flags, or the layout, are not legal.
     """
-    config = parse_args(list(words))
     device = torch.device("cuda" if row.is_gpu else "cpu")
     limit = int(row.memory * GIB) or None
     ranks = sorted({0, nodes * local - 1}) if exact else [0]
     world.prepare(device.type, row.capability or (0, 0), local, limit or 0)
-    plans = [_Rank(config, device, nodes * local, local, rank, limit, row, exact=exact) for rank in ranks]
+    plans = [_Rank(list(words), device, nodes * local, local, rank, limit, row, exact=exact) for rank in ranks]
     first = plans[0]
     largest = max(plans, key=lambda plan: plan.memory.needed)
     return LayoutPlan(
@@ -96,10 +98,11 @@ class _Rank:
     """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, ranks: int, local: int, rank: int, limit: int | None,
+        self, words: list[str], device: torch.device, ranks: int, local: int, rank: int, limit: int | None,
         row: DeviceRow, *, exact: bool,
     ):  # fmt: skip
         self.row, self.limit, self.local = row, limit, local
+        config = parse_args(words)
         problems = Problems()
         self.job = job = make_job(config, Launch(rank, ranks, rank % local, local), device, problems)
         problems += find_problems(job.model.hf_config, job.setup)
@@ -141,9 +144,8 @@ class _Rank:
                 job.config.run, gradient_accumulation_steps=_MOST_MICROBATCHES, global_batch_size=None
             )
             job = dataclasses.replace(job, config=dataclasses.replace(job.config, run=run))
-        launch = job.launch
-        with world.fake_group(launch.world_size, launch.rank, launch.local_world_size, self.backend):
-            return trace_step(job, self.row.capability if self.row.is_gpu else None)
+        # In a process of its own: torch keeps caches of meshes, whose groups end with the trace.
+        return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
         gpu, size = self.row.is_gpu, self.job.config.run.train_batch_size
@@ -187,6 +189,12 @@ class _Rank:
             recompute=mode,
             offloaded=offloaded,
         )
+
+
+def _traced(job: Job, backend: str, capability: tuple[int, int] | None) -> Trace:
+    launch = job.launch
+    with world.fake_group(launch.world_size, launch.rank, launch.local_world_size, backend):
+        return trace_step(job, capability)
 
 
 def _with_microbatches(found: list[tuple[Segment, int]], count: int) -> list[tuple[Segment, int]]:

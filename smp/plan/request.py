@@ -19,7 +19,7 @@ from smp.memory.plan import USABLE, processes_that_fit
 from smp.memory.shape import ModelShape, model_shape
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.plan import document
-from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count, utilisation
+from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
 from smp.plan.estimate import estimate
 from smp.plan.records import GIB, LayoutPlan
@@ -154,7 +154,8 @@ def answer(
             tell(title_of(layout))
         return list(pool.map(functools.partial(trace, exactly=exactly), chosen))
 
-    with concurrent.futures.ThreadPoolExecutor(len(planners)) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(len(planners))
+    try:
         first = functools.partial(trace_all, exactly=exact and len(candidates) == 1)
         found = search(candidates, request.limit, first, top=top, together=len(planners))
         if not found.plans and found.nearest is None:
@@ -164,6 +165,8 @@ def answer(
             (best,) = trace_all([layout], exactly=True)
             if isinstance(best, LayoutPlan):
                 found.plans[0] = (layout, best)
+    finally:  # Ctrl-C does not wait for what is being traced
+        pool.shutdown(wait=False, cancel_futures=True)
     return found
 
 
@@ -186,7 +189,8 @@ def rates(request: Request, plan: LayoutPlan) -> dict[str, float | None]:
         return {"tokens_per_second": None, "mfu": None}
     rate = plan.tokens / plan.step.seconds / request.devices
     flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
-    return {"tokens_per_second": rate, "mfu": utilisation(flops, rate, request.row.peak * 1e12)}
+    peak = request.row.peak * 1e12
+    return {"tokens_per_second": rate, "mfu": flops * rate / peak if peak else None}
 
 
 def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | None) -> Cost | None:

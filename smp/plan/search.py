@@ -130,21 +130,18 @@ def layouts(
     )  # fmt: skip
     saving = list(_savings(settings, given, device_type))
     for tp in tps:
-        for mesh, batch in itertools.product(
-            legal_meshes(resolved, settings, given, world=world, local=local, tp=tp), batches
-        ):
-            accumulation = _accumulation(settings, mesh, batch, chosen="train_batch_size" not in given)
-            tokens = (samples or batch * mesh.data.size * (accumulation or 0)) * resolved.sequence_length
-            if not accumulation or (samples is None and tokens > MOST_TOKENS and len(batches) > 1 and batch > 1):
-                continue
-            for saved in saving:
-                sizes = {
-                    "tensor_parallel_degree": tp, "hybrid_shard_degree": mesh.shard.size, "train_batch_size": batch,
-                }  # fmt: skip
-                flags = {name: value for name, value in {**sizes, **saved}.items() if name not in given}
-                technique = {name: value for name, value in flags.items() if name != "train_batch_size"}
-                work = dataclasses.replace(asked.changed(**technique), micro_batch_size=batch)
-                yield Layout(mesh, flags, work, accumulation, tokens)
+        meshes = legal_meshes(resolved, settings, given, world=world, local=local, tp=tp)
+        for mesh, saved in itertools.product(meshes, saving):
+            degrees = {"tensor_parallel_degree": tp, "hybrid_shard_degree": mesh.shard.size}
+            flags = {name: value for name, value in {**degrees, **saved}.items() if name not in given}
+            one = asked.changed(**flags)
+            for batch in batches:
+                accumulation = _accumulation(settings, mesh, batch, chosen=len(batches) > 1)
+                tokens = (samples or batch * mesh.data.size * (accumulation or 0)) * resolved.sequence_length
+                if accumulation and (samples or tokens <= MOST_TOKENS or batch == batches[0]):
+                    sizes = {"train_batch_size": batch} if len(batches) > 1 else {}
+                    work = dataclasses.replace(one, micro_batch_size=batch)
+                    yield Layout(mesh, {**flags, **sizes}, work, accumulation, tokens)
 
 
 def legal_meshes(

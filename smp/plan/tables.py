@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from smp.config import flag_text
-from smp.plan.cost import Cost, total
+from smp.plan.cost import Cost
 from smp.plan.records import FITS, FLUSH, GIB, LayoutPlan, RankMemory
 from smp.plan.search import Found, Layout, differences, instructive, parts
 from smp.train.hints import short
@@ -77,7 +77,7 @@ def other_memory(plan: LayoutPlan) -> Iterator[str]:
     for title, sizes in (("memory of a host, GiB", plan.host), ("disk, GiB", plan.disk)):
         if any(sizes.values()):
             listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
-            yield f"{title}: {listed}" + (f"; in all {gib(total(sizes))}" if title.startswith("memory") else "")
+            yield f"{title}: {listed}" + (f"; in all {gib(sum(sizes.values()))}" if title.startswith("memory") else "")
 
 
 def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str = "#") -> Iterator[str]:
@@ -163,7 +163,7 @@ def _row(number: str, cells: Sequence[str]) -> str:
     shard, tp, batch, recompute, *others = cells
     step, rate, allocated, reserved = others
     left = f"{number:>2}  {shard:>5} {tp:>3} {batch:>7}  {recompute:<17}"
-    return f"{left} {step:>8} {rate:>10} {allocated:>10} {reserved:>9}"
+    return f"{left} {step:>7} {rate:>10} {allocated:>10} {reserved:>9}"
 
 
 def wrapped(words: Sequence[str], width: int, *, indent: int) -> Iterator[str]:

@@ -6,14 +6,15 @@ import contextlib
 import functools
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from smp.errors import UserError
 from smp.plan.devices import DeviceRow
+from smp.plan.fork import in_child
 from smp.plan.records import LayoutPlan
 from smp.plan.shim import build_shim, python_with
 from smp.runtime import environment_with
@@ -66,43 +67,11 @@ class Worker:
 def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
     command = python_with(build_shim(), _MODULE) if device.is_gpu else [sys.executable, "-m", _MODULE]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden))
-
-
-def in_child(call: Callable[[], Any]) -> Any:
-    """Return the result of a call made in a fork of this process: torch keeps caches of meshes and of shapes.
-
-    Raises:
-        UserError: the call raised it, or has failed.
-    """
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            try:
-                answer: tuple[bool, Any] = (True, call())
-            except UserError as error:
-                answer = (False, str(error))
-            except BaseException as error:
-                traceback.print_exc()
-                name = type(error).__name__
-                answer = (
-                    False,
-                    f"this layout could not be planned ({name}): this is a defect in smp, please report it",
-                )
-            with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(answer, pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        written = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if not written:
-        raise UserError(f"the process that planned this layout has ended with status {status}: see its output above")
-    done, result = pickle.loads(written)
-    if not done:
-        raise UserError(result)
-    return result
+    # Ctrl-C is for the command, which then ends this process.
+    deaf = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden), preexec_fn=deaf
+    )
 
 
 def serve() -> None:

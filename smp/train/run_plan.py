@@ -246,6 +246,7 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
         device_type=job.device.type,
         forward_only=evaluates,
         is_async=job.config.checkpoint.is_async,
+        accumulation=-(-planned_batch(job.config, job.mesh) // (job.mesh.data.size * job.config.run.train_batch_size)),
     )
     return model_shape(job.model), work
 

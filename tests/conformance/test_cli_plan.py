@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import re
@@ -13,7 +14,7 @@ import smp.cli
 import smp.cli.plan
 from smp.launch.command_line import check_arguments
 from smp.plan import document, ledger
-from smp.plan.devices import DEVICES, read_row
+from smp.plan.devices import DEVICES, read_row, write_row
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
 from smp.train.arguments import FLAGS
 from tests.job import LLAMA, run_job
@@ -146,6 +147,7 @@ def test_a_plan_of_cpus_has_no_allocator_and_no_price_of_time(planner, call):
     assert "reserved" not in out.split("the fastest")[0] and "bf16" not in out and "+offload" not in out
 
 
+@pytest.mark.full
 def test_the_memory_is_drawn(planner, call, tmp_path):
     pytest.importorskip("matplotlib")
     status, _, err = call(*TINY, "--search", 0, "--plot", tmp_path / "memory.png")
@@ -175,6 +177,7 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--hybrid_shard_degree", 3], "--hybrid_shard_degree 3 does not divide the 8 data-parallel processes"),
         (["--ledger", "/nowhere"], "--ledger /nowhere is no directory"),
         (["--ledger", ".", "--model", "llama_tiny"], "--ledger takes no flags of a job"),
+        (["--calibrate", "--model", "llama_tiny"], "--calibrate takes no flags of a job"),
     ],
 )
 def test_bad_input_is_one_sentence(words, sentence, planner, call):
@@ -201,6 +204,13 @@ def test_a_ledger_is_shown_and_refits_the_row(planner, call, tmp_path):
     assert (row.factor, row.runs, row.source) == (pytest.approx(0.8 * DEVICES["h100"].factor), 3, "data sheet")
     # A second look at the same runs changes nothing.
     assert call("--ledger", tmp_path)[1] == out
+
+
+def test_a_measured_cpu_has_times(planner, call, tmp_path):
+    row = dataclasses.replace(DEVICES["h100"], name="cpu", capability=None, source="measured", memory=1.0)
+    write_row(row, tmp_path / "devices" / "cpu.json")
+    status, out, _ = call(*TINY, "--device", "cpu", "--gpu_memory_gib", 64)
+    assert status == 0 and "step: 2 s" in out and "by measured 20" in out
 
 
 @pytest.mark.full

@@ -22,8 +22,8 @@ from smp.memory import limits
 from smp.memory.advice import changes_that_help
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import agree_on_memory, available_memory
-from smp.memory.plan import GIB, check_fits, estimate_memory, processes_that_fit
-from smp.memory.shape import Workload, model_shape
+from smp.memory.plan import GIB, check_fits, estimate_memory, memory_at, processes_that_fit
+from smp.memory.shape import Moment, Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.train import run_plan
@@ -39,20 +39,37 @@ def shape_of(name):
     return resolved, model_shape(resolved)
 
 
+def at(moment, shape, mesh, work):
+    return memory_at(shape, mesh, dataclasses.replace(work, moment=moment))
+
+
 def test_states_follow_from_the_parameter_count():
     _, shape = shape_of("llama70b")
     assert (shape.parameters, shape.layers, shape.hidden) == (68_976_648_192, 80, 8192)
-    needed = estimate_memory(shape, lay_out(1, 64), WORK)
+    needed = at(Moment.UPDATE, shape, lay_out(1, 64), WORK)
     share = 68_976_648_192 // 64 * 4
     assert needed["parameters"] == needed["gradients"] == share and needed["optimizer state"] == 2 * share
-    assert needed["gathered parameters"] == 2 * shape.largest_unit * 2
-    assert needed["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
+    assert at(Moment.LAST_BLOCK, shape, lay_out(1, 64), WORK)["gathered parameters"] == 2 * shape.block * 2
+    assert at(Moment.LOSS, shape, lay_out(1, 64), WORK)["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
+
+
+def test_the_prediction_is_the_largest_sum_over_the_moments():
+    _, shape = shape_of("llama3_8b")
+    sums = [sum(at(moment, shape, lay_out(1, 8), WORK).values()) for moment in Moment]
+    needed = estimate_memory(shape, lay_out(1, 8), WORK)
+    assert sum(needed.values()) == max(sums) > min(sums)
+    several = dataclasses.replace(WORK, accumulation=2)
+    held = 4 * shape.parameters // 8
+    for moment in Moment:  # from the second micro-batch on, gradients are there throughout
+        assert at(moment, shape, lay_out(1, 8), several)["gradients"] == held
+    deferred = at(Moment.LOSS, shape, lay_out(1, 8), several.changed(defer_gradient_sync=True))
+    assert deferred["gradients"] == 0 and deferred["gradients before reduction"] == 4 * shape.parameters
 
 
 def test_an_evaluation_needs_no_gradients_and_no_optimizer_state():
     _, shape = shape_of("llama70b")
     train, evaluate = (
-        estimate_memory(shape, lay_out(1, 64), dataclasses.replace(WORK, forward_only=only)) for only in (False, True)
+        memory_at(shape, lay_out(1, 64), dataclasses.replace(WORK, forward_only=only)) for only in (False, True)
     )
     gone = ("gradients", "optimizer state", "gradients before reduction")
     assert all(train[name] and not evaluate[name] for name in gone)
@@ -65,14 +82,16 @@ def test_buffers_of_smddp_on_gpus():
 
     def buffers(settings=smddp, degrees=(1, 64, 1), **change):
         work = dataclasses.replace(WORK, settings=settings, **change)
-        return estimate_memory(shape, lay_out(*degrees), work)["communication buffers"]
+        return at(Moment.UPDATE, shape, lay_out(*degrees), work)["communication buffers"]
 
     kinds = shape.parameters - 79 * shape.block  # embedding, a block, and norm with head
     assert buffers() == 32 * 2**20 + 2 * kinds * 2
     assert buffers(compute_bytes=4, degrees=(1, 8, 2)) == 32 * 2**20 + kinds * 4
     assert buffers(compute_bytes=8) == 32 * 2**20 + 8 * GIB
     assert buffers(WORK.settings) == buffers(smddp.changed(shared_buffers=False)) == 0
-    assert buffers(device_type="cpu") == buffers(degrees=(64, 1, 1)) == 0
+    assert buffers(degrees=(64, 1, 1)) == 0 == buffers(WORK.settings, device_type="cpu")
+    scratch = 4 * 2**20  # of a rank in each group: to shard, of the data, and of all
+    assert 3 * 2 * scratch < buffers(device_type="cpu", degrees=(1, 2)) < 3 * 2 * scratch + 2**17
 
 
 def test_more_work_needs_more():
@@ -88,7 +107,7 @@ def test_more_work_needs_more():
     assert total(lay_out(2, 1)) > base > total(lay_out(1, 4))
     assert total(lay_out(1, 2, reshard_after_forward=False)) > base
     kept = WORK.changed(reshard_between_microbatches=False)
-    assert estimate_memory(shape, two, kept)["gathered parameters"] == 2 * shape.parameters
+    assert at(Moment.LOSS, shape, two, kept)["gathered parameters"] == 2 * shape.parameters
 
 
 def test_gradients_before_reduction():
@@ -96,16 +115,17 @@ def test_gradients_before_reduction():
     head = shape.vocabulary * shape.hidden
     assert 1 <= shape.largest_unit / head < 1.001
 
-    def needed(mesh, **change):
-        return estimate_memory(shape, mesh, dataclasses.replace(WORK, **change))["gradients before reduction"]
+    def needed(mesh, moment=Moment.EMBEDDING, **change):
+        return at(moment, shape, mesh, dataclasses.replace(WORK, **change))
 
-    two = 2 * 4 * shape.largest_unit
-    assert needed(lay_out(1, 8)) == needed(lay_out(1, 1)) == two
-    assert needed(lay_out(8, 1)) == two + 4 * shape.largest_unit  # torch's copy
-    chunks = dataclasses.replace(WORK, settings=Settings())
-    on_cpu = estimate_memory(shape, lay_out(1, 8), dataclasses.replace(chunks, device_type="cpu"))
-    assert on_cpu["gradients before reduction"] == two + 2 * head
-    assert estimate_memory(shape, lay_out(1, 8), chunks)["gradients before reduction"] == two
+    name, buffers, table = "gradients before reduction", "communication buffers", 4 * head
+    assert needed(lay_out(1, 8))[name] == needed(lay_out(1, 1))[name] == needed(lay_out(8, 1))[name] == table
+    assert needed(lay_out(1, 8))[buffers] == table  # the copy that is reduced
+    assert needed(lay_out(8, 1))[buffers] == 2 * table  # torch's copy
+    assert needed(lay_out(1, 8), device_type="cpu")[buffers] == 2 * table  # gloo's
+    chunks = {"moment": Moment.LOSS, "settings": Settings()}
+    assert needed(lay_out(1, 8), **chunks)[name] == table
+    assert needed(lay_out(1, 8), device_type="cpu", **chunks)[name] == table + 2 * head
 
 
 @pytest.mark.parametrize(("tokens", "smaller"), [(0, True), (4096, True), (1024, False), (64, False)])
@@ -117,18 +137,22 @@ def test_smaller_chunks_of_the_loss_are_advised(tokens, smaller):
 
 def test_tensor_parallelism_divides_what_it_splits():
     _, shape = shape_of("llama70b")
-    one, eight = (estimate_memory(shape, lay_out(1, 32, tp), WORK) for tp in (1, 8))
-    for what in ("parameters", "gradients", "optimizer state", "gathered parameters", "logits and loss"):
-        assert eight[what] == pytest.approx(one[what] / 8, rel=1e-6), what
+    for moment in reversed(Moment):
+        one, eight = (at(moment, shape, lay_out(1, 32, tp), WORK) for tp in (1, 8))
+        for what in ("parameters", "gradients", "optimizer state", "gathered parameters", "logits and loss"):
+            assert eight[what] == pytest.approx(one[what] / 8, rel=1e-6), (what, moment)
+    one, eight = (at(Moment.LAST_BLOCK, shape, lay_out(1, 32, tp), WORK) for tp in (1, 8))
     # Block inputs, and all that a block holds between its split layers; but one gathered hidden state on top.
     hidden_state = 2 * 4096 * 8192 * 2
-    assert eight["activations"] == pytest.approx(one["activations"] / 8 + hidden_state, rel=1e-6)
+    whole = 24 * 2 * 4096 + 8 * 4096 * 128  # tokens, labels, positions; rotary angles
+    split = (one["activations"] - whole) / 8
+    assert eight["activations"] == pytest.approx(split + whole + hidden_state, rel=1e-6)
 
 
 def test_key_value_heads_that_are_fewer_than_ranks_are_held_whole():
     _, shape = shape_of("llama70b")
     assert shape.key_value_heads == 8 and shape.key_value == 2 * 1024 * 8192
-    sixteen = estimate_memory(shape, lay_out(1, 16, 16), WORK)
+    sixteen = memory_at(shape, lay_out(1, 16, 16), WORK)
     whole = 80 * 2 * 1024 * 8192
     assert sixteen["parameters"] == pytest.approx(4 * (whole + (68_976_648_192 - whole) / 16) / 16, rel=1e-6)
     unit = shape.block - shape.key_value
@@ -145,17 +169,19 @@ def test_sequence_parallelism_and_kept_inputs_show():
 
     def activations(tp=8, attention_matrix=False, **change):
         work = dataclasses.replace(WORK.changed(**change), attention_matrix=attention_matrix)
-        return estimate_memory(shape, lay_out(1, 4, tp), work)["activations"]
+        return at(Moment.LAST_BLOCK, shape, lay_out(1, 4, tp), work)["activations"]
 
     assert activations(tp=1) == activations(tp=1, sequence_parallel=False) == activations(tp=1, tp_save_gathered=True)
     whole = activations(sequence_parallel=False)
-    # Whole block inputs, and a block's four hidden states between split layers.
-    assert whole == pytest.approx((80 + 4 + (6 + 4 * 28672 / 8192) / 8) * hidden_state, rel=1e-6)
+    # Whole block inputs, and a block's hidden states between split layers: four, and the norms' in fp32.
+    inputs = 24 * 2 * 4096 + 8 * 4096 * 128  # tokens, labels, positions; rotary angles
+    assert whole == pytest.approx((80 + 6 + (6 + 6 * 28672 / 8192) / 8) * hidden_state + inputs, rel=1e-6)
     assert activations(tp_save_gathered=True) == activations() + 2 * hidden_state  # of the block that is recomputed
     kept = activations(tp_save_gathered=True, activation_checkpointing=False)
-    assert kept == activations(activation_checkpointing=False) + 81 * 2 * hidden_state
-    overlapped = estimate_memory(shape, lay_out(1, 4, 8), WORK.changed(tp_overlap=True))
-    assert overlapped["communication buffers"] == 2 * hidden_state // 8
+    assert kept == activations(activation_checkpointing=False) + 80 * 2 * hidden_state
+    overlapped = at(Moment.FIRST_BLOCK, shape, lay_out(1, 4, 8), WORK.changed(tp_overlap=True))
+    alone = at(Moment.FIRST_BLOCK, shape, lay_out(1, 4, 8), WORK)
+    assert overlapped["communication buffers"] - alone["communication buffers"] == 2 * hidden_state // 8
     matrix = activations(attention_matrix=True) - activations()
     assert matrix == 3 * 2 * 64 * 4096**2 * 2 // 8
 

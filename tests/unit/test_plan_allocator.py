@@ -4,7 +4,7 @@ import pytest
 
 from smp.plan.allocator import Allocator, reserved_bytes
 from smp.plan.blocks import Step
-from smp.plan.trace import Place
+from smp.plan.events import Place
 
 KIB, MIB = 1024, 1024**2
 SMALL, LARGE = 2 * MIB, 20 * MIB  # segments

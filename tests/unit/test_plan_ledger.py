@@ -113,15 +113,15 @@ def files_of(run_dir, steps):
 
 @check("plan")
 def test_a_run_is_the_same_with_its_plan(tmp_path):
-    run(tmp_path / "plain", steps=8).succeeded()
-    outcome = run(tmp_path / "planned", "--plan", 1, steps=8)
+    run(tmp_path / "plain", steps=6).succeeded()
+    outcome = run(tmp_path / "planned", "--plan", 1, steps=6)
     outcome.succeeded()
     assert losses(tmp_path / "plain") == losses(tmp_path / "planned")
-    assert files_of(tmp_path / "plain", 8) == files_of(tmp_path / "planned", 8)
+    assert files_of(tmp_path / "plain", 6) == files_of(tmp_path / "planned", 6)
     assert not (tmp_path / "plain" / ledger.PLAN).exists()
     assert json.loads((tmp_path / "planned" / ledger.PLAN).read_text()) == prediction(seconds=0.01)
     found = json.loads((tmp_path / "planned" / ledger.ERROR).read_text())
-    assert found["steps"] == 4 and found["errors"]["step"]["measured"] > 0
+    assert found["steps"] == 2 and found["errors"]["step"]["measured"] > 0
     assert found["categories"]["parameters"]["measured"] > 0
     assert f"plan: {ledger.sentence(found)}" in outcome.output
 

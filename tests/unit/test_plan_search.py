@@ -112,7 +112,7 @@ def test_the_trace_decides_among_what_the_closed_form_likes():
 
 
 def test_what_stalls_or_fails_comes_after_what_fits():
-    a, b, c = some_layouts()[:3]
+    a, b, c = {parts(layout)["recomputation"]: layout for layout in reversed(some_layouts())}.values()
     estimates = [Estimate(each, 60 * GIB, each.tokens) for each in (a, b, c)]
     plans = [
         (a, plan_of(a, allocated=70 * GIB, reserved=85 * GIB, seconds=a.tokens)),

@@ -133,6 +133,8 @@ def test_operations():
     )
     assert grouped.scores == 8 * 16 * 64  # fewer queries than keys: the mask is not taken for a causal one
     assert moved_bytes(operation("add", tensor(10), tensor(10), outputs=[tensor(10)])) == 60
+    table = operation("embedding", tensor(10**6, 8), tensor(5), outputs=[tensor(5, 8)])
+    assert moved_bytes(table) == 2 * 80  # the rows that are looked up, not the table
     update = operation("_fused_adamw_", *[tensor(10, dtype="float32")] * 4)
     assert moved_bytes(update) == 40 * 7 and moved_bytes(operation("_foreach_mul_", tensor(10))) == 40
     row = dataclasses.replace(GPU, bandwidth=1e-3)
@@ -163,9 +165,12 @@ def test_interpolation():
     wide = operation("mm", tensor(300, 300, **single), tensor(300, 300, **single))
     assert 2 * 300**3 / 1e7 < found.seconds(wide, "nt") < 2 * 300**3 / 1e6
     assert found.seconds(operation("silu", tensor(25), outputs=[tensor(25)]), "nt") == pytest.approx(5)
-    assert found.seconds(operation("gelu", tensor(25), outputs=[tensor(25)]), "nt") == pytest.approx(
-        1
-    )  # as an addition
+    other = operation("gelu", tensor(25), outputs=[tensor(25)])
+    assert found.seconds(other, "nt") == pytest.approx(1)  # as an addition
+    scaled = Measured(TABLES._replace(elementwise=[("mul", 100, 1.0), ("mul broadcast", 100, 3.0)]), "smddp")
+    nothing = [tensor(0)]
+    assert scaled.seconds(operation("mul", tensor(25), tensor(25), outputs=nothing), "nt") == pytest.approx(1)
+    assert scaled.seconds(operation("mul", tensor(9, 5), tensor(5), outputs=nothing), "nt") == pytest.approx(3)
     heads = [tensor(1, 1, 100, 64, **single)] * 3
     assert found.seconds(operation("_scaled_dot_product_flash_attention_for_cpu", *heads), "nt") == pytest.approx(5)
     assert found.seconds(operation("_fused_adamw_", *[tensor(500, **single)] * 4), "nt") == pytest.approx(5, rel=1e-2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from smp.config import ActivationConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.offload.offload import apply_activation_offload
@@ -44,10 +44,14 @@ def apply(model: nn.Module, setup: Setup) -> None:
         apply_activation_offload(model_blocks(model, setup.family), store, horizon=config.activation_loading_horizon)
 
 
+# The moments at which all blocks' activations would be held.
+_ALL_WAIT = (Moment.LOSS, Moment.HEAD, Moment.LAST_BLOCK, Moment.LAST_REDUCTION)
+
+
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the offloaded activations: all but the last blocks, the computing one, and two in transfer."""
     config = work.settings[Config]
-    if not config.offload_activations:
+    if not config.offload_activations or work.moment not in _ALL_WAIT:
         return {}
     blocks = min(shape.layers, config.activation_loading_horizon + 3)
     stays, waits = (waiting_bytes(shape, mesh, work, blocks=count) for count in (blocks, shape.layers))

@@ -11,7 +11,7 @@ from torch import nn
 from smp.comm.symmetric import neighbours_obstacle
 from smp.config import CommConfig, ParallelConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Workload, splits_tokens
+from smp.memory.shape import ModelShape, Moment, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.family import tensor_parallel_problems
 from smp.parallel.choices import Choice, Situation
@@ -90,7 +90,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     With overlap, also the memory that the GPUs share: two chunks of a hidden state. Savings are in the other
     techniques' costs, which are those of a tensor-parallel rank.
     """
-    if not splits_tokens(mesh, work):
+    if not splits_tokens(mesh, work) or work.moment is Moment.UPDATE:
         return {}
     state = work.tokens * shape.hidden * work.compute_bytes
     buffers = 2 * state // mesh.tp.size if work.settings[Config].tp_overlap else 0

@@ -1,0 +1,126 @@
+"""`smp plan --calibrate`: measure this machine and write a device row, under as many processes as will run.
+
+Two processes of one thread each on two cores share the memory's bandwidth, and a process alone has two threads:
+every number of processes is a calibration of its own. The measuring is ``smp.plan.measure``'s, in processes that are
+started as a job's are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from smp.environment.threads import available_cores
+from smp.errors import UserError
+from smp.memory.limits import available_memory
+from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, Tables, write_row
+from smp.plan.kernels import ATTENTION_BACKWARD
+from smp.plan.records import GIB
+from smp.runtime import devices_folder
+
+PROCESSES = (1, 2, 4)
+SECONDS = 0.03  # for one number
+_PATIENCE = 900.0
+
+
+def _measure(processes: int, seconds: float, folder: Path, *, gpus: bool) -> Tables:
+    """Measure in as many processes, started as a job's.
+
+    Raises:
+        UserError: they fail.
+    """
+    output = folder / f"{processes}.json"
+    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(processes)]
+    hidden = [] if gpus else ["--no_gpus"]
+    try:
+        status: object = subprocess.run(
+            [*launcher, *hidden, "-m", "smp.plan.measure", str(output), str(seconds)], timeout=_PATIENCE, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        status = f"none within {_PATIENCE:.0f} s"
+    if status != 0 or not output.exists():
+        raise UserError(
+            f"measuring with {processes} process(es) ended with status {status}: see above for why, or plan with a "
+            f"data sheet's row, --device {next(iter(DEVICES))}"
+        )
+    return Tables(**json.loads(output.read_text()))
+
+
+def _summary(row: DeviceRow) -> DeviceRow:
+    """Return the row with the peaks that its largest numbers show, for the closed form; they are what is reached."""
+    tables = row.tables[max(row.tables)]
+    own = "bfloat16" if row.is_gpu else "float32"
+    rates = [2 * m * k * n / seconds for dtype, _, m, k, n, seconds in tables.products if dtype == own]
+    moved = [nbytes / seconds for name, nbytes, seconds in tables.elementwise if name == "add"]
+    gathered = [nbytes / seconds for _, kind, nbytes, seconds in tables.exchanges if kind == "reduce_scatter"]
+    links, peak = max(gathered, default=moved[-1]) / 1e9, max(rates)
+    share = Efficiency(1, 1, 1, 1, 1, 1)
+    if tables.attention:
+        _, scores, width, forward, backward = tables.attention[-1]
+        fused = (4 * scores * width / forward / peak, ATTENTION_BACKWARD * 4 * scores * width / backward / peak)
+        share = dataclasses.replace(share, attention_forward=fused[0], attention_backward=fused[1])
+    return dataclasses.replace(
+        row, peak=peak / 1e12, bandwidth=moved[-1] / 1e12, links=links, network=row.network or links, efficiency=share,
+        host_us=tables.host,
+    )  # fmt: skip
+
+
+def _device() -> tuple[DeviceRow, Sequence[int]]:
+    """Return a row of the device at hand, without tables, and the numbers of processes to measure."""
+    versions = f"torch {torch.__version__}, {platform.node()}"
+    if not torch.cuda.is_available():
+        memory = available_memory(torch.device("cpu"), 1) or 0
+        where = f"{available_cores()} cores ({platform.machine()}), {versions}"
+        return DeviceRow("cpu", memory=round(memory / GIB, 1), on=where), PROCESSES
+    properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+    words = re.sub(r"[^a-z0-9]+", "_", properties.name.lower().removeprefix("nvidia "))
+    base = next((row for name, row in DEVICES.items() if name.partition("_")[0] in words), DeviceRow(words))
+    row = dataclasses.replace(
+        base, memory=round(properties.total_memory / GIB, 1), capability=(properties.major, properties.minor),
+        on=f"{count} x {properties.name}, {versions}",
+    )  # fmt: skip
+    return row, (1, count) if count > 1 else (1,)
+
+
+def calibrate(
+    *,
+    processes: Sequence[int] | None = None,
+    seconds: float = SECONDS,
+    path: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Measure the device at hand, and write its row.
+
+    Args:
+        processes: how many at once; default: 1, 2 and 4 on CPUs, 1 and all on GPUs.
+        seconds: for one number; some hundreds are measured.
+        path: of the row; default: its name in the user's folder, where ``--device`` finds it.
+        say: told of the progress.
+
+    Returns:
+        The path.
+
+    Raises:
+        UserError: the measuring processes fail.
+    """
+    row, usual = _device()
+    tables: dict[int, Tables] = {}
+    with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
+        for count in processes or usual:
+            say(f"measuring with {count} process{'es' if count > 1 else ''}")
+            tables[count] = _measure(count, seconds, Path(folder), gpus=row.is_gpu)
+    date = datetime.date.today().isoformat()
+    measured = dataclasses.replace(row, source=MEASURED, date=date, tables=tables, factor=1.0, runs=0)
+    path = path or devices_folder() / f"{row.name}.json"
+    write_row(_summary(measured), path)
+    return path

@@ -1,0 +1,346 @@
+"""Measure what operations, exchanges and the host cost, in each of the processes that ``smp.plan.calibrate`` starts.
+
+All processes measure the same thing at once, as they share the memory's bandwidth in a job. Operands and results are
+rotated through more memory than the last cache holds, as a step's own come from memory. Times are lower quartiles of
+the wall's seconds: what disturbs a machine now and then is not the machine. Where processes outnumber the cores they
+are means, as a process that waits for a core is then part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from smp.comm.fsdp import SharedAllGather, SharedReduceScatter
+from smp.comm.gloo import DirectAllGather, DirectReduceScatter
+from smp.comm.group import SmddpGroup
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, Settings
+from smp.data.data_pipeline import StepBatch
+from smp.environment import read_launch
+from smp.environment.threads import available_cores
+from smp.mesh import resolve_mesh
+from smp.models.model_config import ModelConfig, resolve_model
+from smp.parallel.parallelize import prepare_model
+from smp.plan.devices import Tables
+from smp.plan.kernels import VIEWS, attention, moved_bytes, short_name
+from smp.plan.measured import Measured
+from smp.plan.records import Exchange, Operation, TensorShape
+from smp.runtime import choose_device, own_arguments, process_group
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.step import train_step
+
+ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
+SIZES = tuple(2**n for n in (12, 17, 22))  # elements
+# Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
+LINEAR = (
+    (128, 128, 128), (1024, 160, 432), (256, 512, 512), (512, 512, 1408), (1024, 768, 768), (1024, 768, 2048),
+    (512, 512, 8192), (256, 768, 16384),
+)  # fmt: skip
+HEADS = ((4, 256, 40), (4, 512, 40), (8, 256, 64), (8, 512, 64), (12, 1024, 64))  # heads, tokens, width
+ADAMW = (2**14, 2**18, 2**20, 2**22)
+PARTS = tuple(2**n for n in (12, 16, 20, 22, 24))  # bytes of a rank in an exchange
+RECOMPUTED = {
+    "none": ActivationConfig(activation_checkpointing=False),
+    "full": ActivationConfig(activation_checkpointing_mode="full"),
+    "selective": ActivationConfig(activation_checkpointing_mode="selective"),
+}
+
+
+class Log(TorchDispatchMode):
+    """Notes the operations that run: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note it."""
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # a DTensor comes back as its local tensor
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if short_name(Operation(name, (), ())) not in VIEWS and not name.startswith(("prim.", "c10d.", "profiler.")):
+            shapes = [
+                tuple(
+                    TensorShape(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+                    for t in tree_leaves(tree)
+                    if isinstance(t, Tensor)
+                )
+                for tree in ((args, kwargs), result)
+            ]
+            self.operations.append(Operation(name, *shapes))
+        return result
+
+
+class Bench:
+    """Times calls on a device; every process of the group calls the same at once.
+
+    Args:
+        budget: seconds for one number.
+    """
+
+    def __init__(self, device: torch.device, budget: float):
+        self.device, self.budget = device, budget
+        self.crowded = device.type == "cpu" and dist.get_world_size() > available_cores()
+        self.tiny = 0.0
+        a, b = torch.ones(4, device=device), torch.ones(4, device=device)
+        # What any operation costs, whatever it computes: part of the host's microseconds, not of the kernels'.
+        self.tiny = self.seconds(lambda: [a + b for _ in range(200)]) / 200
+
+    def now(self) -> float:
+        """Return the time when the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def values(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor: on a GPU of random numbers, whose products take more power than those of equal ones."""
+        return (torch.randn if self.device.type == "cuda" else torch.ones)(shape, device=self.device, dtype=dtype)
+
+    def usual(self, found: list[float]) -> float:
+        """Return the seconds to expect of several that were measured."""
+        return sum(found) / len(found) if self.crowded else sorted(found)[len(found) // 4]
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return a call's seconds, without what any operation costs."""
+        call()
+        dist.barrier()
+        found: list[float] = []
+        end = time.perf_counter() + self.budget
+        while len(found) < 4 or (time.perf_counter() < end and len(found) < 100):
+            start = self.now()
+            call()
+            found.append(self.now() - start)
+        one = self.usual(found)
+        return max(one - self.tiny, 0.1 * one)
+
+    def rotated(self, make: Callable[[], tuple[Tensor, ...]], run: Callable[..., Any]) -> float:
+        """Return the seconds of ``run``, each time on other operands; its results live for one round."""
+        first = make()
+        copies = max(2, min(64, -(-ROTATED // sum(t.nbytes for t in first))))
+        operands = itertools.cycle([first, *(make() for _ in range(copies - 1))])
+        kept: list[Any] = [None] * copies
+        slots = itertools.cycle(range(copies))
+
+        def call() -> None:
+            kept[next(slots)] = run(*next(operands))
+
+        for _ in range(copies):
+            call()
+        return self.seconds(call)
+
+
+def probe(device: torch.device) -> dict[str, float]:
+    """Return the seconds of a fixed addition and a fixed product: how fast the machine is just now."""
+    bench = Bench(device, 0.2)
+    a, b = torch.ones(2**20, device=device), torch.ones(2**20, device=device)
+    x, w = torch.ones(1024, 768, device=device), torch.ones(2048, 768, device=device)
+    return {"add": bench.seconds(lambda: a + b), "product": bench.seconds(lambda: x @ w.t())}
+
+
+def products(bench: Bench) -> Iterator[tuple[str, str, int, int, int, float]]:
+    """Measure products as a linear layer forms them: ``x w'`` forward, ``g w`` and ``g' x`` backward."""
+    on_gpu = bench.device.type == "cuda"
+    shapes = [(torch.bfloat16, 8 * tokens, 4 * inner, 4 * columns) for tokens, inner, columns in LINEAR]
+    if not on_gpu:
+        shapes = [(torch.float32, *s) for s in LINEAR] + [(torch.bfloat16, *s) for s in LINEAR[3:6:2]]
+    for dtype, tokens, inner, columns in shapes:
+
+        def pair(first: tuple[int, int], second: tuple[int, int], dtype: Any = dtype) -> tuple[Tensor, ...]:
+            return tuple(bench.values(*shape, dtype=dtype) for shape in (first, second))
+
+        x, w, g = (tokens, inner), (columns, inner), (tokens, columns)
+        name = str(dtype).removeprefix("torch.")
+        forward = bench.rotated(functools.partial(pair, x, w), lambda a, b: a @ b.t())
+        yield name, "nt", tokens, inner, columns, forward
+        yield name, "nn", tokens, columns, inner, bench.rotated(functools.partial(pair, g, w), torch.mm)
+        yield name, "tn", columns, tokens, inner, bench.rotated(functools.partial(pair, g, x), lambda a, b: a.t() @ b)
+
+
+def _elementwise() -> dict[str, Callable[[Tensor, Tensor], Any]]:
+    aten = torch.ops.aten
+    return {
+        "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b, "neg": lambda a, b: -a,
+        "pow": lambda a, b: a.pow(2), "mean": lambda a, b: a.mean(-1, keepdim=True), "rsqrt": lambda a, b: a.rsqrt(),
+        "sum": lambda a, b: a.sum(0, keepdim=True), "silu": lambda a, b: F.silu(a), "gelu": lambda a, b: F.gelu(a),
+        "silu_backward": aten.silu_backward, "gelu_backward": aten.gelu_backward, "exp": lambda a, b: a.exp(),
+        "cat": lambda a, b: torch.cat([a, b], -1), "copy_": lambda a, b: a.copy_(b), "clone": lambda a, b: a.clone(),
+        "_to_copy": lambda a, b: a.to(torch.bfloat16), "zero_": lambda a, b: a.zero_(), "add_": lambda a, b: a.add_(b),
+        "_log_softmax": lambda a, b: a.log_softmax(-1), "native_layer_norm": lambda a, b: F.layer_norm(a, (512,)),
+        "mul_": lambda a, b: a.mul_(1.0), "mul broadcast": lambda a, b: a * b[:, :1],
+        "_foreach_norm": lambda a, b: torch._foreach_norm([a, b]),
+        "_foreach_mul_": lambda a, b: torch._foreach_mul_([a, b], 1.0),
+    }  # fmt: skip
+
+
+def elementwise(bench: Bench) -> Iterator[tuple[str, int, float]]:
+    """Measure operations that move bytes."""
+    for numel in SIZES:
+
+        def make(numel: int = numel) -> tuple[Tensor, ...]:
+            return tuple(bench.values(numel // 512, 512) for _ in range(2))
+
+        for name, run in _elementwise().items():
+            with Log() as log:
+                run(*make())
+            moved = sum(
+                moved_bytes(operation) for operation in log.operations if short_name(operation) == name.split()[0]
+            )
+            yield name, moved, bench.rotated(make, run)
+
+
+def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
+    """Measure fused causal attention, forward, and backward through autograd."""
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    scale = 4 if bench.device.type == "cuda" else 1
+    for heads, length, width in HEADS:
+        shape = (1, heads, length * scale, width)
+        q, k, v = (torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        with Log() as log:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gradient = torch.randn_like(out)
+        scores = next(found.scores for operation in log.operations if (found := attention(operation)))
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)
+
+        def backward(out: Tensor = out, inputs: Any = (q, k, v), gradient: Tensor = gradient) -> Any:
+            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+        yield str(dtype)[6:], int(scores), width, bench.seconds(forward), bench.seconds(backward)
+
+
+def updates(bench: Bench) -> Iterator[tuple[int, float]]:
+    """Measure the fused update."""
+    for numel in ADAMW:
+        parameters = [torch.nn.Parameter(torch.randn(numel, device=bench.device)) for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        yield 4 * numel, bench.seconds(torch.optim.AdamW(parameters, fused=True).step)
+
+
+def exchanges(bench: Bench, backend: str) -> Iterator[tuple[str, str, int, float]]:
+    """Measure the exchanges of ``fully_shard`` as a backend makes them, and all-reduces."""
+    size = dist.get_world_size()
+    if size == 1:
+        return
+    group = cast(dist.ProcessGroup, dist.new_group(backend=backend))
+    gather: Any = dist.all_gather_into_tensor
+    scatter: Any = dist.reduce_scatter_tensor
+    if backend == "smddp":
+        gather, scatter = SharedAllGather(cast(SmddpGroup, group)), SharedReduceScatter(cast(SmddpGroup, group))
+    elif backend == "gloo":
+        gather, scatter = DirectAllGather(), DirectReduceScatter()
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": bench.device}
+    for part in PARTS:
+        numel = part // 4
+        if backend == "nccl":
+            gathered, whole, reduced = (torch.empty(n, **kind) for n in (numel * size, numel * size, numel))
+        else:
+            gathered = gather.allocate((numel * size,), **kind)
+            whole, reduced = scatter.allocate((numel * size,), **kind), scatter.allocate((numel,), **kind)
+        own = gathered[dist.get_rank() * numel :][:numel]
+        for tensor in (own, whole):
+            tensor.fill_(1.0)
+        calls = {
+            "all_gather": functools.partial(gather, gathered, own, group),
+            "reduce_scatter": functools.partial(scatter, reduced, whole, group=group, op=dist.ReduceOp.SUM),
+            "all_reduce": functools.partial(dist.all_reduce, whole, group=group),
+        }
+        for name, call in calls.items():
+            yield backend, name, part * size, _together(bench, call)
+
+
+def _together(bench: Bench, call: Callable[[], Any]) -> float:
+    """Return the seconds of a collective; every rank makes as many calls."""
+    call()
+    dist.barrier()
+    found = []
+    for _ in range(12):
+        start = bench.now()
+        call()
+        found.append(bench.now() - start)
+    return bench.usual(found)
+
+
+def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
+    """Return the host's microseconds for an operation: what a small step takes beyond operations and exchanges."""
+    launch, device = read_launch(), bench.device
+    tables, result = Measured(found, backend), {}
+    small = ModelConfig(
+        model_type="mistral", max_context_width=32, hidden_width=64, num_layers=4, num_heads=2, intermediate_size=128,
+        vocab_size=256,
+    )  # fmt: skip
+    model = resolve_model(small)
+    mesh = resolve_mesh(
+        ParallelConfig(), world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
+    ).join(device.type)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ids = torch.arange(32).reshape(1, 32)
+    batch = StepBatch([{"input_ids": ids, "labels": ids.clone()}], torch.arange(1))
+    for mode, activation in RECOMPUTED.items():
+        settings = Settings((ParallelConfig(), activation, LossConfig()))
+        prepared = prepare_model(
+            model, mesh=mesh, settings=settings, dtype=dtype, device=device, seed=0, load_weights=False
+        )
+        optimizer = build_optimizer(prepared, OptimConfig(), lr=1e-4)
+
+        def step(prepared: Any = prepared, optimizer: Any = optimizer) -> None:
+            train_step(prepared, optimizer, batch, device=device, grad_clip=1.0, loss_group=mesh.loss.group)
+
+        step()
+        with Log() as log:
+            step()
+        known = 0.0  # a GPU computes and exchanges beside the host
+        if device.type == "cpu":
+            known = sum(tables.seconds(operation, "nt") for operation in log.operations)
+            # A gather forward, one backward and a reduction of each unit; the count of tokens, the norm, the flag.
+            calls = 3 * (small.num_layers + 2) + 3 if launch.world_size > 1 and small.num_layers else 0
+            known += calls * tables.exchange(Exchange("all_gather", 1, launch.world_size, "shard", False))
+        result[mode] = 1e6 * (_together(bench, step) - known) / len(log.operations)
+    return result
+
+
+def measure(device: torch.device, budget: float) -> Tables:
+    """Measure everything; the process group runs."""
+    before = probe(device)
+    bench = Bench(device, budget)
+    gc.disable()
+    backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
+    exchanged = [line for backend in backends for line in exchanges(bench, backend)]
+    found = Tables(
+        list(products(bench)), list(elementwise(bench)), list(attentions(bench)), list(updates(bench)), exchanged,
+        {}, {},
+    )  # fmt: skip
+    issued = host(bench, found, backends[0])
+    after = {f"{name} after": seconds for name, seconds in probe(device).items()}
+    return found._replace(host=issued, probe=before | after)
+
+
+def main() -> None:
+    """Measure in this process, and write what rank 0 found: ``OUTPUT SECONDS``."""
+    output, budget = own_arguments(None)
+    launch = read_launch()
+    device = choose_device(launch)
+    torch.manual_seed(launch.rank)
+    with process_group(CommConfig(), launch, device):
+        found = measure(device, float(budget))
+    if launch.rank == 0:
+        Path(output).write_text(json.dumps(found._asdict()))
+
+
+if __name__ == "__main__":
+    main()

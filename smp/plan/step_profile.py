@@ -1,0 +1,201 @@
+"""The memory profile of a step on fake tensors: where each storage is made, every operation and every collective."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
+
+from smp.memory.categories import OTHER, copied_inside
+from smp.memory.profile import MemoryProfile, _Storage
+from smp.plan import fake_cuda, workspace, world
+from smp.plan.events import BEGIN, Birth, Change, Place, Trace
+from smp.plan.kernels import VIEWS
+from smp.plan.records import Exchange, Operation, TensorShape
+
+aten = torch.ops.aten
+
+
+def shape_of(tensor: torch.Tensor) -> TensorShape:
+    """Return a tensor's shape and dtype."""
+    return TensorShape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+class StepTrace(MemoryProfile):
+    """The memory profile of a step on fake tensors, which also notes where, on which stream, and what else happens."""
+
+    plain = (FakeTensor,)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        mode: FakeTensorMode,
+        length: int,
+        capability: tuple[int, int] | None = None,
+    ):
+        self.place = Place(0, BEGIN, None)
+        self._fake, self._length = mode, length
+        self._places: list[Place] = []
+        self._streams: dict[int, str] = {}
+        self._births: dict[int, tuple[Place, int]] = {}
+        self._counts: dict[Place, int] = {}
+        self._order: list[_Storage] = []
+        self.events: dict[Place, list[Operation | Exchange]] = {}
+        self.axes: dict[str, str] = {}
+        self.groups: dict[str, tuple[int, int]] = {}
+        self._capability, self._has_cublas = capability, False
+        super().__init__(model, optimizer, device)
+        if device.type == "cpu":  # the ranks of torch's device mesh, int32
+            self._change(_Storage(OTHER, 0), 4 * dist.get_world_size())
+        self.initial = len(self._order)
+
+    # --- the account
+
+    def _change(self, entry: _Storage, nbytes: int) -> None:
+        before = len(self._log)
+        super()._change(entry, nbytes)
+        if len(self._log) == before:
+            return
+        self._places.append(self.place)
+        if id(entry) not in self._births:
+            index = self._counts[self.place] = self._counts.get(self.place, -1) + 1
+            self._births[id(entry)] = (self.place, index)
+            self._streams[id(entry)] = self._stream()
+            self._order.append(entry)
+
+    def _stream(self) -> str:
+        return fake_cuda.current_stream().name if self._device.type == "cuda" else ""
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):  # whose `.device` is an operation
+            return tensor.fake_device.type != self._device.type or tensor.fake_mode is not self._fake
+        return True  # a real one has no place in a plan
+
+    def _copied_inside(self, operation: Any, args: tuple[Any, ...]) -> int:
+        return copied_inside(operation, args, backend=world.backend)
+
+    def _shared_mappings(self) -> list[range]:
+        return []
+
+    def _measure(self) -> None:
+        pass
+
+    def collect(self, owners: dict[int, int], blocks: int, parameters: tuple[TensorShape, ...]) -> Trace:
+        """Return the trace.
+
+        Args:
+            owners: the blocks of storages that exist before the step, by ``id``.
+            blocks: how many.
+            parameters: of one block.
+        """
+        numbers = {id(entry): number for number, entry in enumerate(self._order)}
+        births = [Birth(*self._births[id(entry)], entry, self._streams[id(entry)]) for entry in self._order]
+        changes = [
+            Change(place, numbers[id(entry)], delta)
+            for place, (_, entry, delta) in zip(self._places, self._log, strict=True)
+        ]
+        for entry in self._order:
+            entry.reference = None  # which holds this profile, and with it the model
+        held = [owners.get(id(entry)) for entry in self._order[: self.initial]]
+        return Trace(blocks, births, changes, held, self.events, sum(world.connected.values()), self.groups, parameters)
+
+    # --- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what reads values, and note everything else."""
+        if func is aten._local_scalar_dense.default:
+            return self._number(args[0].dtype)
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if world.paused:
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        name = func._schema.name
+        if self._capability is not None and not self._has_cublas and workspace.is_product(name):
+            self._has_cublas, place, self.place = True, self.place, Place(0, BEGIN, None)  # of no block
+            self._change(_Storage(OTHER, 0), workspace.cublas_bytes(self._capability))
+            self.place = place
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._capability is not None:
+            inside = workspace.inside(name, [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)])
+            if inside:
+                self._change(passing := _Storage(OTHER, 0), inside)
+                self._change(passing, 0)
+        if name.startswith(("c10d::", "smp::reduce_tokens", "symm_mem::")):
+            self._collective(name, args, result)
+        elif name.partition("::")[2] not in VIEWS and func.namespace not in ("prim", "profiler"):
+            self._operation(str(func), args, kwargs, result)
+        return result
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) or tensor.is_meta else self._fake.from_tensor(tensor)
+
+    def _number(self, dtype: torch.dtype) -> float | bool:
+        """Return what is read from a fake tensor: labels have no gaps, masks no padding, no rank raises a flag."""
+        name = _caller()
+        if dtype is torch.bool:
+            return not name.endswith("smp/parallel/loss.py")
+        if name.endswith("train/step.py"):
+            return self._length
+        return 1.0 if dtype.is_floating_point else 0 if "/faults/" in name else 1
+
+    def _operation(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = tuple(shape_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        outputs = tuple(shape_of(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.events.setdefault(self.place, []).append(Operation(name, inputs, outputs))
+
+    # --- collectives
+
+    def _collective(self, name: str, args: Any, result: Any) -> None:
+        kind = next((k for k in ("all_to_all", "alltoall", "reduce_scatter", "reduce_tokens", "gather", "all_reduce",
+                                 "allreduce", "broadcast") if k in name), None)  # fmt: skip
+        if kind is None:
+            return
+        tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+        nbytes = max((t.nbytes for t in tensors), default=0)
+        group = self._group_of(args)
+        if name == "smp::reduce_tokens":
+            kind = "reduce_scatter" if args[2] > 1 else "all_reduce"
+        known = {"gather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
+        if group is not None:
+            world._connect(group)
+            self.exchange(known.get(kind, kind), nbytes, group)
+
+    def _group_of(self, args: Any) -> dist.ProcessGroup | None:
+        for each in tree_leaves(args):
+            if isinstance(each, torch.ScriptObject):
+                with contextlib.suppress(RuntimeError, TypeError):
+                    return dist.ProcessGroup.unbox(each)
+            if isinstance(each, str):
+                with contextlib.suppress(RuntimeError, KeyError, ValueError, TypeError):
+                    return dist.distributed_c10d._resolve_process_group(cast(Any, each))
+        return None
+
+    def exchange(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
+        """Note a collective."""
+        if group.size() == 1:
+            return
+        beside = self._device.type == "cuda" and fake_cuda.current_stream() is not fake_cuda.default
+        axis = self.axes.get(group.group_name, "world")
+        self.events.setdefault(self.place, []).append(Exchange(kind, nbytes, group.size(), axis, beside))
+
+
+def _caller() -> str:
+    """Return the file of the innermost line of smp, transformers or torch's optimizers on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if ("/smp/" in path and "/smp/plan/" not in path) or "/transformers/" in path:
+            return path
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,69 @@
+"""A step written out from few blocks is the step of all blocks: to the byte at the peak."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp.plan.blocks import blocks_to_trace
+from smp.plan.devices import device_row
+from smp.plan.shim import compiler
+from smp.plan.worker import Worker
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="fake CUDA tensors need a C++ compiler")
+SIZES = (
+    *("--hidden_width", "256", "--num_layers", "8", "--num_heads", "8", "--vocab_size", "2048"),
+    *("--max_context_width", "256", "--train_batch_size", "2"),
+)  # fmt: skip
+LLAMA = ("--model_type", "llama_v2", *SIZES, "--llama_intermediate_size", "704")
+CASES = {
+    "Llama": LLAMA,
+    "selective, accumulation": (
+        *(*LLAMA, "--activation_checkpointing_mode", "selective", "--gradient_accumulation_steps", "2"),
+    ),
+    "nothing recomputed, tied": (*LLAMA, "--activation_checkpointing", "0", "--tie_word_embeddings", "1"),
+    "every second block": (*LLAMA, "--activation_checkpointing_every", "2"),
+    "offloading": (*LLAMA, "--offload_activations", "1"),
+    "tp": (*LLAMA, "--tensor_parallel_degree", "2"),
+    "deferred": (
+        *LLAMA, "--sharding_strategy", "shard_grad_op", "--gradient_accumulation_steps", "2",
+        "--defer_gradient_sync", "1",
+    ),
+    "Mistral": ("--model_type", "mistral", *SIZES, "--intermediate_size", "704"),
+    "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
+    "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
+}  # fmt: skip
+SMOKE = "selective, accumulation"
+
+
+def compare(name: str) -> None:
+    with Worker() as worker:
+        few, every = (
+            worker.plan(
+                ["--use_synthetic_data", "1", *CASES[name]], nodes=1, local=8, device=device_row("h100"), exact=exact
+            )
+            for exact in (False, True)
+        )
+    assert (few.method, every.method) == ("blocks", "exact")
+    assert few.memory.peak == every.memory.peak
+    assert few.memory.own_peaks["activations"] == every.memory.own_peaks["activations"]
+    assert few.memory.reserved == pytest.approx(every.memory.reserved, rel=0.02)
+    assert few.step.seconds == pytest.approx(every.step.seconds, rel=0.002)
+    assert few.step.inside == pytest.approx(every.step.inside, rel=1e-6)
+
+
+def test_few_blocks_are_all_blocks():
+    compare(SMOKE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in CASES if name != SMOKE])
+def test_few_blocks_are_all_blocks_with_every_technique(name):
+    compare(name)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "period", "margin", "few"), [(80, 1, 2, 5), (4, 1, 2, 4), (5, 1, 2, 5), (34, 6, 6, 22), (16, 2, 2, 6)]
+)
+def test_as_few_are_traced_as_keep_the_places_in_a_period(wanted, period, margin, few):
+    assert blocks_to_trace(wanted, period=period, margin=margin) == few
+    assert few == wanted or (wanted - few) % period == 0

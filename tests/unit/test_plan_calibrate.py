@@ -1,0 +1,95 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from smp.errors import UserError
+from smp.plan import calibrate as calibrating
+from smp.plan.calibrate import calibrate
+from smp.plan.devices import MEASURED, Tables, device_row
+from smp.plan.kernels import moved_bytes, product
+from smp.plan.measure import Log
+from smp.plan.records import Exchange, Operation, Segment, TensorShape
+from smp.plan.time import step_time
+
+TABLES = Tables(
+    products=[["float32", "nt", 512, 512, 512, 2**28 / 1e11]],
+    elementwise=[["add", 10_000, 1e-6], ["add", 2 * 10**7, 1e-3]],
+    attention=[["float32", 1000, 50, 4e-6, 2e-5]], adamw=[],
+    exchanges=[["smddp", "reduce_scatter", 10**7, 1e-3]],
+    host={"none": 20.0, "full": 21.0, "selective": 35.0}, probe={"add": 1e-3, "product": 2e-3},
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_DEVICES_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return tmp_path
+
+
+def test_the_row_is_found_by_name(folder, monkeypatch):
+    monkeypatch.setattr(calibrating, "_measure", lambda count, seconds, folder, *, gpus: TABLES)
+    told = []
+    assert calibrate(say=told.append) == folder / "cpu.json"
+    assert told == ["measuring with 1 process", "measuring with 2 processes", "measuring with 4 processes"]
+    row = device_row("cpu")
+    assert sorted(row.tables) == [1, 2, 4] and row.source == MEASURED and not row.is_gpu and row.memory > 0
+    assert f"torch {torch.__version__}" in row.on and row.date.startswith("20")
+    # The closed form's peaks are those that were reached.
+    assert row.peak == pytest.approx(0.1) and row.bandwidth == pytest.approx(0.02) and row.links == pytest.approx(10)
+    assert row.efficiency.attention_forward == pytest.approx(
+        0.5
+    ) and row.efficiency.attention_backward == pytest.approx(0.25)
+
+
+def test_processes_that_fail(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(
+        UserError, match=r"measuring with 1 process\(es\) ended with status 1: see above .* --device a100"
+    ):
+        calibrate()
+    assert not list(folder.iterdir())
+
+
+def test_what_is_logged_is_what_a_trace_holds():
+    a, b = torch.ones(4, 6), torch.ones(6, 8)
+    with Log() as log:
+        (a @ b).t().add_(1.0)
+    assert [operation.name for operation in log.operations] == ["aten.mm.default", "aten.add_.Tensor"]
+    assert product(log.operations[0]).flops == 2 * 4 * 6 * 8 and moved_bytes(log.operations[1]) == 2 * 4 * 32
+
+
+SHORTENED = """
+from smp.plan import measure
+measure.LINEAR, measure.HEADS, measure.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], 2**20
+measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
+measure.main()
+"""
+
+
+@pytest.mark.full
+def test_this_machine_is_measured(folder, tmp_path_factory, monkeypatch):
+    script = tmp_path_factory.mktemp("script") / "measure.py"
+    script.write_text(SHORTENED)
+
+    def run(command, *, _run=subprocess.run, **kwargs):
+        at = command.index("smp.plan.measure")
+        return _run([*command[: at - 1], str(script), *command[at + 1 :]], **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    row = device_row(str(calibrate(processes=[2], seconds=0.001)))
+    tables = row.tables[2]
+    assert {line[1] for line in tables.products} == {"nt", "nn", "tn"}
+    assert {line[0] for line in tables.exchanges} == {"smddp", "gloo"}
+    every = [line[-1] for lines in tables[:5] for line in lines] + [*tables.host.values(), *tables.probe.values()]
+    assert min(every) > 0 and set(tables.probe) == {"add", "product", "add after", "product after"}
+    assert row.peak > 0.001 and row.bandwidth > 0.0001
+    single = TensorShape((512, 512), "float32")
+    events = (
+        Operation("aten.mm.default", (single, single), (single,)),
+        Exchange("all_gather", 2**20, 2, "shard", False),
+    )
+    found = step_time([(Segment("forward", 0, 0, events), 3)], row, local=2, groups={})
+    assert set(found.parts) == {"compute", "exposed gathers", "host"} and 0 < found.seconds < 60
