@@ -37,7 +37,8 @@ class Worker:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(BrokenPipeError):  # what a process that has died did not read
+                        pipe.close()
 
     def start(self, device: DeviceRow) -> subprocess.Popen[bytes]:
         """Start the process, unless it runs; it imports what it needs while the caller goes on."""
@@ -59,7 +60,7 @@ class Worker:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             raise UserError(
                 f"the planning process has ended with status {process.wait()}: see its output above"
             ) from None

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.plan import fake_cuda
+from smp.plan import world as planned_world
 
 
 def _replace(owner: Any, name: str, make: Any, *, static: bool = False) -> None:
@@ -23,17 +24,8 @@ def _replace(owner: Any, name: str, make: Any, *, static: bool = False) -> None:
     setattr(owner, name, staticmethod(new) if static else new)
 
 
-def _let_fakes_pass(mode: FakeTensorMode) -> None:
+def _let_fakes_pass() -> None:
     """Replace what looks at values, or takes a fake tensor for tracing."""
-    from transformers import masking_utils
-    from transformers.utils import import_utils
-
-    def outside(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with unset_fake_temporarily():
-                return original(*args, **kwargs)
-
-        return call
 
     def on_device(original: Any) -> Any:
         def tensor(data: Any, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -45,12 +37,9 @@ def _let_fakes_pass(mode: FakeTensorMode) -> None:
 
         return tensor
 
-    _replace(DeviceMesh, "_concatenate", outside, static=True)
+    planned_world._transformers_is_not_tracing()
+    _replace(DeviceMesh, "_concatenate", planned_world._outside, static=True)
     _replace(torch, "tensor", on_device)
-    for module in (import_utils, masking_utils):
-        for name in ("is_tracing", "is_torchdynamo_compiling", "is_torch_fx_proxy"):
-            if hasattr(module, name):
-                setattr(module, name, lambda *args, **kwargs: False)
 
 
 class EnoughError(Exception):
@@ -110,8 +99,8 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     config = parse_args(flags)
     plan = make_plan(config, Launch(0, world, 0, min(world, 8)))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    _let_fakes_pass(mode)
+    mode = planned_world.fake_mode()
+    _let_fakes_pass()
     _let_run_pass(mode)
     audit, steps, optimizers = Audit(mode), [], []
 

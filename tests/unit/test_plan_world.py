@@ -49,15 +49,10 @@ ON_CPU = {
     "identity": request(TO_DISK),
 }
 ON_GPU = {
-    "numbers": request("", 2, "nccl"),
     "attention": request(KEPT, 2, "nccl"),
     "streams": request("", 2, "nccl"),
     "identity": request(OFFLOADED, 2, "nccl"),
-    "store": request(TO_DISK, 2, "nccl"),
-    "is_tracing": request("", 2, "nccl", "batches have padding masks"),
 }
-
-
 # Steps without tampering, to compare with.
 PLAIN_ON_CPU = {"": request(), KEPT: request(KEPT)}
 PLAIN_ON_GPU = {KEPT: request(KEPT, 2, "nccl"), WIDE: request(WIDE, 2, "nccl")}
@@ -71,11 +66,13 @@ def _both(trap: str, given: dict[str, Any]) -> list[dict[str, Any]]:
 def answers(device_type: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Plan with and without each stand-in, forks of one process; and the steps to compare with."""
     traps, plain, shim = (ON_CPU, PLAIN_ON_CPU, None) if device_type == "cpu" else (ON_GPU, PLAIN_ON_GPU, build_shim())
-    requests = [each for trap, given in traps.items() for each in _both(trap, given)]
-    found = planned([*requests, *plain.values()], shim=shim)
-    both, alone = found[: len(requests)], found[len(requests) :]
-    pairs = zip([*both[::2], *alone], [*both[1::2], *alone], strict=True)
-    return dict(zip([*traps, *plain], pairs, strict=True))
+    pairs = {trap: _both(trap, given) for trap, given in traps.items()}
+    pairs |= {words: [given, given] for words, given in plain.items()}
+    requests: list[dict[str, Any]] = []
+    for pair in pairs.values():
+        requests += [each for each in pair if each not in requests]  # equal ones are planned once
+    found = planned(requests, shim=shim)
+    return {name: (found[requests.index(a)], found[requests.index(b)]) for name, (a, b) in pairs.items()}
 
 
 def test_a_number_is_read():
@@ -98,12 +95,6 @@ def test_the_step_ends_on_cpus(trap, error):
 
 
 @full
-def test_plans_after_others_that_fail_are_right():
-    same = [answers("cpu")[trap][0] for trap in ("numbers", "mesh", "collectives")]
-    assert same == [answers("cpu")[""][0]] * 3
-
-
-@full
 def test_shapes_of_dtensors_are_no_allocations():
     right, without = answers("cpu")["pause"]
     assert right == answers("cpu")["concatenate"][0]  # where no shape is new
@@ -111,13 +102,10 @@ def test_shapes_of_dtensors_are_no_allocations():
 
 
 @full
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=needs_compiler)])
-def test_a_padding_mask_without_padding_makes_no_square(device_type):
-    right, without = answers(device_type)["is_tracing"]
+def test_a_padding_mask_without_padding_makes_no_square():
+    right, without = answers("cpu")["is_tracing"]
+    assert right["total"] == answers("cpu")[""][0]["total"] + 8 * BATCH * LENGTH  # the padding masks
     assert without["total"] >= right["total"] + BATCH * LENGTH * LENGTH
-    # On the CPU what is there besides is the padding masks.
-    if device_type == "cpu":
-        assert right["total"] == answers("cpu")[""][0]["total"] + 8 * BATCH * LENGTH
 
 
 @full
@@ -140,15 +128,6 @@ def test_storages_differ_though_all_are_at_address_0():
     right, without = answers("cpu")["identity"]
     assert right["total"] < without["total"]
     assert without["at_peak"]["activations"] == answers("cpu")[KEPT][0]["at_peak"]["activations"]  # none leaves
-
-
-@full
-@needs_compiler
-@pytest.mark.parametrize(("trap", "error"), [("numbers", "DataDependentOutputException"), ("store", "OSError")])
-def test_the_step_ends_on_gpus(trap, error):
-    right, without = answers("cuda")[trap]
-    assert right["total"] > 0
-    assert without["error"].startswith(error)
 
 
 @full

@@ -1,0 +1,140 @@
+"""The process that plans: what it leaves behind, equal answers, and what it says where it cannot plan."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import masking_utils
+
+from smp.errors import UserError
+from smp.parallel import sharding
+from smp.plan import shim
+from smp.plan.devices import DEVICES, DeviceRow
+from smp.plan.worker import Worker, in_child
+from tests.job import LLAMA, NEOX
+
+CPU = DeviceRow("cpu")
+WORDS = [*LLAMA, "--use_synthetic_data", "1"]
+OTHER = [*NEOX, "--use_synthetic_data", "1"]
+
+
+def plan(worker, words=WORDS, local=2):
+    return worker.plan(words, nodes=1, local=local, device=CPU)
+
+
+def looked_at():
+    """What a plan replaces in its own process."""
+    return {
+        "group": dist.is_initialized(),
+        "modes": len(_get_current_dispatch_mode_stack()),
+        "attention": F.scaled_dot_product_attention,
+        "is_tracing": masking_utils.is_tracing,
+        "resize_": torch.UntypedStorage.resize_,
+        "collectives": sharding.install_collectives,
+        "cuda": torch.cuda.is_available(),
+        "generator": torch.get_rng_state().tolist(),
+    }
+
+
+def test_a_plan_leaves_nothing_behind_and_is_made_again():
+    """The second, after another model's, an illegal one and one that is no layout, is the first."""
+    before = looked_at()
+    with Worker() as worker:
+        first = plan(worker)
+        assert plan(worker, OTHER) != first
+        with pytest.raises(UserError, match="divide") as refused:
+            plan(worker, [*WORDS, "--tensor_parallel_degree", "3"])
+        assert "\n" not in str(refused.value).strip()
+        assert plan(worker) == first
+    assert looked_at() == before
+    assert not before["group"] and not before["modes"]
+
+
+@pytest.mark.full
+def test_processes_agree():
+    with Worker() as one, Worker() as other:
+        plan(other, OTHER)
+        assert plan(one) == plan(other)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("words", "match"), [
+    (["--no_such_flag", "1"], "no_such_flag"),
+    (["--hybrid_shard_degree", "3"], "hybrid_shard_degree"),
+    (["--offload_activations", "1"], "--offload_dir"),
+])  # fmt: skip
+def test_flags_that_are_refused_are_a_sentence(words, match):
+    with Worker() as worker, pytest.raises(UserError, match=match) as refused:
+        plan(worker, [*WORDS, *words])
+    assert "Traceback" not in str(refused.value)
+
+
+@pytest.mark.full
+def test_a_worker_that_dies_is_a_sentence():
+    with Worker() as worker:
+        plan(worker)
+        assert worker._process is not None
+        worker._process.kill()
+        worker._process.wait()
+        with pytest.raises(UserError, match="the planning process has ended with status -9: see its output above"):
+            plan(worker)
+
+
+def test_the_end_of_the_fork_that_plans_is_a_sentence():
+    with pytest.raises(UserError, match=r"the process that planned this layout has ended with status 9\b"):
+        in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_defect_is_a_sentence(capfd):
+    def fail():
+        raise ZeroDivisionError("of a test")
+
+    with pytest.raises(UserError, match=r"could not be planned \(ZeroDivisionError\): this is a defect in smp"):
+        in_child(fail)
+    assert "of a test" in capfd.readouterr().err  # for the report
+
+
+def test_a_refusal_in_the_fork_keeps_its_words():
+    def refuse():
+        raise UserError("give another number")
+
+    with pytest.raises(UserError, match=r"^give another number$"):
+        in_child(refuse)
+
+
+def test_a_fork_keeps_what_it_replaces():
+    assert in_child(functools.partial(setattr, masking_utils, "is_tracing", None)) is None
+    assert masking_utils.is_tracing is not None
+
+
+def test_no_compiler_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(shim, "CACHE", tmp_path)
+    monkeypatch.setattr(shim.build_shim, "__defaults__", (tmp_path, shim.SOURCE))
+    with Worker() as worker, pytest.raises(UserError, match=r"needs a C\+\+ compiler .* none is on the PATH"):
+        worker.plan(WORDS, nodes=1, local=2, device=DEVICES["h100"])
+
+
+def test_a_shim_that_does_not_compile_is_said_with_the_compilers_words(tmp_path):
+    if shim.compiler() is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "shim.cpp"
+    source.write_text("no C++\n")
+    with pytest.raises(UserError, match=r"does not compile with .*:\n.*shim\.cpp"):
+        shim.build_shim(tmp_path, source)
+    assert not list(tmp_path.glob("*.so"))
+
+
+@pytest.mark.full
+def test_the_worker_ends_when_its_input_does():
+    done = subprocess.run([sys.executable, "-m", "smp.plan.worker"], input=b"", capture_output=True, timeout=300)
+    assert done.returncode == 0 and done.stdout == b""
