@@ -140,7 +140,7 @@ def layouts(
                 tokens = (samples or batch * mesh.data.size * (accumulation or 0)) * resolved.sequence_length
                 if accumulation and (samples or tokens <= MOST_TOKENS or batch == batches[0]):
                     sizes = {"train_batch_size": batch} if len(batches) > 1 else {}
-                    work = dataclasses.replace(one, micro_batch_size=batch)
+                    work = dataclasses.replace(one, micro_batch_size=batch, accumulation=accumulation)
                     yield Layout(mesh, {**flags, **sizes}, work, accumulation, tokens)
 
 
