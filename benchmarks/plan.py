@@ -31,6 +31,7 @@ from smp.errors import Problems
 from smp.memory.profile import profile_memory
 from smp.memory.shape import ModelShape
 from smp.memory.tracker import peak_rss_bytes
+from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
@@ -248,7 +249,7 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
     """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
     launch, config = read_launch(), parse_args(list(words))
     device, problems = torch.device("cpu"), Problems()
-    job = make_job(config, launch, device, problems)
+    job = make_job(config, launch, device, resolve_model(config.model), problems)
     with process_group(config.comm, launch, device):
         mesh = job.mesh.join("cpu")
         model = prepare_model(

@@ -18,8 +18,9 @@ import transformers.models.mistral.modeling_mistral  # noqa: F401  imported befo
 
 from smp.data.data_pipeline import StepBatch
 from smp.errors import Problems
-from smp.memory.categories import CATEGORIES
+from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
+from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
@@ -35,8 +36,8 @@ CAPABILITY = (9, 0)  # of a planned GPU
 
 
 def job_of(words: list[str], world: int, rank: int, device: torch.device = CPU) -> Job:
-    words = ["--use_synthetic_data", "1", *words]
-    return make_job(parse_args(words), Launch(rank, world, rank, world), device, Problems())
+    config = parse_args(["--use_synthetic_data", "1", *words])
+    return make_job(config, Launch(rank, world, rank, world), device, resolve_model(config.model), Problems())
 
 
 def _batch(job: Job) -> StepBatch:
@@ -50,18 +51,21 @@ def _batch(job: Job) -> StepBatch:
     return StepBatch([microbatch() for _ in range(count)], torch.arange(size * count))
 
 
-def _summary(profile: MemoryProfile) -> dict[str, Any]:
-    """The bytes at the peak, and each category's own highest."""
+def _summary(profile: MemoryProfile, others: int) -> dict[str, Any]:
+    """The bytes at the peak, and each category's own highest; without ``others``, which were there before the job."""
     now, most = collections.Counter(), dict.fromkeys(CATEGORIES, 0)
     for _, storage, delta in profile._log:
         now[storage.category] += delta
         most[storage.category] = max(most[storage.category], now[storage.category])
     peak = profile.peak()
-    return {"total": peak.total, "at_peak": dict(peak.categories), "own_peaks": most}
+    most[OTHER] -= others
+    at_peak = {**peak.categories, OTHER: peak.categories[OTHER] - others}
+    return {"total": peak.total - others, "at_peak": at_peak, "own_peaks": most}
 
 
 def _measure(words: list[str], folder: str) -> None:
     torch.manual_seed(dist.get_rank())
+    others = MemoryProfile(torch.nn.Module(), None, CPU).latest().total  # of tests that this process was forked from
     job = job_of(words, dist.get_world_size(), dist.get_rank())
     mesh, config = job.mesh.join("cpu"), job.config
     model = prepare_model(
@@ -83,7 +87,7 @@ def _measure(words: list[str], folder: str) -> None:
             continue
         with profile_memory(model, optimizer) as profile:
             run(profile.mark)
-        pathlib.Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(_summary(profile)))
+        pathlib.Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(_summary(profile, others)))
 
 
 def measured(words: list[str], world: int, backend: str, folder: pathlib.Path) -> list[dict[str, Any]]:

@@ -104,7 +104,8 @@ class _Rank:
         self.row, self.limit, self.local = row, limit, local
         config = parse_args(words)
         problems = Problems()
-        self.job = job = make_job(config, Launch(rank, ranks, rank % local, local), device, problems)
+        launch = Launch(rank, ranks, rank % local, local)
+        self.job = job = make_job(config, launch, device, resolve_model(config.model), problems)
         problems += find_problems(job.model.hf_config, job.setup)
         self.batch = problems.attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh) or 0
         if problems:

@@ -106,10 +106,13 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     device = attempt(choose_device, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
-    job = make_job(config, launch, device, problems)
-    run_dir = Path(config.run.output_dir or f"runs/{job.model.name}").absolute()
+    model = attempt(resolve_model, config.model)
+    if model is None:
+        raise ConfigError(problems)
+    run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
     attempt(check_output, config, run_dir)
-    mesh, model, misfits = job.mesh, job.model, find_problems(job.model.hf_config, job.setup)
+    job = make_job(config, launch, device, model, problems)
+    mesh, misfits = job.mesh, find_problems(model.hf_config, job.setup)
     problems += misfits
     if config.data.document_mask:
         attempt(check_documents, model.hf_config)
@@ -126,21 +129,22 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     return RunPlan(**vars(job), run_dir=run_dir, storages=storages, **data)
 
 
-def make_job(config: TrainConfig, launch: Launch, device: torch.device, problems: Problems) -> Job:
-    """Find the model and the layout, which nothing of the rest can do without.
+def make_job(
+    config: TrainConfig, launch: Launch, device: torch.device, model: ResolvedModel, problems: Problems
+) -> Job:
+    """Find the layout, which nothing of the rest can do without.
 
     Args:
         problems: of the rest so far; those found here are added.
 
     Raises:
-        ConfigError: with all problems, if there is no model or no layout.
+        ConfigError: with all problems, if there is no layout.
     """
     world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
     mesh = problems.attempt(resolve_mesh, config.parallel, **world, rank=launch.rank)
-    model = problems.attempt(resolve_model, config.model)
-    if model is not None and config.checkpoint.save_final_model:
+    if config.checkpoint.save_final_model:
         problems.attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
-    if model is None or mesh is None:
+    if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
     if (strategy := choose_strategy(config.parallel, **world)) != job.settings[ParallelConfig].sharding_strategy:
