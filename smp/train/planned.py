@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from smp.checkpoint.manifest import versions
-from smp.config import ActivationConfig, flag_text
+from smp.config import ActivationConfig
 from smp.log import get_logger
 from smp.memory.profile import profile_memory
 from smp.memory.tracker import peak_rss_bytes
 from smp.plan import document, ledger
 from smp.runtime import environment_with
-from smp.train.run_plan import Job, RunPlan
+from smp.train.run_plan import Job, RunPlan, given_words
 
 logger = get_logger("train")
 
@@ -34,7 +34,6 @@ SECONDS = 20.0
 STEPS = 20
 # Of the start's steps: the first makes the optimizer's state, the second is the first like all others.
 _PROFILED = 2
-_NOT_PLANNED = {"plan", "output_dir", "resume_from_checkpoint", "dry_run", "dry_run_world_size"}
 
 
 def planner_command(job: Job) -> list[str]:
@@ -48,12 +47,7 @@ def planner_command(job: Job) -> list[str]:
         words += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
     else:
         words += ["--device", "cpu"]
-    settings = job.config.flat()
-    for name in sorted(job.config.given - _NOT_PLANNED):
-        values = settings[name] if isinstance(settings[name], list) else [settings[name]]
-        if values and values != [None]:
-            words += [f"--{name}", *map(flag_text, values)]
-    return words
+    return [*words, *given_words(job)]
 
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:

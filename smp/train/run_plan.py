@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
 _GPU_BYTES = 80 << 30
+_GPUS_OF_A_HOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,20 +301,34 @@ def _host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] 
 
 def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
     """Advise on a job that is too large: here, and on a cluster."""
-    tp, flat = job.mesh.tp.size, job.config.flat()
+    tp = job.mesh.tp.size
     enough = processes_that_fit(shape, work, available, tp=tp)
     parts = [f"use {enough} such processes with full sharding"] if enough else []
     parts.append(f"{'' if parts else 'use '}a smaller model, batch or sequence")
     if preset := _preset_that_fits(job, available):
         parts.append(f"--model {preset}, which fits here")
-    others = ("sharding_strategy", "hybrid_shard_degree", "dry_run", "dry_run_world_size", "output_dir")
-    command = ["python", "-m", "smp.train"]
-    for name in (name for name in flat if name in job.config.given and name not in others):
-        command += [f"--{name}", *map(flag_text, flat[name] if isinstance(flat[name], list) else [flat[name]])]
-    command += ["--use_synthetic_data", "1"] if job.config.data.missing() else []
     world = processes_that_fit(shape, work, _GPU_BYTES, tp=tp) or 1024
-    command += ["--sharding_strategy", "full_shard", "--dry_run", "1", "--dry_run_world_size", str(world)]
-    return f"{', or '.join(parts)}; `{shlex.join(command)}` shows what {world} GPUs of 80 GiB would hold"
+    nodes, gpus = -(-world // _GPUS_OF_A_HOST), min(world, _GPUS_OF_A_HOST)
+    command = plan_command(job, nodes=nodes, gpus=gpus, without=("sharding_strategy", "hybrid_shard_degree"))
+    shown = f"what {nodes * gpus} GPUs of 80 GiB would hold, and which layout is best"
+    return f"{', or '.join(parts)}; `{command}` shows {shown}"
+
+
+def given_words(job: Job, *, without: Iterable[str] = ()) -> list[str]:
+    """Return the flags that were given, but for where the job writes and those ``without``."""
+    left_out = {"plan", "output_dir", "resume_from_checkpoint", "dry_run", "dry_run_world_size", *without}
+    settings, words = job.config.flat(), list[str]()
+    for name in sorted(job.config.given - left_out):
+        values = settings[name] if isinstance(settings[name], list) else [settings[name]]
+        if values and values != [None]:
+            words += [f"--{name}", *map(flag_text, values)]
+    return words
+
+
+def plan_command(job: Job, *, nodes: int, gpus: int, without: Iterable[str] = ()) -> str:
+    """Return the command that plans a job on so many GPUs."""
+    sizes_of_job = ["--nodes", str(nodes), "--gpus_per_node", str(gpus)]
+    return shlex.join(["smp", "plan", *sizes_of_job, *given_words(job, without=without)])
 
 
 def _preset_that_fits(job: Job, available: int) -> str:
@@ -354,4 +370,6 @@ def dry_run(plan: RunPlan) -> None:
             choices=[*plan.choices, *others],
             host=_host_memory(plan, shape, work),
         )
-        print(text)
+        launch = plan.launch
+        command = plan_command(plan, nodes=launch.world_size // launch.local_world_size, gpus=launch.local_world_size)
+        print(f"{text}\n\n`{command} --search 0` plans its step on GPUs, on tensors without values")

@@ -13,7 +13,7 @@ import shutil
 
 import pytest
 
-import train_lib
+import smp.cli
 from tests.job import LLAMA, NEOX, run_job
 
 SYNTHETIC = ["--use_synthetic_data", "1", "--max_steps", "1"]
@@ -367,7 +367,7 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
     assert outcome.statuses == [2, 2]
     sentence = (
         r"error: llama70b on 2 process\(es\) needs about [0-9.]+ GiB in each process and there are [0-9.]+ GiB for "
-        r"each: use .*--dry_run 1"
+        r"each: use .*`smp plan .*` shows what [0-9]+ GPUs of 80 GiB would hold"
     )
     expect(outcome.output.strip().splitlines(), sentence)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -377,13 +377,13 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
 
 @pytest.mark.parametrize("words", [["--model", "llama70b"], ["--model", "llama70b", *SYNTHETIC]])
 @pytest.mark.full
-def test_a_large_model_names_a_dry_run_that_works_and_a_preset_that_fits(words, refused, capsys, monkeypatch):
+def test_a_large_model_names_a_plan_that_works_and_a_preset_that_fits(words, refused, capsys, monkeypatch):
     monkeypatch.setattr("smp.train.run_plan.available_memory", lambda device, processes: 16 << 30)
     lines = refused(*words)
     assert len(lines) == 1 + (len(words) == 2) and ("no training data" in lines[0]) == (len(words) == 2)
     assert "or --model llama_tiny, which fits here" in lines[-1]
-    command = re.search("`python -m smp.train (.*--dry_run 1 --dry_run_world_size [0-9]+)`", lines[-1])[1]
-    assert train_lib.main(command.split()) == 0
+    command = re.search("`smp (plan --nodes [0-9]+ --gpus_per_node 8 .*)`", lines[-1])[1]
+    assert smp.cli.main([*command.split(), "--search", "0", "--sharding_strategy", "full_shard"]) == 0
     assert "llama70b" in capsys.readouterr().out
 
 
