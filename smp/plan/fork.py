@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pickle
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from smp.errors import UserError
@@ -17,31 +19,36 @@ def in_child(call: Callable[[], Any]) -> Any:
     Raises:
         UserError: the call raised it, or has failed.
     """
-    reading, writing = os.pipe()
+    reading, writing = Pipe(duplex=False)
     if (child := os.fork()) == 0:
-        try:
-            try:
-                answer: tuple[bool, Any] = (True, call())
-            except UserError as error:
-                answer = (False, str(error))
-            except BaseException as error:
-                traceback.print_exc()
-                name = type(error).__name__
-                answer = (
-                    False,
-                    f"this layout could not be planned ({name}): this is a defect in smp, please report it",
-                )
-            with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(answer, pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        written = pipe.read()
+        _answer(call, writing)
+    writing.close()
+    answer = None
+    with reading:
+        with contextlib.suppress(EOFError, OSError):
+            answer = reading.recv()
     _, status = os.waitpid(child, 0)
-    if not written:
+    if answer is None:
         raise UserError(f"the process that planned this layout has ended with status {status}: see its output above")
-    done, result = pickle.loads(written)
+    done, result = answer
     if not done:
         raise UserError(result)
     return result
+
+
+def _answer(call: Callable[[], Any], writing: Connection) -> None:
+    """Send the result of a call, or the sentence of its failure, and end this process."""
+    try:
+        try:
+            answer: tuple[bool, Any] = (True, call())
+        except UserError as error:
+            answer = (False, str(error))
+        except BaseException as error:
+            traceback.print_exc()
+            said = (
+                f"this layout could not be planned ({type(error).__name__}): this is a defect in smp, please report it"
+            )
+            answer = (False, said)
+        writing.send(answer)
+    finally:
+        os._exit(0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from smp.errors import UserError
@@ -27,6 +27,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._requests: Connection | None = None
+        self._answers: Connection | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -35,14 +37,17 @@ class Worker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
+            for pipe in (self._requests, self._answers, self._process.stdin, self._process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # what a process that has died did not read
-                        pipe.close()
+                    pipe.close()
 
     def start(self, device: DeviceRow) -> subprocess.Popen[bytes]:
         """Start the process, unless it runs; it imports what it needs while the caller goes on."""
-        self._process = self._process or _start(device)
+        if self._process is None:
+            self._process = _start(device)
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._requests = Connection(os.dup(self._process.stdin.fileno()), readable=False)
+            self._answers = Connection(os.dup(self._process.stdout.fileno()), writable=False)
         return self._process
 
     def plan(
@@ -55,12 +60,11 @@ class Worker:
         """
         process = self.start(device)
         request = {"words": list(words), "nodes": nodes, "local": local, "row": device, "exact": exact}
-        assert process.stdin is not None and process.stdout is not None
+        assert self._requests is not None and self._answers is not None
         try:
-            pickle.dump(request, process.stdin)
-            process.stdin.flush()
-            answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            self._requests.send(request)
+            answer = self._answers.recv()
+        except (EOFError, OSError):
             raise UserError(
                 f"the planning process has ended with status {process.wait()}: see its output above"
             ) from None
@@ -81,21 +85,20 @@ def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
 
 def serve() -> None:
     """Answer requests on the standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "wb")
+    requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # whatever prints must not be taken for an answer
     from smp.plan.plan import plan_layout, warm_up
 
     with contextlib.suppress(EOFError):
         while True:
-            request = pickle.load(sys.stdin.buffer)
+            request = requests.recv()
             words, row = request.pop("words"), request.pop("row")
             try:
                 warm_up(words)
                 answer: LayoutPlan | str = in_child(functools.partial(plan_layout, words, row=row, **request))
             except UserError as error:
                 answer = str(error)
-            pickle.dump(answer, answers)
-            answers.flush()
+            answers.send(answer)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from smp.data.data_pipeline import StepBatch
 from smp.memory.advice import advice_text, changes_that_help
 from smp.memory.plan import estimate_memory
 from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
-from smp.memory.shape import Workload, model_shape
+from smp.memory.shape import Moment, Workload, model_shape
 from smp.memory.tracker import cpu_tensor_bytes, rss_bytes
 from smp.mesh import lay_out
 from smp.models.family import LogitTransform
@@ -188,6 +188,7 @@ def compare_one_with_plan(name, layout, vocabulary=16_384) -> None:
             layout.parallel(), ActivationConfig(activation_checkpointing=layout.checkpointing),
             LossConfig(loss_chunk_tokens=layout.chunk),
         )),
+        accumulation=layout.accumulation,
     )  # fmt: skip
     needed = estimate_memory(shape, layout.mesh(), work)
     total = sum(needed.values()) - needed["process"]
@@ -278,7 +279,8 @@ def test_a_cap_keeps_its_slope_beside_the_logits(name, transform, copies):
     assert copies * chunk <= held <= (copies + 0.1) * chunk
     config = CONFIGS[name]
     shape = model_shape(SimpleNamespace(family=family_of(config), hf_config=config, attn_implementation="eager"))
-    work = Workload(LENGTH, ROWS, 4, Settings((LossConfig(loss_chunk_tokens=32),)), device_type="cpu")
+    settings = Settings((LossConfig(loss_chunk_tokens=32),))
+    work = Workload(LENGTH, ROWS, 4, settings, device_type="cpu", moment=Moment.LOSS)
     assert cost(shape, lay_out(1), work)["logits and loss"] == copies * 32 * shape.vocabulary * 4
 
 
