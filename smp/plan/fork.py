@@ -24,9 +24,8 @@ def in_child(call: Callable[[], Any]) -> Any:
         _answer(call, writing)
     writing.close()
     answer = None
-    with reading:
-        with contextlib.suppress(EOFError, OSError):
-            answer = reading.recv()
+    with reading, contextlib.suppress(EOFError, OSError):
+        answer = reading.recv()
     _, status = os.waitpid(child, 0)
     if answer is None:
         raise UserError(f"the process that planned this layout has ended with status {status}: see its output above")
