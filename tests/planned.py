@@ -72,7 +72,8 @@ def _measure(words: list[str], folder: str) -> None:
         job.model, mesh=mesh, settings=job.setup.settings, dtype=job.dtype, device=CPU, seed=1, load_weights=False
     )
     optimizer = build_optimizer(model, config.optim, lr=1e-4)
-    for step in range(3):
+    summaries = []
+    for step in range(5):
         batch = _batch(job)
 
         def run(record, batch=batch) -> None:
@@ -87,11 +88,14 @@ def _measure(words: list[str], folder: str) -> None:
             continue
         with profile_memory(model, optimizer) as profile:
             run(profile.mark)
-        pathlib.Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(_summary(profile, others)))
+        summaries.append(_summary(profile, others))
+    # Gloo's thread may hold a tensor a moment longer than the wait for it lasts: beside other work, a step has more.
+    least = min(summaries, key=lambda summary: summary["total"])
+    pathlib.Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(least))
 
 
 def measured(words: list[str], world: int, backend: str, folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the summary of each rank's third step."""
+    """Return the summary of each rank's least step of three, after two that are not looked at."""
     run_distributed(_measure, words, str(folder), world_size=world, backend=backend)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 

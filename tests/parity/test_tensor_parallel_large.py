@@ -137,7 +137,8 @@ def test_the_job_plans_a_large_mesh(tmp_path):
     assert "mesh: dp_replicate 1 x dp_shard 32 x tp 8 = 256 processes" in out
     # 64 heads and 8 key/value heads; 128 would divide the processes, but no heads.
     assert "legal tensor-parallel degrees: 1, 2, 4, 8, 16, 32, 64\n" in out
-    table = [line.split() for line in out.partition("legal sharding degrees:\n")[2].splitlines()[1:]]
+    paragraph = out.partition("legal sharding degrees:\n")[2].partition("\n\n")[0]
+    table = [line.split() for line in paragraph.splitlines()[1:]]
     assert [(int(row[0]), int(row[1])) for row in table] == [(2**k, 32 // 2**k) for k in range(6)]
     assert [row[0] for row in table if "<-" in row] == ["32"]
     needed = {

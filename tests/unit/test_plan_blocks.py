@@ -22,7 +22,7 @@ CASES = {
     ),
     "nothing recomputed, tied": (*LLAMA, "--activation_checkpointing", "0", "--tie_word_embeddings", "1"),
     "every second block": (*LLAMA, "--activation_checkpointing_every", "2"),
-    "offloading": (*LLAMA, "--offload_activations", "1"),
+    "offloading": (*LLAMA, "--offload_activations", "1", "--num_layers", "12"),
     "tp": (*LLAMA, "--tensor_parallel_degree", "2"),
     "deferred": (
         *LLAMA, "--sharding_strategy", "shard_grad_op", "--gradient_accumulation_steps", "2",
