@@ -42,7 +42,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "GPT-NeoX over smddp, tied": (4, "smddp", (*NEOX, *TIED, *FULL)),
     "Mistral, selective": (2, "smddp", (*MISTRAL, *FULL, *SELECTIVE)),
 }  # fmt: skip
-SMOKE = ("one process", "accumulation")
+SMOKE = ("accumulation",)
 
 
 def request(name: str, rank: int = 0) -> dict[str, object]:
