@@ -359,12 +359,14 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     with Worker() as worker:
         for job in jobs:
             found.append(worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).memory)
-    lines += ["| job | processes | predicted | where |", "|---|---:|---:|---|"]
+    lines += ["| job | processes | predicted | where | process |", "|---|---:|---:|---|---:|"]
     for job, memory in zip(jobs, found, strict=True):
-        lines.append(f"| {job.name} | {job.processes} | {memory.peak.total:,} | {memory.peak.where} |")
+        lines.append(
+            f"| {job.name} | {job.processes} | {memory.peak.total:,} | {memory.peak.where} | {memory.needed:,} |"
+        )
     publish("\n".join(lines) + "\n", output)
-    lines += ["", "| job | processes | measured | off | categories that are off | process, resident |"]
-    lines += ["|---|---:|---:|---:|---|---:|"]
+    lines += ["", "| job | processes | measured | off | categories that are off | process, resident | predicted |"]
+    lines += ["|---|---:|---:|---:|---|---:|---:|"]
     with tempfile.TemporaryDirectory() as folder:
         for job, memory in zip(jobs, found, strict=True):
             real = measured_job(job, 1, Path(folder))
@@ -373,7 +375,7 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
             off = ", ".join(f"{name} {difference:+,}" for name, difference in differences.items() if difference)
             lines.append(
                 f"| {job.name} | {job.processes} | {total:,} | {memory.peak.total - total:+,} | {off or 'none'} | "
-                f"{real['resident']:,} |"
+                f"{real['resident']:,} | {memory.needed / real['resident'] - 1:+.1%} |"
             )
     return "\n".join(lines) + "\n"
 

@@ -42,14 +42,18 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
 
 
-def unused_heap() -> float:
+def unused_heap(*, recomputes: bool) -> float:
     """Return how much malloc holds in free blocks at the peak of a process, of its tensors' bytes, as it is set now.
 
-    Measured (``benchmarks/memory.py``): 0.03 to 0.44, as much when freed memory is kept as by glibc's own rule; none
-    where large blocks are given back at once.
+    Measured (``benchmarks/results/plan_bytes.md``): 0.23 to 0.31, and 0.30 to 0.62 with recomputation, as much when
+    freed memory is kept as by glibc's own rule; none where large blocks are given back at once. Small allocations, as
+    nodes of what is recomputed, lie in large blocks that were freed, into which no tensor of their size fits then.
+
+    Args:
+        recomputes: whether blocks are recomputed in backward.
     """
     if not is_glibc():
         return 0.0
     settings = f"{os.environ.get('GLIBC_TUNABLES', '')}:mmap_threshold={os.environ.get('MALLOC_MMAP_THRESHOLD_', '')}"
     thresholds = [int(size, 0) for size in re.findall(r"mmap_threshold=(0x[0-9a-fA-F]+|\d+)", settings)]
-    return 0.0 if any(size <= _GIVEN_BACK for size in thresholds) else 0.25
+    return 0.0 if any(size <= _GIVEN_BACK for size in thresholds) else 0.6 if recomputes else 0.3

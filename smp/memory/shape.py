@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smp.config import ParallelConfig, Settings
+from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.environment.malloc import unused_heap
 from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.projection import projection_size
 from smp.models.registry import build_model
+from smp.models.saved import saved_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ModelShape:
     key_value: int = 0  # parameters of a block's key and value projections, where they may have fewer heads
     capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
     attention: int = 0  # width of all heads together; 0: as hidden
+    saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -141,7 +143,7 @@ def workload(
         attention_matrix=model.attn_implementation == "eager",
         forward_only=forward_only,
         checkpoint_copy=is_async and on_cpu and not forward_only,
-        unused_heap=unused_heap() if on_cpu else 0.0,
+        unused_heap=unused_heap(recomputes=settings[ActivationConfig].activation_checkpointing) if on_cpu else 0.0,
         accumulation=accumulation,
     )
 
@@ -178,6 +180,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
     heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    saved = [saved_bytes(built.to(dtype), largest) for dtype in (torch.bfloat16, torch.float32)]
     return ModelShape(
         parameters=total,
         largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
@@ -192,6 +195,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         key_value=2 * key_value_heads * head_dim * config.hidden_size,
         capped_logits=bool(family.logits and family.logits.cap),
         attention=heads * head_dim,
+        saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
     )
 
 
@@ -213,7 +217,19 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     They follow Korthikanti et al., arXiv:2205.05198, section 4, without the attention matrix, which fused attention
     does not store.
     """
-    tp, split = mesh.tp.size, splits_tokens(mesh, work)
+    split = splits_tokens(mesh, work)
+    inside = work.tokens * _saved_values(shape, work, tp=mesh.tp.size, split=split) * work.compute_bytes
+    if shape.saved and not work.attention_matrix:  # what was counted, split as the formula splits
+        whole = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
+        inside = inside * shape.saved[work.compute_bytes >= 4] // whole
+    if work.attention_matrix:
+        matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
+        inside += 3 * matrix * work.compute_bytes // mesh.tp.size
+    return BlockBytes(work.tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
+
+
+def _saved_values(shape: ModelShape, work: Workload, *, tp: int, split: bool) -> int:
+    """Count the values that a block of the Llama kind saves of each token, without the attention matrix."""
     mlp = (4 if shape.gated_mlp else 3) * shape.intermediate
     # Of a block's ten hidden states (norms, residuals, projections' inputs and outputs), four lie between split layers.
     # Norms save what they compute in fp32, too.
@@ -221,8 +237,4 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     # The inputs of attention and MLP, of all tokens.
     gathered_inputs = 2 * shape.hidden if split and work.settings[ParallelConfig].tp_save_gathered else 0
     heads = 4 * max(shape.hidden, shape.attention)  # queries, keys, values and what attention makes of them
-    inside = work.tokens * (between + gathered_inputs + (2 * shape.hidden + heads + mlp) // tp) * work.compute_bytes
-    if work.attention_matrix:
-        matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
-        inside += 3 * matrix * work.compute_bytes // tp
-    return BlockBytes(work.tokens * shape.hidden * work.compute_bytes // (tp if split else 1), inside)
+    return between + gathered_inputs + (2 * shape.hidden + heads + mlp) // tp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,16 +73,22 @@ def _find_blocks(model: nn.Module, hf_config: Any) -> str:
     return max(sizes, key=lambda path: (sizes[path], -path.count(".")))
 
 
-@contextlib.contextmanager
-def _without_masks(model: nn.Module) -> Iterator[None]:
-    """Let transformers make no mask, which would read tensors' values."""
-    from transformers import AttentionInterface
+def _attend_nothing(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> Any:
+    batch, heads, length, _width = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1]), None
 
-    def attend(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> Any:
-        batch, heads, length, _width = query.shape
-        return query.new_empty(batch, length, heads, value.shape[-1]), None
+
+@contextlib.contextmanager
+def without_masks(model: nn.Module, attend: Callable[..., Any] = _attend_nothing) -> Iterator[None]:
+    """Let transformers make no mask, which would read tensors' values.
+
+    Args:
+        model: of transformers.
+        attend: the attention function in the meantime, as those of transformers' ``AttentionInterface``.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(_TRACE, attend)
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
@@ -127,7 +133,7 @@ def trace(model: nn.Module, watched: dict[str, nn.Module], hf_config: Any) -> li
     except Exception:  # of any type: code of any model
         pass
     try:
-        with _without_masks(model):
+        with without_masks(model):
             return _trace(model, watched, ids)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]

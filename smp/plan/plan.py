@@ -158,7 +158,8 @@ class _Rank:
             reserved: int | None = reserved_bytes(whole, expandable=expandable)
             outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * len(trace.groups)
         else:
-            reserved, outside = None, BASE_HOST_BYTES + int(unused_heap() * found.peak.total)
+            unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
+            reserved, outside = None, BASE_HOST_BYTES + int(unused * found.peak.total)
         return RankMemory(
             rank=self.job.launch.rank,
             peak=found.peak,

@@ -26,7 +26,7 @@ from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
-from smp.train.planned import Planned, predict
+from smp.train.planned import Planned, predict, print_plan
 from smp.train.report import announce, arguments_table, begin_files, changes_since
 from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
 from smp.train.start import agree_on_start, prepare_device
@@ -105,6 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         plan = make_plan(config, planned_launch(config, launch))
         if config.run.dry_run:
             dry_run(plan)
+            if config.run.plan and launch.rank == 0:
+                print_plan(plan)
             return 0
     except UserError as error:
         # Every rank finds the same problems; one of each host prints them.

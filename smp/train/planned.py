@@ -39,7 +39,7 @@ _PROFILED = 2
 def planner_command(job: Job) -> list[str]:
     """Return the command that plans a job as it is, without a search."""
     launch, device = job.launch, job.device
-    words = [sys.executable, "-m", "smp", "plan", "--search", "0", "--json", "-"]
+    words = [sys.executable, "-m", "smp", "plan", "--search", "0"]
     words += ["--nodes", str(-(-launch.world_size // launch.local_world_size))]
     words += ["--gpus_per_node", str(launch.local_world_size)]
     if device.type == "cuda":
@@ -50,11 +50,21 @@ def planner_command(job: Job) -> list[str]:
     return [*words, *given_words(job)]
 
 
+def print_plan(job: Job) -> None:
+    """Print the plan of a job, below the report of its dry run."""
+    print(flush=True)
+    subprocess.run(planner_command(job), stdin=subprocess.DEVNULL, env=_environment(), check=False)
+
+
+def _environment() -> dict[str, str]:
+    return environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+
+
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
     """Return the plan of a job, by a process of its own; None, with a line in the log, where there is none in time."""
     process = subprocess.Popen(
-        planner_command(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}), start_new_session=True,
+        [*planner_command(job), "--json", "-"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True,
     )  # fmt: skip
     try:
         out, err = process.communicate(timeout=seconds)

@@ -39,7 +39,7 @@ class RunConfig(Section):
     plan: bool = setting(
         False,
         "Predict memory and step time before the start, by a process of its own that has 20 s: plan.json, and after "
-        "step 20 plan_error.json, in the run directory. Changes nothing of the run.",
+        "step 20 plan_error.json, in the run directory. Changes nothing of the run. With --dry_run 1 it is printed.",
     )
     gc_freq: int | Auto = setting(
         AUTO,

@@ -8,6 +8,8 @@ import functools
 import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -232,3 +234,14 @@ def test_a_tiny_job_is_planned_and_trained(tmp_path, capsys):
     assert abs(found["errors"]["memory"]["error"]) < 0.01
     assert smp.cli.main(["plan", "--ledger", str(tmp_path)]) == 0
     assert "run" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_dry_run_shows_the_plan(tmp_path):
+    words = ["--model", "llama_tiny", "--use_synthetic_data", "1", "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "smp.train", *words, "--dry_run", "1", "--dry_run_world_size", "4", "--plan", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report, _, plan = done.stdout.partition("on 1 x 4 cpu: fits")
+    assert "predicted peak of each rank:" in report and "memory of rank 0, GiB" in plan
+    assert not (tmp_path / "run").exists()
