@@ -47,7 +47,7 @@ def _mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, positi
         )
     if kind is not None:
         return mask
-    make = create_causal_mask if getattr(config, "sliding_window", None) is None else create_sliding_window_causal_mask
+    make = create_causal_mask if attention.window_of(config) is None else create_sliding_window_causal_mask
     # Gives the batch size, the length and the device.
     like = torch.empty((*ids.shape, 1), device=ids.device)
     return make(config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions)
