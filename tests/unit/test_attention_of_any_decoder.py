@@ -171,6 +171,9 @@ def problems(config):
 def test_tokens_that_see_later_ones_and_skipped_blocks_are_refused():
     (problem,) = problems(config_of("gemma3", use_bidirectional_attention=True))
     assert "use_bidirectional_attention True" in problem and "turn it off" in problem
+    (problem,) = problems(CONFIG_MAPPING["big_bird"](is_decoder=True))
+    assert "(attention_type block_sparse, and not original_full)" in problem
+    assert not problems(CONFIG_MAPPING["big_bird"](is_decoder=True, attention_type="original_full"))
     (problem,) = problems(CONFIG_MAPPING["opt"](layerdrop=0.1))
     assert "layerdrop 0.1" in problem and "set it to 0" in problem
     assert problems(config_of("gpt2")) == []
