@@ -30,6 +30,7 @@ _NEEDED = {"gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0
 # What the rules above do not give, by type.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},

@@ -57,6 +57,8 @@ def bidirectional(hf_config: Any) -> str | None:
     """Return the config key and value by which tokens see the ones after them, if so."""
     if getattr(hf_config, "is_causal", True) is False:
         return "is_causal false"
+    if getattr(hf_config, "attention_type", None) == "block_sparse":  # BigBird's, of more tokens than a few blocks
+        return "attention_type block_sparse, and not original_full"
     wanted = getattr(hf_config, "use_bidirectional_attention", None)
     return f"use_bidirectional_attention {wanted}" if wanted in (True, "all") else None
 

@@ -26,6 +26,7 @@ OTHER_SETTINGS = {
     "resid_pdrop": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
     "rotary_pct": ("rope_parameters.partial_rotary_factor",),
 }
+_BIDIRECTIONAL = {"cpmant"}  # whatever the config says
 _MIXTURE = re.compile(r"Expert|MoE|Moe(?![a-z])|MOE")
 _TRACE = "smp_trace"  # an attention function for which transformers makes no mask
 
@@ -55,6 +56,8 @@ def check_config(hf_config: Any) -> None:
         raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
     if getattr(hf_config, "is_decoder", True) is False:
         raise _refusal(hf_config, "it is an encoder: its tokens see the ones after them (is_decoder is false)")
+    if hf_config.model_type in _BIDIRECTIONAL:
+        raise _refusal(hf_config, "its tokens see the ones after them, and only decoders are trained")
 
 
 def _path_of(model: nn.Module, wanted: nn.Module | None) -> str | None:

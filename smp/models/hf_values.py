@@ -231,8 +231,16 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
     return hf_config
 
 
+def ropes_of(parameters: Any) -> list[Mapping[str, Any]]:
+    """Return the sets of a config's ``rope_parameters``: one, or one for each type of layers."""
+    found = parameters if isinstance(parameters, Mapping) else {}
+    return [nested for nested in found.values() if isinstance(nested, Mapping)] or [found]
+
+
 def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool, exact: bool) -> None:
     """Make room for sequences of ``length`` tokens in config values.
+
+    Not where rotary embeddings go by the number, which they need no room for: another would turn all tokens otherwise.
 
     Args:
         values: changed in place.
@@ -246,6 +254,9 @@ def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed:
     key = getattr(hf_config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     most = values.get(key)
     if most is None or not (exact or length > most):
+        return
+    kinds = {rope.get("rope_type") for rope in ropes_of(values.get("rope_parameters"))}
+    if not exact and kinds & {"dynamic", "longrope"}:
         return
     values[key] = length
     if fixed and count_parameters(new_config(hf_config.model_type, values)) != count_parameters(hf_config):

@@ -133,17 +133,21 @@ def _layer_types(config: Any) -> list[str]:
     return getattr(config, "layer_types", None) or []
 
 
-def _window(config: Any) -> int | None:
-    """Return the tokens that attention looks back; None: all."""
+def window_of(config: Any) -> int | None:
+    """Return the tokens that attention looks back; None: all.
+
+    A config may hold a key that its class does not declare, and that its model does not read: Llama's a window.
+    """
     types = _layer_types(config)
-    return None if types and "sliding_attention" not in types else getattr(config, "sliding_window", None)
+    declared = "sliding_window" in inspect.signature(type(config)).parameters
+    return None if not declared or (types and "sliding_attention" not in types) else config.sliding_window
 
 
 def _documents_mask(config: Any, ids: torch.Tensor, bounds: torch.Tensor) -> Any:
     """Make the mask of documents, in the format of the attention that ``config`` names."""
     from transformers import masking_utils as masks
 
-    (batch, length), window = ids.shape[:2], _window(config)
+    (batch, length), window = ids.shape[:2], window_of(config)
     near = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
     document = document_index(ids, bounds)
     return masks.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
@@ -169,7 +173,7 @@ def _mask(config: Any, given: dict[str, Any], bounds: torch.Tensor | None) -> An
         if len(bounds) - 1 > len(ids):
             return _documents_mask(config, ids, bounds)
         positions = None  # every row is one document
-    make = create_causal_mask if _window(config) is None else create_sliding_window_causal_mask
+    make = create_causal_mask if window_of(config) is None else create_sliding_window_causal_mask
     # Gives the batch size, the length and the device.
     embeds = given.get("inputs_embeds")
     like = embeds if embeds is not None else torch.empty((*cast(torch.Tensor, ids).shape, 1), device=ids.device)  # type: ignore[union-attr]
@@ -194,7 +198,7 @@ def _by_lengths(name: str, config: Any, given: dict[str, Any], lengths: dict[str
         return {}  # which may restart
     # Of rows that are one document each, a window is the only mask; and of a single row transformers' flash attention
     # would read in every block whether its positions restart.
-    window = _window(config)
+    window = window_of(config)
     needed = batch == 1 if name in FLASH else window is not None and length >= window
     return (lengths or whole_rows(ids)) if needed else {}
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smp.errors import UserError
+from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model
 
 # Called in place of transformers' function, which reads positions ``(batch, sequence)``.
@@ -67,12 +68,19 @@ def no_documents(why: str) -> UserError:
     )
 
 
-def check_documents(hf_config: Any) -> None:
+def check_documents(hf_config: Any, length: int = 0) -> None:
     """Check by a forward on the meta device that a model's masks follow from positions that restart.
+
+    Args:
+        hf_config: the model's.
+        length: of a row: rotary embeddings with two sets of factors take one of them by the longest document.
 
     Raises:
         UserError: they do not.
     """
+    for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
+        if rope.get("rope_type") == "longrope" and length > (most := rope["original_max_position_embeddings"]):
+            raise no_documents(f"beyond {most} tokens its rotary embedding is another for all of a micro-batch")
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
         ids, positions = (torch.zeros(2, 6, dtype=torch.long) for _ in range(2))
@@ -89,5 +97,7 @@ def check_documents(hf_config: Any) -> None:
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except TypeError as error:
         raise no_documents("its forward takes no positions") from error
+    except RuntimeError as error:
+        raise no_documents(f"its forward cannot be followed without values: {error}") from error
     if not asked or not all(asked):
         raise no_documents("its masks do not depend on positions")

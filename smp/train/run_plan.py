@@ -117,7 +117,7 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     mesh, misfits = job.mesh, find_problems(model.hf_config, job.setup)
     problems += misfits
     if config.data.document_mask:
-        attempt(check_documents, model.hf_config)
+        attempt(check_documents, model.hf_config, model.sequence_length)
     size = attempt(check_global_batch, planned_batch(config, mesh), mesh)
     # A GPU's memory is asked for when the group runs: that takes some of it.
     if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers  # noqa: F401  imported before the ranks are forked
+from transformers import GPT2Config  # before the ranks are forked
 
 from tests.distributed import run_distributed
 from tests.reference import Layout
@@ -72,6 +72,16 @@ def test_uneven_sequence(world_size):
     cases = [case for name in ("llama_gqa", "mistral", "gpt_neox") for case in both(name, *layouts, length=11)]
     cases += both("gpt_neox_tied", Layout("no_shard", tp=world_size, checkpointing=True), length=13)
     run_distributed(assert_same_steps, cases, world_size=world_size)
+
+
+@pytest.mark.full
+def test_the_length_that_rotary_embeddings_and_learned_positions_see_is_without_padding():
+    # Longer than 8 tokens, dynamic scaling turns by the length; and GPT-2 has learned 11 positions.
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    case = odd("llama_gqa", TP2, 11, rope_parameters=rope, max_position_embeddings=8)
+    learned = GPT2Config(n_positions=11, n_embd=32, n_layer=2, n_head=4, vocab_size=96, resid_pdrop=0.0, embd_pdrop=0.0,
+                         attn_pdrop=0.0)  # fmt: skip
+    run_distributed(assert_same_steps, [case, Case(learned, TP2, batch_of(learned, 11))], world_size=2)
 
 
 @pytest.mark.full

@@ -214,9 +214,9 @@ def test_a_checkpoint_of_a_derived_model_is_exported_with_its_buffers(tmp_path, 
 
 
 def test_ties_are_those_of_the_model():
-    """CPM-Ant's config says that they are, and its embedding has rows that its head has not."""
-    config = CONFIG_MAPPING["cpmant"](vocab_size=97, hidden_size=32, num_attention_heads=4, dim_head=8, dim_ff=48)
-    assert config.tie_word_embeddings
+    """Moshi's config may say that they are, and its embedding has a row that its head has not."""
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "ffn_dim": 48}
+    config = CONFIG_MAPPING["moshi"](vocab_size=97, **shape, tie_word_embeddings=True)
     model = build_on_meta(lambda: build_model(config, attn_implementation="eager"))
     assert model.get_output_embeddings().weight.shape != model.get_input_embeddings().weight.shape
 

@@ -172,6 +172,16 @@ def test_the_model_s_own_config_still_names_hugging_face_s_function():
     assert eager.model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("family", ["llama_gqa", "gpt_neox"])
+@pytest.mark.parametrize("batch", ["plain", "documents"])
+def test_a_window_that_the_model_does_not_read_is_none(family, batch, monkeypatch):
+    config = config_of(family)
+    config.sliding_window = 4  # as from_pretrained keeps any key of a config.json
+    model = build(config)
+    found, wanted = step(applied(model), BATCHES[batch](), monkeypatch), expected(model, BATCHES[batch](), monkeypatch)
+    assert torch.equal(found[0], wanted[0])
+
+
 def test_generation_with_a_cache():
     model = build(config_of("mistral")).eval()
     ids = torch.tensor(ROWS[::2])

@@ -152,6 +152,18 @@ def test_documents_of_a_model_that_mixes_them_are_refused(model_type, values, wo
         logits(applied(built(config)), position_ids=POSITIONS, **LENGTHS)
 
 
+def test_documents_that_change_one_another_s_rotary_embedding_are_refused():
+    def llama(**rope):
+        return CONFIG_MAPPING["llama"](**WIDE, rope_parameters={"rope_theta": 10000.0, **rope})
+
+    factors = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "original_max_position_embeddings": 16}
+    check_documents(llama(rope_type="longrope", **factors), 16)
+    with pytest.raises(UserError, match=r"--document_mask 1: .*beyond 16 tokens its rotary embedding"):
+        check_documents(llama(rope_type="longrope", **factors), 17)
+    with pytest.raises(UserError, match=r"--document_mask 1: .*cannot be followed without values"):
+        check_documents(llama(rope_type="dynamic", factor=2.0), 16)
+
+
 def problems(config):
     return attention.problems(config, Setup(None, None, Settings((ModelConfig(),))))
 
@@ -159,6 +171,9 @@ def problems(config):
 def test_tokens_that_see_later_ones_and_skipped_blocks_are_refused():
     (problem,) = problems(config_of("gemma3", use_bidirectional_attention=True))
     assert "use_bidirectional_attention True" in problem and "turn it off" in problem
+    (problem,) = problems(CONFIG_MAPPING["big_bird"](is_decoder=True))
+    assert "(attention_type block_sparse, and not original_full)" in problem
+    assert not problems(CONFIG_MAPPING["big_bird"](is_decoder=True, attention_type="original_full"))
     (problem,) = problems(CONFIG_MAPPING["opt"](layerdrop=0.1))
     assert "layerdrop 0.1" in problem and "set it to 0" in problem
     assert problems(config_of("gpt2")) == []

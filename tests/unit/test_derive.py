@@ -85,6 +85,7 @@ def test_a_plan_that_cannot_be_used_says_why(model_type, values, words):
     [
         ("mixtral", {**WIDE, "num_local_experts": 2}, "mixture-of-experts models are out of scope"),
         ("bert", SMALL, "it is an encoder"),
+        ("cpmant", SMALL, "its tokens see the ones after them"),
         ("reformer", {**SMALL, "is_decoder": True, "axial_pos_embds": False, "num_buckets": 2}, "backward is its own"),
         ("vit", {}, "transformers has no causal language model of this type"),
         ("llava", {}, "transformers has no causal language model of this type"),
@@ -178,3 +179,19 @@ def test_a_model_without_any_linear_order_is_refused():
     model.model.layers.append(Twice())  # a block that is never called
     with pytest.raises(UserError, match=r"model.layers.2 is called 0 times"):
         registry.derive_family(model)
+
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", **FACTORS}])
+def test_longer_sequences_leave_rotary_embeddings_that_go_by_the_number_of_positions(tmp_path, rope):
+    values = {"max_position_embeddings": 16, "rope_parameters": {**rope, "rope_theta": 10000.0}}
+    where = save(tmp_path, "llama", **WIDE, **values)
+    longer = resolve_model(ModelConfig(model=where, max_context_width=24))
+    tokens, positions = torch.zeros(1, 24, 32), torch.arange(24)[None]
+    plain, ours = (
+        AutoModelForCausalLM.from_config(config).model.rotary_emb(tokens, positions)
+        for config in (config_of("llama", **WIDE, **values), longer.hf_config)
+    )
+    assert longer.sequence_length == 24 and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))

@@ -28,11 +28,13 @@ def _padded(tensor: torch.Tensor | None, extra: int, value: int) -> torch.Tensor
 
 
 def _positions(position_ids: torch.Tensor | None, ids: torch.Tensor, extra: int) -> torch.Tensor:
-    """Return positions of all tokens, ``(1 or batch, sequence + extra)``; padding continues them."""
+    """Return positions of all tokens, ``(1 or batch, sequence + extra)``; padding has its row's last one.
+
+    One more would be another length to rotary embeddings that depend on it, and may be more than are learned.
+    """
     if position_ids is None:
-        return torch.arange(ids.shape[1] + extra, device=ids.device).unsqueeze(0)
-    more = torch.arange(1, extra + 1, device=ids.device)
-    return torch.cat([position_ids, position_ids[:, -1:] + more], dim=1) if extra else position_ids
+        position_ids = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    return torch.cat([position_ids, position_ids[:, -1:].expand(-1, extra)], dim=1) if extra else position_ids
 
 
 def _mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
@@ -47,7 +49,7 @@ def _mask(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, positi
         )
     if kind is not None:
         return mask
-    make = create_causal_mask if getattr(config, "sliding_window", None) is None else create_sliding_window_causal_mask
+    make = create_causal_mask if attention.window_of(config) is None else create_sliding_window_causal_mask
     # Gives the batch size, the length and the device.
     like = torch.empty((*ids.shape, 1), device=ids.device)
     return make(config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions)
@@ -95,11 +97,11 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
         if tp.sequence_parallel:
             extra = -length % tp.size
             ids = F.pad(input_ids, (0, extra))
-            if not whole_embedding or position_ids is not None:
+            if extra or not whole_embedding or position_ids is not None:
                 positions = _positions(position_ids, input_ids, extra)
             if extra and "cu_seq_lens_q" in kwargs:
                 kwargs |= attention.lengthened(kwargs, length, extra)
-            elif position_ids is None and mask is None and not whole_embedding:
+            elif position_ids is None and mask is None and positions is not None and hasattr(model, attention.KIND):
                 kwargs |= attention.whole_rows(ids)
             if mask is None or mask.ndim == 2:
                 mask = _padded(mask, extra, 0)
