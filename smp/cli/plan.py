@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import difflib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from smp.environment.threads import available_cores
 from smp.errors import ConfigError, UserError
 from smp.plan import document, ledger
 from smp.plan.cost import parse_count
-from smp.plan.devices import DEVICES, DeviceRow, device_row, network_share, write_row
+from smp.plan.devices import DeviceRow, device_row, network_share, write_row
 from smp.plan.records import GIB, LayoutPlan
 from smp.runtime import devices_folder
 
@@ -128,22 +127,10 @@ def _nearer(problem: str) -> str:
     return f"unknown flag {flag}: did you mean {near[0]}?" if near and problem.startswith("unknown flag") else problem
 
 
-def _row_of(name: str) -> DeviceRow:
-    """Return the row of a device, by its name or the driver's."""
-    plain = re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia "))
-    for candidate in dict.fromkeys([name, plain]):
-        with contextlib.suppress(UserError):
-            return device_row(candidate)
-    if name == CPU:
-        return DeviceRow(CPU, source="", date="")
-    # As the driver says it: "NVIDIA H100 80GB HBM3".
-    known = (row for short, row in reversed([*DEVICES.items()]) if name != plain and short.partition("_")[0] in plain)
-    return next(known, None) or device_row(name)
-
-
 def _device(options: argparse.Namespace) -> DeviceRow:
     """Return the device's row, with the memory and the network that were given."""
-    row = _row_of(options.device)
+    unknown = options.device == CPU and not (devices_folder() / f"{CPU}.json").exists()
+    row = DeviceRow(CPU, source="", date="") if unknown else device_row(options.device)
     if options.network is not None:
         row = dataclasses.replace(row, network=network_share(options.network))
     if options.gpu_memory_gib is not None:

@@ -32,6 +32,24 @@ def test_rows_of_data_sheets():
     assert network_share("12.5") == 12.5
 
 
+DRIVERS = {
+    "NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA A100-SXM4-80GB": "a100_80gb", "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200", "NVIDIA B200": "b200",
+}  # fmt: skip
+
+
+def test_a_driver_names_a_row_and_no_other_card_has_it(folder):
+    assert {driver: device_row(driver).name for driver in DRIVERS} == DRIVERS
+    parts = ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GH200 480GB")
+    for driver in (*parts, "NVIDIA H100 NVL", "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"):
+        with pytest.raises(UserError, match=f"--device {driver} is not known"):
+            device_row(driver)
+    with pytest.raises(UserError, match=r"rows/h100\.json is no row of a device"):
+        device_row("rows/h100.json")
+    write_row(dataclasses.replace(DEVICES["h100"], peak=700.0), folder / "h100.json")
+    assert device_row("NVIDIA H100 80GB HBM3").peak == 700.0  # calibrated
+
+
 def test_unknown_device_and_network(folder):
     write_row(ROW, folder / "mine.json")
     with pytest.raises(

@@ -78,6 +78,14 @@ def test_a_layout_as_it_is_given_is_one():
     assert (layout.work.micro_batch_size, layout.accumulation) == (2, 1)
 
 
+def test_a_given_sharding_degree_leaves_out_the_tensor_parallel_degrees_that_it_does_not_fit():
+    found = {(each.mesh.tp.size, each.mesh.shard.size) for each in found_layouts("--hybrid_shard_degree", 4, nodes=1)}
+    assert found == {(1, 4), (2, 4)}
+    for words in (["--hybrid_shard_degree", 3], ["--hybrid_shard_degree", 4, "--tensor_parallel_degree", 4]):
+        with pytest.raises(UserError, match="does not divide the"):
+            found_layouts(*words, nodes=1)
+
+
 def test_accumulation_keeps_the_global_batch():
     every = found_layouts("--global_batch_size", 256)
     assert {each.tokens for each in every} == {256 * 16}
