@@ -20,8 +20,8 @@ VIEWS = (
 )  # fmt: skip
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_scaled_mm_v2", "linear")
 _LOOK_UPS = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
-# TF32 has half of bf16's peak on every card.
-_SLOWER = {"float32": 0.5, "float64": 0.06}
+# Of a card's bf16 peak, roughly (A100 19.5 of 312, H100 67 of 989): smp leaves TF32 off, as torch does.
+SLOWER = {"float32": 1 / 16, "float64": 1 / 16}
 # Multiply-adds of a backward pass of attention for each of the forward pass: five products for two.
 ATTENTION_BACKWARD = 2.5
 
@@ -115,8 +115,8 @@ def sheet_seconds(operation: Operation, row: DeviceRow) -> float:
     share, peak = row.efficiency, row.peak * 1e12
     moved = moved_bytes(operation) / (row.bandwidth * 1e12 * share.memory)
     if found := product(operation):
-        return max(moved, found.flops / (peak * share.products * _SLOWER.get(found.dtype, 1.0)))
+        return max(moved, found.flops / (peak * share.products * SLOWER.get(found.dtype, 1.0)))
     if fused := attention(operation):
         reached = share.attention_backward if fused.backward else share.attention_forward
-        return max(moved, fused.flops / (peak * reached * _SLOWER.get(fused.dtype, 1.0)))
+        return max(moved, fused.flops / (peak * reached * SLOWER.get(fused.dtype, 1.0)))
     return moved

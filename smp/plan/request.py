@@ -22,6 +22,7 @@ from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
 from smp.plan.estimate import estimate
+from smp.plan.kernels import SLOWER
 from smp.plan.records import GIB, LayoutPlan
 from smp.plan.search import Found, Layout, instructive, layouts, search
 from smp.plan.tables import title_of, words_of
@@ -189,7 +190,8 @@ def rates(request: Request, plan: LayoutPlan) -> dict[str, float | None]:
         return {"tokens_per_second": None, "mfu": None}
     rate = plan.tokens / plan.step.seconds / request.devices
     flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
-    peak = request.row.peak * 1e12
+    fp32 = request.row.is_gpu and request.settings["bf16"] is False
+    peak = request.row.peak * 1e12 * (SLOWER["float32"] if fp32 else 1.0)
     return {"tokens_per_second": rate, "mfu": flops * rate / peak if peak else None}
 
 
