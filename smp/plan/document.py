@@ -63,6 +63,7 @@ def document(
     flags: Sequence[str],
     cluster: Mapping[str, Any],
     device_row: Mapping[str, Any],
+    notes: Sequence[str],
     layouts: Sequence[Any],
     refused: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -73,12 +74,13 @@ def document(
         flags: of the training job, as given.
         cluster: hosts, devices of each, and what they can do.
         device_row: where the device's numbers come from.
+        notes: what is to be known of the plan as a whole.
         layouts: of :func:`layout_entry`, the fastest first.
         refused: layout, reason and the bytes that are missing.
     """
     return {
         "schema": SCHEMA, **versions, "flags": list(flags), "cluster": dict(cluster), "device_row": dict(device_row),
-        "layouts": list(layouts), "refused": list(refused),
+        "notes": list(notes), "layouts": list(layouts), "refused": list(refused),
     }  # fmt: skip
 
 

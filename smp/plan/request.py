@@ -82,10 +82,12 @@ def read_request(
 
     Raises:
         ConfigError: with every problem of the flags.
-        UserError: ``global_tokens`` contradicts them.
+        UserError: ``global_tokens`` contradicts them, or nothing is to be trained.
     """
     try:
         config = parse_args(words)
+        if config.data.evaluate_only:
+            raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
         model = resolve_model(config.model)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
@@ -210,6 +212,10 @@ def notes(request: Request, *, fits: bool) -> Iterator[str]:
             yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
         if request.settings["compile"] is True:
             yield "Blocks are planned as they run uncompiled; compiled ones take less memory between kernels."
+        if request.settings["cpu_offload"]:
+            yield "Too fast: the step's seconds have neither --cpu_offload's update by the host nor its copies."
+        if request.settings["offload_dir"] is not None:
+            yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
     if not fits:
         yield _more_devices(request)
     yield "Not tried, as smp does not have them: context, expert and pipeline degrees."
@@ -247,6 +253,7 @@ def as_document(request: Request, found: Found, *, top: int, tokens: int | None,
             "name": row.name, "source": row.source, "date": row.date, "on": row.on, "factor": row.factor,
             "runs": row.runs,
         },
+        notes=[*notes(request, fits=bool(found.plans))],
         layouts=[
             document.layout_entry(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans
         ],

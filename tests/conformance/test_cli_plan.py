@@ -151,6 +151,14 @@ def test_a_plan_of_cpus_has_no_allocator_and_no_price_of_time(planner, call):
     assert "reserved" not in out.split("the fastest")[0] and "bf16" not in out and "+offload" not in out
 
 
+def test_what_the_seconds_leave_out_is_told(planner, call):
+    words = [*TINY, "--search", 0, "--cpu_offload", 1, "--offload_activations", 1, "--offload_dir", "/nowhere/fast"]
+    told = ("neither --cpu_offload's update by the host nor its copies", "as if they went to the host's memory")
+    status, out, _ = call(*words)
+    assert status == 0 and all(text in out for text in told)
+    assert all(text in "".join(json.loads(call(*words, "--json", "-")[1])["notes"]) for text in told)
+
+
 @pytest.mark.full
 def test_the_memory_is_drawn(planner, call, tmp_path):
     pytest.importorskip("matplotlib")
@@ -178,6 +186,7 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--global_tokens", "4Mi", "--global_batch_size", 8], "both set the batch: leave one out"),
         (["--max_context_width", 64, "--global_tokens", 32], "is less than a sample of 64 tokens"),
         (["--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
+        (["--evaluate_only", 1], "--evaluate_only 1 trains nothing, and a training step is what is planned"),
         (["--hybrid_shard_degree", 3], "--hybrid_shard_degree 3 does not divide the 8 data-parallel processes"),
         (["--ledger", "/nowhere"], "--ledger /nowhere is no directory"),
         (["--ledger", ".", "--model", "llama_tiny"], "--ledger takes no flags of a job"),

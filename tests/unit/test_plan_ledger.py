@@ -23,7 +23,7 @@ def prediction(seconds=2.0, memory=MEMORY, row=ROW):
     step = StepTime(seconds, seconds, seconds, {}, 0, 0, "")
     layout = document.layout_entry(LayoutPlan({}, "mesh", memory, {}, {}, step, 1, "blocks"))
     return document.document(
-        versions={}, flags=[], cluster={}, device_row=row, layouts=[layout], refused=[]
+        versions={}, flags=[], cluster={}, device_row=row, notes=[], layouts=[layout], refused=[]
     )  # fmt: skip
 
 

@@ -79,6 +79,12 @@ def test_flags_that_are_refused_are_a_sentence(words, match):
 
 
 @pytest.mark.full
+def test_a_directory_of_the_jobs_hosts_need_not_be_here():
+    with Worker() as worker:
+        assert plan(worker, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
+
+
+@pytest.mark.full
 def test_a_worker_that_dies_is_a_sentence():
     with Worker() as worker:
         plan(worker)
