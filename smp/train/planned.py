@@ -25,6 +25,7 @@ from smp.log import get_logger
 from smp.memory.profile import profile_memory
 from smp.memory.tracker import peak_rss_bytes
 from smp.plan import document, ledger
+from smp.plan.fork import end_with_parent
 from smp.runtime import environment_with
 from smp.train.run_plan import Job, RunPlan, given_words
 
@@ -52,10 +53,16 @@ def planner_command(job: Job) -> list[str]:
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
     """Return the plan of a job, by a process of its own; None, with a line in the log, where there is none in time."""
-    process = subprocess.Popen(
-        planner_command(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}), start_new_session=True,
-    )  # fmt: skip
+    seconds = min(seconds, job.config.comm.distributed_timeout / 2)  # the other ranks wait for this one
+    try:
+        process = subprocess.Popen(
+            planner_command(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}), start_new_session=True,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
+    except OSError as error:
+        logger.info("No plan: its process cannot be started (%s).", error.strerror)
+        return None
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -20,6 +20,7 @@ from smp.parallel import sharding
 from smp.plan import shim
 from smp.plan.devices import DEVICES, DeviceRow
 from smp.plan.worker import Worker, in_child
+from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, NEOX
 
 CPU = DeviceRow("cpu")
@@ -98,6 +99,14 @@ def test_a_worker_that_dies_is_a_sentence():
 def test_the_end_of_the_fork_that_plans_is_a_sentence():
     with pytest.raises(UserError, match=r"the process that planned this layout has ended with status 9\b"):
         in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_the_fork_that_plans_ends_with_its_process():
+    code = "import time\nfrom smp.plan.fork import in_child\nin_child(lambda: (print(1, flush=True), time.sleep(1e6)))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.communicate(timeout=HANG_SECONDS)[0] == b""  # its output ends when nobody holds it any more
 
 
 def test_a_defect_is_a_sentence(capfd):
