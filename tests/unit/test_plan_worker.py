@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,10 +136,30 @@ def test_a_fork_keeps_what_it_replaces():
 
 def test_no_compiler_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(shim, "CACHE", tmp_path)
-    monkeypatch.setattr(shim.build_shim, "__defaults__", (tmp_path, shim.SOURCE))
+    monkeypatch.setenv("HOME", str(tmp_path))
     with Worker() as worker, pytest.raises(UserError, match=r"needs a C\+\+ compiler .* none is on the PATH"):
         worker.plan(WORDS, nodes=1, local=2, device=DEVICES["h100"])
+
+
+def test_a_home_that_cannot_be_written_is_a_sentence(monkeypatch, tmp_path):
+    (tmp_path / ".cache").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot be kept in .*kernels \(.*\): set HOME to a directory"):
+        shim.build_shim()
+
+
+def test_the_shim_of_another_environment_is_another(monkeypatch, tmp_path):
+    """Its library has the path of that environment's torch, which may be gone."""
+    spec, made = importlib.util.find_spec("torch"), []
+    monkeypatch.setattr(shim, "_compile", lambda torch, source, built: built.write_bytes(bytes(torch)))
+    for name in ("one", "other", "one"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        shutil.copy(f"{spec.submodule_search_locations[0]}/version.py", tmp_path / name)
+        place = importlib.machinery.ModuleSpec("torch", None, is_package=True)
+        place.submodule_search_locations = [str(tmp_path / name)]
+        monkeypatch.setattr(shim, "find_spec", lambda _, place=place: place)
+        made.append(shim.build_shim(tmp_path))
+    assert made[0] == made[2] != made[1] and made[1].read_text() == str(tmp_path / "other")
 
 
 def test_a_shim_that_does_not_compile_is_said_with_the_compilers_words(tmp_path):
