@@ -111,7 +111,11 @@ def _require_options(options: argparse.Namespace) -> int | None:
         raise UserError("--price has a meaning only with --tokens: say how many tokens are to be trained on")
     for name in ("json", "plot"):
         value = getattr(options, name)
-        if value not in (None, "-") and not os.access(folder := Path(value).absolute().parent, os.W_OK):
+        if value in (None, "-"):
+            continue
+        if Path(value).is_dir():
+            raise UserError(f"--{name} {value} is a directory: give the name of a file")
+        if not os.access(folder := Path(value).absolute().parent, os.W_OK):
             raise UserError(f"--{name} {value} cannot be written: {folder} is no directory that can be written to")
     if options.plot and Path(options.plot).suffix != ".png":
         raise UserError(f"--plot {options.plot} is not allowed: give a file that ends in .png")

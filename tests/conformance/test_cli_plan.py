@@ -182,6 +182,7 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--train_batch_siz", 4], "unknown flag --train_batch_siz: did you mean train_batch_size?"),
         (["--model", "llama_huge"], "llama_huge"),
         (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json cannot be written: /nowhere is no directory"),
+        (["--json", "/"], "--json / is a directory: give the name of a file"),
         (["--plot", "plan.pdf"], "--plot plan.pdf is not allowed: give a file that ends in .png"),
         (["--global_tokens", "4Mi", "--global_batch_size", 8], "both set the batch: leave one out"),
         (["--max_context_width", 64, "--global_tokens", 32], "is less than a sample of 64 tokens"),
