@@ -17,6 +17,7 @@ from smp.data.data_pipeline import NO_DATA
 from smp.errors import ConfigError, UserError
 from smp.memory.plan import USABLE, processes_that_fit
 from smp.memory.shape import ModelShape, model_shape
+from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
@@ -131,6 +132,9 @@ def answer(
         for layout in request.layouts(fixed=not searches)
     ]
     if not candidates:
+        degree, family = request.settings["tensor_parallel_degree"], request.model.family
+        if misfits := tensor_parallel_problems(family, request.model.hf_config, degree=degree, shard=1):
+            raise ConfigError(misfits)
         raise UserError(
             f"{request.model.name} cannot be split over {request.nodes} node(s) of {request.local} as asked: the "
             f"sharding and tensor-parallel degrees must divide them, and each data-parallel process needs a sample; "

@@ -188,6 +188,7 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--max_context_width", 64, "--global_tokens", 32], "is less than a sample of 64 tokens"),
         (["--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
         (["--evaluate_only", 1], "--evaluate_only 1 trains nothing, and a training step is what is planned"),
+        (["--num_heads", 4, "--tensor_parallel_degree", 8], "8 does not divide the 4 attention heads: choose one of 1"),
         (["--hybrid_shard_degree", 3], "--hybrid_shard_degree 3 does not divide the 8 data-parallel processes"),
         (["--ledger", "/nowhere"], "--ledger /nowhere is no directory"),
         (["--ledger", ".", "--model", "llama_tiny"], "--ledger takes no flags of a job"),
