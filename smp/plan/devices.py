@@ -14,10 +14,7 @@ efficiencies beside them are the share that published measurements reach, each w
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +23,7 @@ import torch
 
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.plan import document
 from smp.runtime import devices_folder
 from smp.train.flops import peak_flops
 
@@ -263,12 +261,4 @@ def write_row(row: DeviceRow, path: Path) -> None:
     tables = {count: table._asdict() for count, table in row.tables.items()}
     content = dataclasses.asdict(dataclasses.replace(row, tables={})) | {"tables": tables}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({"schema": SCHEMA, **content}, file)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    document.write({"schema": SCHEMA, **content}, path)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from smp.plan.devices import DeviceRow
 from smp.plan.records import Operation, TensorShape
@@ -53,6 +54,20 @@ class Attention(NamedTuple):
     def flops(self) -> float:
         """Return those of two products forward, and of five backward."""
         return 4 * self.scores * self.width * (ATTENTION_BACKWARD if self.backward else 1)
+
+
+def shape_of(tensor: torch.Tensor) -> TensorShape:
+    """Return a tensor's shape and dtype."""
+    return TensorShape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def operation_of(name: str, arguments: Any, result: Any) -> Operation:
+    """Return the operation of a call, by the tensors in its arguments and results."""
+    inputs, outputs = (
+        tuple(shape_of(each) for each in tree_leaves(tree) if isinstance(each, torch.Tensor))
+        for tree in (arguments, result)
+    )
+    return Operation(name, inputs, outputs)
 
 
 def short_name(operation: Operation) -> str:

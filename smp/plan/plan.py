@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,11 +64,8 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
     first = plans[0]
     largest = max(plans, key=lambda plan: plan.memory.needed)
     return LayoutPlan(
-        flags={},
         mesh=str(first.job.mesh),
         memory=largest.memory,
-        host={},
-        disk={},
         step=first.step,
         tokens=first.batch * first.job.model.sequence_length,
         method="exact" if first.exact else "blocks",
@@ -131,7 +129,7 @@ class _Rank:
         types = getattr(model, "layer_types", None) or [""]
         own = next(p for p in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[p:], strict=False)))
         every = config.activation_checkpointing_every if config.activation_checkpointing else 1
-        period = own * every if own % every and every % own else max(own, every)
+        period = math.lcm(own, every)
         margin = _MARGIN + (config.activation_loading_horizon if config.offload_activations else 0)
         return period, -(-margin // period) * period  # so that the blocks at the end keep their place in the period
 
@@ -157,7 +155,6 @@ class _Rank:
             rank=self.job.launch.rank,
             peak=found.peak,
             own_peaks=found.own_peaks,
-            workspace=0,
             reserved=reserved,
             outside=outside,
             limit=self.limit,

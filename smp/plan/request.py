@@ -183,10 +183,9 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
     return dataclasses.replace(
         plan,
         flags=layout.flags,
-        mesh=str(layout.mesh),
         tokens=layout.tokens,
-        host=plan.host or host_bytes(*sizes, local=request.local),
-        disk=plan.disk or disk_bytes(*sizes, local=request.local),
+        host=host_bytes(*sizes, local=request.local),
+        disk=disk_bytes(*sizes, local=request.local),
     )
 
 
@@ -246,24 +245,20 @@ def as_document(request: Request, found: Found, *, top: int, tokens: int | None,
     row, plans = request.row, [plan for _, plan in found.plans[:top]]
     if not plans and found.nearest is not None:
         plans = [found.nearest]
-    return document.document(
-        versions={"smp": __version__, "torch": torch.__version__},
-        flags=request.words,
-        cluster={
+    costs = [(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans]
+    return {
+        "schema": document.SCHEMA, "smp": __version__, "torch": torch.__version__,
+        "flags": request.words,
+        "cluster": {
             "nodes": request.nodes, "gpus_per_node": request.local, "device": row.name, "memory_gib": row.memory,
             "network": row.network,
         },
-        device_row={
-            "name": row.name, "source": row.source, "date": row.date, "on": row.on, "factor": row.factor,
-            "runs": row.runs,
-        },
-        notes=[*notes(request, fits=bool(found.plans))],
-        layouts=[
-            document.layout_entry(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans
-        ],
-        refused=[
+        "device_row": {name: getattr(row, name) for name in ("name", "source", "date", "on", "factor", "runs")},
+        "notes": [*notes(request, fits=bool(found.plans))],
+        "layouts": [document.layout_entry(*each) for each in costs],
+        "refused": [
             {"mesh": str(each.layout.mesh), "flags": dict(each.layout.flags), "reason": each.reason,
              "bytes_over": each.over}
             for each in instructive(found)
         ],
-    )  # fmt: skip
+    }  # fmt: skip

@@ -27,7 +27,8 @@ from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup, model_blocks
 from smp.plan import world
 from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, Place, Trace
-from smp.plan.step_profile import StepTrace, shape_of
+from smp.plan.kernels import shape_of
+from smp.plan.step_profile import StepTrace
 from smp.train.optimizer import build_optimizer
 from smp.train.run_plan import Job, planned_batch
 from smp.train.step import train_step

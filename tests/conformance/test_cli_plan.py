@@ -42,12 +42,12 @@ class Planner:
         tensors = {"parameters": 2 * GIB, "activations": size - 2 * GIB}
         peak = Moment("backward of block 3", tensors)
         memory = RankMemory(
-            0, peak, tensors, 0, int(1.1 * size) if device.is_gpu else None, GIB, int(device.memory * GIB),
+            0, peak, tensors, int(1.1 * size) if device.is_gpu else None, GIB, int(device.memory * GIB),
             timeline=[("forward of block 0", {"parameters": GIB}), ("backward of block 3", tensors)],
         )  # fmt: skip
         seconds = 1.5 if mode in kept else 2.0
         step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, device.described)
-        return LayoutPlan({}, "", memory, {}, {}, step if device.peak else None, 0, "exact" if exact else "blocks")
+        return LayoutPlan("", memory, step if device.peak else None, 0, "exact" if exact else "blocks")
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 import dataclasses
-import json
+import os
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_a_failed_write_leaves_the_old_row(folder, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_row(ROW, folder / "cpu.json")
     assert (folder / "cpu.json").read_text() == before and len(list(folder.iterdir())) == 1

@@ -51,9 +51,9 @@ def each(trace):
 
 
 def plan_of(layout, *, allocated, seconds, reserved=None):
-    memory = RankMemory(0, Moment("forward", {"activations": allocated}), {}, 0, reserved or allocated, 0, LIMIT)
+    memory = RankMemory(0, Moment("forward", {"activations": allocated}), {}, reserved or allocated, 0, LIMIT)
     step = StepTime(seconds, seconds, seconds, {}, 0, 0, "")
-    return LayoutPlan(layout.flags, str(layout.mesh), memory, {}, {}, step, layout.tokens, "blocks")
+    return LayoutPlan(str(layout.mesh), memory, step, layout.tokens, "blocks", flags=layout.flags)
 
 
 def test_legal_layouts_divide_the_world_and_keep_what_was_given():
