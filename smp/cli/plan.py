@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=3, metavar="N", help="layouts to show; default 3")
     add("--tokens", metavar="N", help="to train on, such as 1T: hours, money")
     add("--price", type=float, metavar="X", help="of a device for an hour")
-    add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and all distinct ranks")
+    add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and its last rank, too")
     add("--json", metavar="FILE", help="write the plan there as JSON; -: print it instead of the tables")
     add("--plot", metavar="FILE.png", help="draw the best layout's memory over the step")
     add("--calibrate", action="store_true", help="measure this machine, a minute, and keep its row")
@@ -202,13 +202,12 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
         print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
         if (spent := requests.cost(request, plan, tokens, price)) is not None:
             print(tables.cost_line(spent, "GPU" if gpus else "process"))
-    # What auto is today belongs to the JSON: no person asked.
-    said = [note for note in (plan.notes if plan else ()) if not note.startswith("chosen: ")]
+    said = [*requests.notes(request, fits=bool(found.plans))]  # a plan's own, of what auto is today, are for the JSON
     if found.legal > 1 or not found.plans:
         width = min(100, shutil.get_terminal_size().columns)
         print("", *tables.ranking(found, top, request.devices, width), sep="\n")
-        said.append(f"{found.legal} legal layouts, {found.traced} of them traced on fake tensors.")
-    print("", *dict.fromkeys([*said, *requests.notes(request, fits=bool(found.plans))]), sep="\n")
+        said.insert(0, f"{found.legal} legal layouts, {found.traced} of them traced on fake tensors.")
+    print("", *said, sep="\n")
 
 
 def _plot(plan: LayoutPlan, png: Path) -> None:
@@ -216,8 +215,6 @@ def _plot(plan: LayoutPlan, png: Path) -> None:
     from smp.plots import plot_memory
 
     moments = plan.memory.timeline
-    if not moments:
-        raise UserError(f"--plot {png}: the plan has no timeline; leave it out")
     names = dict.fromkeys(name for _, sizes in moments for name in sizes)
     phases = [where.split()[0] for where, _ in moments]
     ends = {phase: index for index, phase in enumerate(phases)}  # of the last micro-batch

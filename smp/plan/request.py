@@ -121,7 +121,7 @@ def answer(
     Args:
         planners: plan a layout each at a time.
         top: layouts that fit to look for.
-        exact: trace all blocks and all distinct ranks of the best one.
+        exact: trace all blocks of the best one, and its last rank, too.
         tell: called with each layout that is about to be traced.
 
     Raises:

@@ -41,7 +41,7 @@ def planner_command(job: Job) -> list[str]:
     """Return the command that plans a job as it is, without a search."""
     launch, device = job.launch, job.device
     words = [sys.executable, "-m", "smp", "plan", "--search", "0", "--json", "-"]
-    words += ["--nodes", str(-(-launch.world_size // launch.local_world_size))]
+    words += ["--nodes", str(launch.world_size // launch.local_world_size)]
     words += ["--gpus_per_node", str(launch.local_world_size)]
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -53,6 +53,9 @@ def planner_command(job: Job) -> list[str]:
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
     """Return the plan of a job, by a process of its own; None, with a line in the log, where there is none in time."""
+    if job.launch.world_size % job.launch.local_world_size:
+        logger.info("No plan: hosts have as many processes each in a plan, and do not here.")
+        return None
     seconds = min(seconds, job.config.comm.distributed_timeout / 2)  # the other ranks wait for this one
     try:
         process = subprocess.Popen(

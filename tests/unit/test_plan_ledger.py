@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -83,6 +84,8 @@ def test_the_planner_is_given_up(monkeypatch, tmp_path, caplog):
     assert by("raise SystemExit('error: no such model')", 60) is None
     assert by("print('[]')", 60) is None
     assert by('print(\'{"layouts": [{"memory": {"rank": 0}}]}\')', 60) is not None
+    uneven = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, world_size=3, local_world_size=2))
+    assert planned.predict(uneven) is None and "as many processes each" in said.pop()
     monkeypatch.setattr(sys, "executable", "/absent/python")
     assert by("", 60) is None and said.pop() == "No plan: its process cannot be started (No such file or directory)."
     assert len(said) == 3 and "longer than 0.2 s" in said[0] and said[1] == "No plan: no such model"
