@@ -19,7 +19,7 @@ VIEWS = (
     "new_empty", "new_empty_strided", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense",
     "record_stream", "is_pinned",
 )  # fmt: skip
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_scaled_mm_v2", "linear")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_")
 _LOOK_UPS = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
 # Of a card's bf16 peak, roughly (A100 19.5 of 312, H100 67 of 989): smp leaves TF32 off, as torch does.
 SLOWER = {"float32": 1 / 16, "float64": 1 / 16}
@@ -85,8 +85,6 @@ def product(operation: Operation) -> Product | None:
         return None
     left, right = matrices[-2:]
     *batch, rows, inner = left.shape
-    if short_name(operation) == "linear":
-        return Product(math.prod(batch) * rows, inner, right.shape[0], 1, left.dtype)
     return Product(rows, inner, right.shape[-1], math.prod(batch), left.dtype)
 
 

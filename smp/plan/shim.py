@@ -13,6 +13,17 @@ from pathlib import Path
 from smp.errors import UserError
 
 SOURCE = Path(__file__).with_name("cuda_shim.cpp")
+_PROGRAM = """
+import ctypes, os, runpy, sys
+ctypes.CDLL(sys.argv.pop(1), ctypes.RTLD_GLOBAL)
+kept = os.dup(2)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+try:
+    import torch  # a build for CUDA complains that its hooks come second
+finally:
+    os.dup2(kept, 2)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def compiler() -> str | None:
@@ -58,7 +69,9 @@ def _compile(torch: Path, source: Path, built: Path) -> None:
         )
     include = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
     link = (f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10")
-    command = [found, "-O0", "-shared", "-fPIC", "-std=c++20", *include, str(source), "-o", str(built), *link]
+    kernels = ["-DCUDA_SHIM_HAS_VALUES"] if (torch / "lib" / "libtorch_cuda.so").exists() else []  # torch's own
+    options = ["-O0", "-shared", "-fPIC", "-std=c++20", *kernels]
+    command = [found, *options, *include, str(source), "-o", str(built), *link]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"the shim for planning on fake GPUs does not compile with {found}:\n{done.stderr[-3000:]}")
@@ -66,9 +79,4 @@ def _compile(torch: Path, source: Path, built: Path) -> None:
 
 def python_with(library: Path, module: str) -> list[str]:
     """Return the command of a process that runs a module, with the shim loaded before torch looks for CUDA."""
-    program = (
-        "import ctypes, runpy, sys; "
-        "ctypes.CDLL(sys.argv.pop(1), ctypes.RTLD_GLOBAL); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
-    return [sys.executable, "-c", program, str(library), module]
+    return [sys.executable, "-c", _PROGRAM, str(library), module]

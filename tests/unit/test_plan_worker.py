@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import masking_utils
 
 from smp.errors import UserError
 from smp.parallel import sharding
-from smp.plan import shim
+from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow
 from smp.plan.worker import Worker, in_child
 from tests.clock import HANG_SECONDS
@@ -132,6 +134,22 @@ def test_a_refusal_in_the_fork_keeps_its_words():
 def test_a_fork_keeps_what_it_replaces():
     assert in_child(functools.partial(setattr, masking_utils, "is_tracing", None)) is None
     assert masking_utils.is_tracing is not None
+
+
+def test_no_gpu_of_a_build_for_cuda_is_asked():
+    """Its guard becomes one that does nothing, and no fake tensor touches the device first."""
+
+    def prepare():
+        asked = []
+        torch._C._ensureCUDADeviceGuardSet = lambda: asked.append("guard")
+        world.prepare("cuda", (9, 0), 8, 80 << 30)
+        fake_tensor.init_gpu_context(torch.device("cuda"))
+        with FakeTensorMode(), torch.device("cuda"):
+            one, into = torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2)
+            torch.addmm(into, one, one, out_dtype=into.dtype, out=into)  # torch 2.11 has another operator's fake for it
+        return asked
+
+    assert in_child(prepare) == ["guard"]
 
 
 def test_no_compiler_is_a_sentence(monkeypatch, tmp_path):
