@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import difflib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from smp.environment.threads import available_cores
 from smp.errors import ConfigError, UserError
 from smp.plan import document, ledger
 from smp.plan.cost import parse_count
-from smp.plan.devices import DEVICES, DeviceRow, device_row, network_share, write_row
+from smp.plan.devices import DeviceRow, device_row, network_share, write_row
 from smp.plan.records import GIB, LayoutPlan
 from smp.runtime import devices_folder
 
@@ -52,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=3, metavar="N", help="layouts to show; default 3")
     add("--tokens", metavar="N", help="to train on, such as 1T: hours, money")
     add("--price", type=float, metavar="X", help="of a device for an hour")
-    add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and all distinct ranks")
+    add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and its last rank, too")
     add("--json", metavar="FILE", help="write the plan there as JSON; -: print it instead of the tables")
     add("--plot", metavar="FILE.png", help="draw the best layout's memory over the step")
     add("--calibrate", action="store_true", help="measure this machine, a minute, and keep its row")
@@ -112,7 +111,11 @@ def _require_options(options: argparse.Namespace) -> int | None:
         raise UserError("--price has a meaning only with --tokens: say how many tokens are to be trained on")
     for name in ("json", "plot"):
         value = getattr(options, name)
-        if value not in (None, "-") and not os.access(folder := Path(value).absolute().parent, os.W_OK):
+        if value in (None, "-"):
+            continue
+        if Path(value).is_dir():
+            raise UserError(f"--{name} {value} is a directory: give the name of a file")
+        if not os.access(folder := Path(value).absolute().parent, os.W_OK):
             raise UserError(f"--{name} {value} cannot be written: {folder} is no directory that can be written to")
     if options.plot and Path(options.plot).suffix != ".png":
         raise UserError(f"--plot {options.plot} is not allowed: give a file that ends in .png")
@@ -128,22 +131,10 @@ def _nearer(problem: str) -> str:
     return f"unknown flag {flag}: did you mean {near[0]}?" if near and problem.startswith("unknown flag") else problem
 
 
-def _row_of(name: str) -> DeviceRow:
-    """Return the row of a device, by its name or the driver's."""
-    plain = re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia "))
-    for candidate in dict.fromkeys([name, plain]):
-        with contextlib.suppress(UserError):
-            return device_row(candidate)
-    if name == CPU:
-        return DeviceRow(CPU, source="", date="")
-    # As the driver says it: "NVIDIA H100 80GB HBM3".
-    known = (row for short, row in reversed([*DEVICES.items()]) if name != plain and short.partition("_")[0] in plain)
-    return next(known, None) or device_row(name)
-
-
 def _device(options: argparse.Namespace) -> DeviceRow:
     """Return the device's row, with the memory and the network that were given."""
-    row = _row_of(options.device)
+    unknown = options.device == CPU and not (devices_folder() / f"{CPU}.json").exists()
+    row = DeviceRow(CPU, source="", date="") if unknown else device_row(options.device)
     if options.network is not None:
         row = dataclasses.replace(row, network=network_share(options.network))
     if options.gpu_memory_gib is not None:
@@ -211,13 +202,12 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
         print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
         if (spent := requests.cost(request, plan, tokens, price)) is not None:
             print(tables.cost_line(spent, "GPU" if gpus else "process"))
-    # What auto is today belongs to the JSON: no person asked.
-    said = [note for note in (plan.notes if plan else ()) if not note.startswith("chosen: ")]
+    said = [*requests.notes(request, fits=bool(found.plans))]  # a plan's own, of what auto is today, are for the JSON
     if found.legal > 1 or not found.plans:
         width = min(100, shutil.get_terminal_size().columns)
         print("", *tables.ranking(found, top, request.devices, width), sep="\n")
-        said.append(f"{found.legal} legal layouts, {found.traced} of them traced on fake tensors.")
-    print("", *dict.fromkeys([*said, *requests.notes(request, fits=bool(found.plans))]), sep="\n")
+        said.insert(0, f"{found.legal} legal layouts, {found.traced} of them traced on fake tensors.")
+    print("", *said, sep="\n")
 
 
 def _plot(plan: LayoutPlan, png: Path) -> None:
@@ -225,8 +215,6 @@ def _plot(plan: LayoutPlan, png: Path) -> None:
     from smp.plots import plot_memory
 
     moments = plan.memory.timeline
-    if not moments:
-        raise UserError(f"--plot {png}: the plan has no timeline; leave it out")
     names = dict.fromkeys(name for _, sizes in moments for name in sizes)
     phases = [where.split()[0] for where, _ in moments]
     ends = {phase: index for index, phase in enumerate(phases)}  # of the last micro-batch

@@ -89,10 +89,9 @@ def _first_sizes(trace: Trace) -> list[int]:
 
 def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
     """Yield the places of the whole step in their order, each with the traced one that stands for it."""
-    order: dict[Place, None] = dict.fromkeys(change.place for change in trace.changes)
-    order = _ordered([*order, *(place for place in trace.events if place not in order)])
+    seen = dict.fromkeys([*(change.place for change in trace.changes), *trace.events])
     groups: list[list[Place]] = []
-    for place in order:  # the blocks of one forward or one backward are one group
+    for place in sorted(seen, key=_in_a_step):  # the blocks of one forward or one backward are one group
         same = groups and groups[-1][0].block is not None and place.block is not None
         if same and groups[-1][0][:2] == place[:2]:
             groups[-1].append(place)
@@ -109,20 +108,16 @@ def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
             yield template._replace(block=block), template
 
 
-def _ordered(places: list[Place]) -> dict[Place, None]:
-    """Return the places in the order of a step."""
-
-    def key(place: Place) -> tuple[int, int, int]:
-        if place.phase == UPDATE:
-            return (1 << 30, 0, 0)
-        if place.phase not in (FORWARD, BACKWARD):
-            return (-1, 0, 0)
-        forward = place.phase == FORWARD
-        between = {"embedding": -1 if forward else 1 << 30, "head": 1 << 30 if forward else -(1 << 30)}
-        inside = between[place.part] if place.block is None else place.block if forward else -place.block
-        return (place.microbatch, 0 if forward else 1, inside)
-
-    return dict.fromkeys(sorted(places, key=key))
+def _in_a_step(place: Place) -> tuple[int, int, int]:
+    """Return the sorting key of a place."""
+    if place.phase == UPDATE:
+        return (1 << 30, 0, 0)
+    if place.phase not in (FORWARD, BACKWARD):
+        return (-1, 0, 0)
+    forward = place.phase == FORWARD
+    between = {"embedding": -1 if forward else 1 << 30, "head": 1 << 30 if forward else -(1 << 30)}
+    inside = between[place.part] if place.block is None else place.block if forward else -place.block
+    return (place.microbatch, 0 if forward else 1, inside)
 
 
 class _Births:

@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import json
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import torch
 from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.memory.limits import available_memory
-from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, Tables, write_row
+from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, Tables, plain_name, sheet_row, write_row
 from smp.plan.kernels import ATTENTION_BACKWARD
 from smp.plan.records import GIB
 from smp.runtime import devices_folder
@@ -83,8 +82,7 @@ def _device() -> tuple[DeviceRow, Sequence[int]]:
         where = f"{available_cores()} cores ({platform.machine()}), {versions}"
         return DeviceRow("cpu", memory=round(memory / GIB, 1), on=where), PROCESSES
     properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
-    words = re.sub(r"[^a-z0-9]+", "_", properties.name.lower().removeprefix("nvidia "))
-    base = next((row for name, row in DEVICES.items() if name.partition("_")[0] in words), DeviceRow(words))
+    base = sheet_row(properties.name) or DeviceRow(plain_name(properties.name))
     row = dataclasses.replace(
         base, memory=round(properties.total_memory / GIB, 1), capability=(properties.major, properties.minor),
         on=f"{count} x {properties.name}, {versions}",

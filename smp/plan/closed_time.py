@@ -26,6 +26,7 @@ LOGIT_BYTES = 24
 # AdamW in fp32: reads parameter, gradient and two moments, writes three; the norm reads the gradient, clipping
 # reads and writes it; zeroing writes it.
 UPDATE_BYTES = 4 * (7 + 3 + 1)
+REDUCE_BYTES = 4  # gradients are reduced in fp32
 # Exchanges of hidden states between tensor-parallel ranks in a block: a gather and a reduction of attention and of the
 # MLP, forward and backward. Recomputation repeats them, selective recomputation the gathers only.
 CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
@@ -42,7 +43,6 @@ class ClosedLayout:
         recompute: ``none``, ``selective`` (products are recomputed by half, attention is kept) or ``full``.
         fused: whether element-wise operations are compiled or written as fused kernels.
         keep_gathered: whether parameters stay gathered between forward and backward (ZeRO-2).
-        reduce_bytes: of an element that is reduced: 4, or 2 where gradients are reduced in bf16.
     """
 
     sequence: int
@@ -55,7 +55,6 @@ class ClosedLayout:
     recompute: str = NONE
     fused: bool = False
     keep_gathered: bool = False
-    reduce_bytes: int = 4
 
 
 class ClosedTime(NamedTuple):
@@ -128,7 +127,7 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
         return ring(nbytes, layout.shard, inside)
 
     crossing = ring(2 * tokens * shape.hidden, layout.tp, layout.local)  # one exchange of hidden states
-    gather, scatter = sharded(2 * weights), sharded(layout.reduce_bytes * weights)
+    gather, scatter = sharded(2 * weights), sharded(REDUCE_BYTES * weights)
     computed = block.forward + block.backward(layout.recompute)
     again = 0.0 if layout.keep_gathered else gather
     exposed = max(0.0, gather - block.forward) + max(0.0, again + scatter - block.backward(layout.recompute))
@@ -136,9 +135,9 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
     head = 6 * tokens * vocabulary / (row.peak * 1e12 * row.efficiency.products)
     head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
     # What nothing hides: the embedding's gather, the first block's, and the last reductions.
-    ends = sharded(2 * vocabulary) + gather + sharded(layout.reduce_bytes * vocabulary) + scatter
+    ends = sharded(2 * vocabulary) + gather + sharded(REDUCE_BYTES * vocabulary) + scatter
     held = shape.parameters / layout.tp / layout.shard
-    replicas = 2 * ring(layout.reduce_bytes * held, layout.replicas, max(1, inside // layout.shard))
+    replicas = 2 * ring(REDUCE_BYTES * held, layout.replicas, max(1, inside // layout.shard))
     parts = {
         "compute": layout.accumulation * (shape.layers * computed + head),
         "exposed gathers": layout.accumulation * (shape.layers * exposed + ends) + replicas,

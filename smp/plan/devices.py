@@ -14,9 +14,7 @@ efficiencies beside them are the share that published measurements reach, each w
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import tempfile
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ import torch
 
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.plan import document
 from smp.runtime import devices_folder
 from smp.train.flops import peak_flops
 
@@ -171,20 +170,40 @@ _ROWS = (
 DEVICES: Mapping[str, DeviceRow] = {row.name: row for row in _ROWS}
 
 
+def plain_name(driver: str) -> str:
+    """Return the name of the row of a device that its driver calls so: ``h200`` of ``NVIDIA H200``."""
+    return re.sub(r"[^a-z0-9]+", "_", driver.lower().removeprefix("nvidia "))
+
+
+def sheet_row(driver: str) -> DeviceRow | None:
+    """Return the data sheet's row of a device by its driver's name, such as ``NVIDIA H100 80GB HBM3``, or None.
+
+    A part of a card (MIG), or a variant with other links or another peak, has none.
+    """
+    words, peak = set(plain_name(driver).split("_")), peak_flops(driver, torch.bfloat16)
+    if peak is None or "pcie" in words:
+        return None
+    return next((row for row in _ROWS if words >= {*row.name.split("_")} and row.peak == peak / 1e12), None)
+
+
 def device_row(name: str) -> DeviceRow:
     """Return the row of a device.
 
     Args:
-        name: of a data sheet's row or one of the user's folder, which has precedence; or the path of a row's file.
+        name: of a data sheet's row or one of the user's folder, which has precedence; the device's by its driver; or
+            the path of a row's file.
 
     Raises:
         UserError: there is no such row, or its file cannot be read.
     """
-    path = Path(name) if name.endswith(".json") else devices_folder() / f"{name}.json"
-    if path.exists():
-        return read_row(path)
-    if name in DEVICES:
-        return DEVICES[name]
+    if name.endswith(".json"):
+        return read_row(Path(name))
+    sheet = DEVICES.get(name) or sheet_row(name)
+    for known in (name, plain_name(name), *([sheet.name] if sheet else [])):
+        if (path := devices_folder() / f"{known}.json").exists():
+            return read_row(path)
+    if sheet:
+        return sheet
     own = sorted(file.stem for file in devices_folder().glob("*.json"))
     raise UserError(
         f"--device {name} is not known: give one of {', '.join(dict.fromkeys([*DEVICES, *own]))}, the path of a row's "
@@ -242,12 +261,4 @@ def write_row(row: DeviceRow, path: Path) -> None:
     tables = {count: table._asdict() for count, table in row.tables.items()}
     content = dataclasses.asdict(dataclasses.replace(row, tables={})) | {"tables": tables}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({"schema": SCHEMA, **content}, file)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    document.write({"schema": SCHEMA, **content}, path)

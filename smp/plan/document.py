@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
     return {
         "rank": memory.rank,
         "allocated": memory.allocated,
-        "workspace": memory.workspace,
         "reserved": memory.reserved,
         "outside": memory.outside,
         "limit": memory.limit,
@@ -55,31 +54,6 @@ def layout_entry(plan: LayoutPlan, cost: Cost | None = None, rates: Mapping[str,
         "method": plan.method,
         "notes": list(plan.notes),
     }
-
-
-def document(
-    *,
-    versions: Mapping[str, str],
-    flags: Sequence[str],
-    cluster: Mapping[str, Any],
-    device_row: Mapping[str, Any],
-    layouts: Sequence[Any],
-    refused: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Return the whole plan.
-
-    Args:
-        versions: of smp and torch.
-        flags: of the training job, as given.
-        cluster: hosts, devices of each, and what they can do.
-        device_row: where the device's numbers come from.
-        layouts: of :func:`layout_entry`, the fastest first.
-        refused: layout, reason and the bytes that are missing.
-    """
-    return {
-        "schema": SCHEMA, **versions, "flags": list(flags), "cluster": dict(cluster), "device_row": dict(device_row),
-        "layouts": list(layouts), "refused": list(refused),
-    }  # fmt: skip
 
 
 def as_text(content: Any) -> str:

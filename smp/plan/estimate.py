@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.plan import USABLE, peak_bytes
 from smp.memory.shape import ModelShape
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DeviceRow
+from smp.plan.kernels import SLOWER
 from smp.plan.search import Estimate, Layout
 
 # Orders layouts on a CPU, of which no data sheet is known; its seconds are shown to nobody.
@@ -34,5 +37,7 @@ def estimate(shape: ModelShape, layout: Layout, row: DeviceRow, *, local: int) -
         fused=work.settings[ActivationConfig].compile is True,
         keep_gathered=not mesh.reshard_after_forward or not work.settings[ParallelConfig].reshard_between_microbatches,
     )
+    if row.is_gpu and work.compute_bytes == 4:
+        row = dataclasses.replace(row, peak=row.peak * SLOWER["float32"])
     needed = peak_bytes(shape, mesh, work) / (USABLE if row.is_gpu else 1)
     return Estimate(layout, int(needed), closed_step(shape, closed, row if row.peak else _ANY_CPU).seconds)

@@ -1,9 +1,11 @@
-"""A call in a fork of this process."""
+"""A call in a fork of this process, and processes that end with the one that has started them."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -11,6 +13,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from smp.errors import UserError
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that has started it ends, however it does; Linux alone has it."""
+    with contextlib.suppress(AttributeError):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_child(call: Callable[[], Any]) -> Any:
@@ -21,6 +32,7 @@ def in_child(call: Callable[[], Any]) -> Any:
     """
     reading, writing = Pipe(duplex=False)
     if (child := os.fork()) == 0:
+        end_with_parent()
         _answer(call, writing)
     writing.close()
     answer = None

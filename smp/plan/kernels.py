@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from smp.plan.devices import DeviceRow
 from smp.plan.records import Operation, TensorShape
@@ -18,10 +19,10 @@ VIEWS = (
     "new_empty", "new_empty_strided", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense",
     "record_stream", "is_pinned",
 )  # fmt: skip
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_scaled_mm", "_scaled_mm_v2", "linear")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_")
 _LOOK_UPS = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
-# TF32 has half of bf16's peak on every card.
-_SLOWER = {"float32": 0.5, "float64": 0.06}
+# Of a card's bf16 peak, roughly (A100 19.5 of 312, H100 67 of 989): smp leaves TF32 off, as torch does.
+SLOWER = {"float32": 1 / 16, "float64": 1 / 16}
 # Multiply-adds of a backward pass of attention for each of the forward pass: five products for two.
 ATTENTION_BACKWARD = 2.5
 
@@ -55,6 +56,20 @@ class Attention(NamedTuple):
         return 4 * self.scores * self.width * (ATTENTION_BACKWARD if self.backward else 1)
 
 
+def shape_of(tensor: torch.Tensor) -> TensorShape:
+    """Return a tensor's shape and dtype."""
+    return TensorShape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def operation_of(name: str, arguments: Any, result: Any) -> Operation:
+    """Return the operation of a call, by the tensors in its arguments and results."""
+    inputs, outputs = (
+        tuple(shape_of(each) for each in tree_leaves(tree) if isinstance(each, torch.Tensor))
+        for tree in (arguments, result)
+    )
+    return Operation(name, inputs, outputs)
+
+
 def short_name(operation: Operation) -> str:
     """Return the name without namespace and overload: ``mm`` of ``aten.mm.default``."""
     parts = operation.name.split(".")
@@ -70,8 +85,6 @@ def product(operation: Operation) -> Product | None:
         return None
     left, right = matrices[-2:]
     *batch, rows, inner = left.shape
-    if short_name(operation) == "linear":
-        return Product(math.prod(batch) * rows, inner, right.shape[0], 1, left.dtype)
     return Product(rows, inner, right.shape[-1], math.prod(batch), left.dtype)
 
 
@@ -115,8 +128,8 @@ def sheet_seconds(operation: Operation, row: DeviceRow) -> float:
     share, peak = row.efficiency, row.peak * 1e12
     moved = moved_bytes(operation) / (row.bandwidth * 1e12 * share.memory)
     if found := product(operation):
-        return max(moved, found.flops / (peak * share.products * _SLOWER.get(found.dtype, 1.0)))
+        return max(moved, found.flops / (peak * share.products * SLOWER.get(found.dtype, 1.0)))
     if fused := attention(operation):
         reached = share.attention_backward if fused.backward else share.attention_forward
-        return max(moved, fused.flops / (peak * reached * _SLOWER.get(fused.dtype, 1.0)))
+        return max(moved, fused.flops / (peak * reached * SLOWER.get(fused.dtype, 1.0)))
     return moved

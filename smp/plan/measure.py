@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from smp.comm.fsdp import SharedAllGather, SharedReduceScatter
 from smp.comm.gloo import DirectAllGather, DirectReduceScatter
@@ -35,9 +34,9 @@ from smp.mesh import resolve_mesh
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.devices import Tables
-from smp.plan.kernels import VIEWS, attention, moved_bytes, short_name
+from smp.plan.kernels import VIEWS, attention, moved_bytes, operation_of, short_name
 from smp.plan.measured import Measured
-from smp.plan.records import Exchange, Operation, TensorShape
+from smp.plan.records import Exchange, Operation
 from smp.runtime import choose_device, own_arguments, process_group
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
@@ -73,15 +72,7 @@ class Log(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if short_name(Operation(name, (), ())) not in VIEWS and not name.startswith(("prim.", "c10d.", "profiler.")):
-            shapes = [
-                tuple(
-                    TensorShape(tuple(t.shape), str(t.dtype).removeprefix("torch."))
-                    for t in tree_leaves(tree)
-                    if isinstance(t, Tensor)
-                )
-                for tree in ((args, kwargs), result)
-            ]
-            self.operations.append(Operation(name, *shapes))
+            self.operations.append(operation_of(name, (args, kwargs), result))
         return result
 
 

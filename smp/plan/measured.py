@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from smp.plan.devices import DeviceRow, Tables
-from smp.plan.kernels import Product, attention, moved_bytes, product, short_name
+from smp.plan.kernels import SLOWER, Product, attention, moved_bytes, product, short_name
 from smp.plan.records import Exchange, Operation
 
 NEAREST = 4  # measured products that one is interpolated from
@@ -31,6 +31,11 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     (low, first), (high, second) = points[index - 1], points[index]
     weight = math.log(at / low) / math.log(high / low)
     return math.exp(math.log(first) + weight * (math.log(second) - math.log(first)))
+
+
+def _slower(dtype: str, known: str) -> float:
+    """Return the share of a measured dtype's speed that one has which was not measured."""
+    return min(1.0, SLOWER.get(dtype, 1.0) / SLOWER.get(known, 1.0))
 
 
 class Measured:
@@ -80,14 +85,15 @@ class Measured:
 
     def _product(self, found: Product, layout: str) -> float:
         """Interpolate the rate of the nearest shapes, each by the inverse of its distance in logarithms, squared."""
-        own = self._rates.get((found.dtype, layout)) or self._rates.get(("float32", layout), [])
+        known = [dtype for dtype in (found.dtype, "float32", "bfloat16") if (dtype, layout) in self._rates]
+        if not known:
+            return 0.0
+        own, slower = self._rates[known[0], layout], _slower(found.dtype, known[0])
         at = tuple(math.log(max(1, size)) for size in found[:3])
         near = sorted((math.dist(at, shape), rate) for shape, rate in own)[:NEAREST]
-        if not near:
-            return 0.0
         weights = [1 / (1e-9 + distance) ** 2 for distance, _ in near]
         rate = sum(w * r for w, (_, r) in zip(weights, near, strict=True)) / sum(weights)
-        return found.flops / rate
+        return found.flops / (rate * slower)
 
     def _fused(self, scores: float, width: int, dtype: str, *, backward: bool) -> float:
         """Interpolate by the work, scores x width, among heads of the nearest width."""
@@ -95,7 +101,7 @@ class Measured:
         nearest = min((line[2] for line in own), key=lambda size: abs(size - width), default=0)
         own = [line for line in own if line[2] == nearest]
         points = sorted((2.0 * scored * size, (forward, back)[backward]) for _, scored, size, forward, back in own)
-        return interpolated(points, 2.0 * scores * width)
+        return interpolated(points, 2.0 * scores * width) / (_slower(dtype, own[0][0]) if own else 1.0)
 
     def exchange(self, exchange: Exchange) -> float:
         """Return an exchange's seconds; one of a kind that was not measured by an all-gather's."""

@@ -46,18 +46,26 @@ def account(step: Step, *, shared: int = 0, waiting: int = 0) -> Account:
     now = [0] * len(CATEGORIES)
     now[number[COMMUNICATION]], now[number[OTHER]] = shared, waiting
     most, total = list(now), shared + waiting
-    best, at, where = 0, list(now), step.changes[0][0]
+    peak = highest = (total, step.changes[0][0], list(now))
     stride = max(1, (len(step.changes) - step.initial) // POINTS)
-    timeline: list[tuple[str, dict[str, int]]] = []
+    points: list[tuple[int, Place, list[int]]] = []
     for index, (place, storage, delta) in enumerate(step.changes):
         kind = kinds[storage]
         now[kind] += delta
         total += delta
-        if now[kind] > most[kind]:
-            most[kind] = now[kind]
-        if total > best:
-            best, at, where = total, list(now), place
-        if index >= step.initial and index % stride == 0:
-            timeline.append((said(place), dict(zip(CATEGORIES, now, strict=True))))
-    peak = Moment(said(where), dict(zip(CATEGORIES, at, strict=True)))
-    return Account(peak, dict(zip(CATEGORIES, most, strict=True)), timeline)
+        most[kind] = max(most[kind], now[kind])
+        begins = index >= step.initial and (index - step.initial) % stride == 0
+        if begins or total > highest[0]:
+            highest = (total, place, list(now))
+            if begins:
+                points.append(highest)
+            elif points:
+                points[-1] = highest
+            if total > peak[0]:
+                peak = highest
+
+    def entry(place: Place, sizes: list[int]) -> tuple[str, dict[str, int]]:
+        return said(place), dict(zip(CATEGORIES, sizes, strict=True))
+
+    timeline = [entry(*point[1:]) for point in points]
+    return Account(Moment(*entry(*peak[1:])), dict(zip(CATEGORIES, most, strict=True)), timeline)

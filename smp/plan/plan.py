@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from smp.plan.fork import in_child
 from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
-from smp.plan.trace import trace_step
+from smp.plan.trace import MOST_MICROBATCHES, make_batch, microbatch_rows, trace_step
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
@@ -40,9 +41,6 @@ from smp.train.run_plan import Job, check_global_batch, choose_settings, make_jo
 # Outside of the caching allocator: CUDA's context, and each communicator of NCCL. No GPU of ours has measured them.
 _CONTEXT_BYTES, _COMMUNICATOR_BYTES = int(0.6 * GIB), int(0.3 * GIB)
 _MARGIN = 2  # blocks at each end, of which prefetching makes other buffers than of those between
-# Micro-batches that are traced: the first, one between, the last.
-_MOST_MICROBATCHES = 3
-_FP32_BYTES = 4
 
 
 def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow, exact: bool = False) -> LayoutPlan:
@@ -66,11 +64,8 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
     first = plans[0]
     largest = max(plans, key=lambda plan: plan.memory.needed)
     return LayoutPlan(
-        flags={},
         mesh=str(first.job.mesh),
         memory=largest.memory,
-        host={},
-        disk={},
         step=first.step,
         tokens=first.batch * first.job.model.sequence_length,
         method="exact" if first.exact else "blocks",
@@ -112,7 +107,7 @@ class _Rank:
             raise ConfigError(problems)
         job.choices.extend(choose_settings(job, limit or 1 << 60, batch=self.batch))
         self.backend = choose_backend(config.comm, device)
-        self.microbatches = -(-self.batch // (job.mesh.data.size * config.run.train_batch_size))
+        self.rows = microbatch_rows(job)
         layers = job.model.hf_config.num_hidden_layers
         period, margin = self._repetition()
         few = layers if exact else blocks_to_trace(layers, period=period, margin=margin)
@@ -134,24 +129,21 @@ class _Rank:
         types = getattr(model, "layer_types", None) or [""]
         own = next(p for p in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[p:], strict=False)))
         every = config.activation_checkpointing_every if config.activation_checkpointing else 1
-        period = own * every if own % every and every % own else max(own, every)
+        period = math.lcm(own, every)
         margin = _MARGIN + (config.activation_loading_horizon if config.offload_activations else 0)
         return period, -(-margin // period) * period  # so that the blocks at the end keep their place in the period
 
     def _trace(self, blocks: int) -> Trace:
         job = _with_blocks(self.job, blocks)
-        if self.microbatches > _MOST_MICROBATCHES:
-            run = dataclasses.replace(
-                job.config.run, gradient_accumulation_steps=_MOST_MICROBATCHES, global_batch_size=None
-            )
-            job = dataclasses.replace(job, config=dataclasses.replace(job.config, run=run))
         # In a process of its own: torch keeps caches of meshes, whose groups end with the trace.
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
-        gpu, size = self.row.is_gpu, self.job.config.run.train_batch_size
-        more = max(0, self.microbatches - _MOST_MICROBATCHES)
-        waiting = 0 if gpu else more * 2 * size * self.job.model.sequence_length * torch.int64.itemsize
+        gpu, waiting = self.row.is_gpu, 0
+        if not gpu:  # where batches are; those between that are not traced
+            with torch.device("meta"):
+                batch = make_batch(self.job, self.rows[2:-1] if len(self.rows) > MOST_MICROBATCHES else [])
+            waiting = batch.sample_ids.nbytes + sum(t.nbytes for each in batch.microbatches for t in each.values())
         found = account(whole, shared=trace.shared, waiting=waiting)
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
@@ -164,7 +156,6 @@ class _Rank:
             rank=self.job.launch.rank,
             peak=found.peak,
             own_peaks=found.own_peaks,
-            workspace=0,
             reserved=reserved,
             outside=outside,
             limit=self.limit,
@@ -181,9 +172,9 @@ class _Rank:
         if config.offload_activations:
             shape, work = sizes(self.job)
             blocks = max(0, shape.layers - config.activation_loading_horizon)
-            offloaded = waiting_bytes(shape, self.job.mesh, work, blocks=blocks) * self.microbatches
+            offloaded = waiting_bytes(shape, self.job.mesh, work, blocks=blocks) * len(self.rows)
         return step_time(
-            _with_microbatches(segments(trace, repeated), self.microbatches),
+            _with_microbatches(segments(trace, repeated), len(self.rows)),
             self.row,
             local=self.local,
             groups=trace.groups,
@@ -201,11 +192,11 @@ def _traced(job: Job, backend: str, capability: tuple[int, int] | None) -> Trace
 
 def _with_microbatches(found: list[tuple[Segment, int]], count: int) -> list[tuple[Segment, int]]:
     """Repeat the traced micro-batch between the first and the last."""
-    if count <= _MOST_MICROBATCHES:
+    if count <= MOST_MICROBATCHES:
         return found
     between = [pair for pair in found if pair[0].microbatch == 1 and pair[0].phase != "update"]
     last = found.index(between[-1]) + 1
-    return [*found[:last], *between * (count - _MOST_MICROBATCHES), *found[last:]]
+    return [*found[:last], *between * (count - MOST_MICROBATCHES), *found[last:]]
 
 
 def _with_blocks(job: Job, blocks: int) -> Job:

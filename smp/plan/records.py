@@ -83,7 +83,6 @@ class RankMemory:
         rank: which was planned; of all distinct ranks the one that holds most.
         peak: the moment of the highest sum.
         own_peaks: each category's own highest bytes.
-        workspace: bytes inside kernels, at most, on top of the peak.
         reserved: bytes of the caching allocator's segments; None on a CPU.
         outside: bytes outside the allocator: context and communicators; on a CPU the process without a model.
         limit: bytes of the device; None if it is not known.
@@ -94,7 +93,6 @@ class RankMemory:
     rank: int
     peak: Moment
     own_peaks: Mapping[str, int]
-    workspace: int
     reserved: int | None
     outside: int
     limit: int | None
@@ -103,8 +101,8 @@ class RankMemory:
 
     @property
     def allocated(self) -> int:
-        """Bytes of tensors and of kernels' workspaces at the peak."""
-        return self.peak.total + self.workspace
+        """Bytes of tensors, and inside of kernels, at the peak."""
+        return self.peak.total
 
     @property
     def needed(self) -> int:
@@ -162,15 +160,15 @@ class LayoutPlan:
         disk: bytes by use: ``checkpoint``, ``kept checkpoints``, ``offloaded activations``.
         step: its time; None where nothing is known of the device.
         tokens: of a step over all ranks.
-        method: ``closed form``, ``blocks`` (few blocks traced) or ``exact`` (all blocks traced).
+        method: ``blocks`` (few blocks traced) or ``exact`` (all blocks traced).
     """
 
-    flags: Mapping[str, Any]
     mesh: str
     memory: RankMemory
-    host: Mapping[str, int]
-    disk: Mapping[str, int]
     step: StepTime | None
     tokens: int
     method: str
     notes: Sequence[str] = ()
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    host: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    disk: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -17,11 +17,13 @@ from smp.data.data_pipeline import NO_DATA
 from smp.errors import ConfigError, UserError
 from smp.memory.plan import USABLE, processes_that_fit
 from smp.memory.shape import ModelShape, model_shape
+from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
 from smp.plan.estimate import estimate
+from smp.plan.kernels import SLOWER
 from smp.plan.records import GIB, LayoutPlan
 from smp.plan.search import Found, Layout, instructive, layouts, search
 from smp.plan.tables import title_of, words_of
@@ -81,10 +83,12 @@ def read_request(
 
     Raises:
         ConfigError: with every problem of the flags.
-        UserError: ``global_tokens`` contradicts them.
+        UserError: ``global_tokens`` contradicts them, or nothing is to be trained.
     """
     try:
         config = parse_args(words)
+        if config.data.evaluate_only:
+            raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
         model = resolve_model(config.model)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
@@ -117,7 +121,7 @@ def answer(
     Args:
         planners: plan a layout each at a time.
         top: layouts that fit to look for.
-        exact: trace all blocks and all distinct ranks of the best one.
+        exact: trace all blocks of the best one, and its last rank, too.
         tell: called with each layout that is about to be traced.
 
     Raises:
@@ -128,6 +132,9 @@ def answer(
         for layout in request.layouts(fixed=not searches)
     ]
     if not candidates:
+        degree, family = request.settings["tensor_parallel_degree"], request.model.family
+        if misfits := tensor_parallel_problems(family, request.model.hf_config, degree=degree, shard=1):
+            raise ConfigError(misfits)
         raise UserError(
             f"{request.model.name} cannot be split over {request.nodes} node(s) of {request.local} as asked: the "
             f"sharding and tensor-parallel degrees must divide them, and each data-parallel process needs a sample; "
@@ -176,10 +183,9 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
     return dataclasses.replace(
         plan,
         flags=layout.flags,
-        mesh=str(layout.mesh),
         tokens=layout.tokens,
-        host=plan.host or host_bytes(*sizes, local=request.local),
-        disk=plan.disk or disk_bytes(*sizes, local=request.local),
+        host=host_bytes(*sizes, local=request.local),
+        disk=disk_bytes(*sizes, local=request.local),
     )
 
 
@@ -189,7 +195,8 @@ def rates(request: Request, plan: LayoutPlan) -> dict[str, float | None]:
         return {"tokens_per_second": None, "mfu": None}
     rate = plan.tokens / plan.step.seconds / request.devices
     flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
-    peak = request.row.peak * 1e12
+    fp32 = request.row.is_gpu and request.settings["bf16"] is False
+    peak = request.row.peak * 1e12 * (SLOWER["float32"] if fp32 else 1.0)
     return {"tokens_per_second": rate, "mfu": flops * rate / peak if peak else None}
 
 
@@ -208,6 +215,10 @@ def notes(request: Request, *, fits: bool) -> Iterator[str]:
             yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
         if request.settings["compile"] is True:
             yield "Blocks are planned as they run uncompiled; compiled ones take less memory between kernels."
+        if request.settings["cpu_offload"]:
+            yield "Too fast: the step's seconds have neither --cpu_offload's update by the host nor its copies."
+        if request.settings["offload_dir"] is not None:
+            yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
     if not fits:
         yield _more_devices(request)
     yield "Not tried, as smp does not have them: context, expert and pipeline degrees."
@@ -234,23 +245,20 @@ def as_document(request: Request, found: Found, *, top: int, tokens: int | None,
     row, plans = request.row, [plan for _, plan in found.plans[:top]]
     if not plans and found.nearest is not None:
         plans = [found.nearest]
-    return document.document(
-        versions={"smp": __version__, "torch": torch.__version__},
-        flags=request.words,
-        cluster={
+    costs = [(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans]
+    return {
+        "schema": document.SCHEMA, "smp": __version__, "torch": torch.__version__,
+        "flags": request.words,
+        "cluster": {
             "nodes": request.nodes, "gpus_per_node": request.local, "device": row.name, "memory_gib": row.memory,
             "network": row.network,
         },
-        device_row={
-            "name": row.name, "source": row.source, "date": row.date, "on": row.on, "factor": row.factor,
-            "runs": row.runs,
-        },
-        layouts=[
-            document.layout_entry(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans
-        ],
-        refused=[
+        "device_row": {name: getattr(row, name) for name in ("name", "source", "date", "on", "factor", "runs")},
+        "notes": [*notes(request, fits=bool(found.plans))],
+        "layouts": [document.layout_entry(*each) for each in costs],
+        "refused": [
             {"mesh": str(each.layout.mesh), "flags": dict(each.layout.flags), "reason": each.reason,
              "bytes_over": each.over}
             for each in instructive(found)
         ],
-    )  # fmt: skip
+    }  # fmt: skip

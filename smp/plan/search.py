@@ -151,9 +151,10 @@ def legal_meshes(
     strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
     keeps = strategy == "_hybrid_shard_zero2"
     if "hybrid_shard_degree" in given:
-        parallel = ParallelConfig(
-            sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp
-        )  # fmt: skip
+        fits_another = "tensor_parallel_degree" not in given and chosen > 0 and world % chosen == 0
+        if fits_another and world // tp % chosen:
+            return
+        parallel = ParallelConfig(sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp)
         candidates = [resolve_mesh(parallel, world_size=world, local_world_size=local)]
     else:
         candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, keep_gathered=keeps)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 from smp.errors import UserError
 
 SOURCE = Path(__file__).with_name("cuda_shim.cpp")
-CACHE = Path.home() / ".cache" / "smp" / "kernels"
+_PROGRAM = """
+import ctypes, os, runpy, sys
+ctypes.CDLL(sys.argv.pop(1), ctypes.RTLD_GLOBAL)
+kept = os.dup(2)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+try:
+    import torch  # a build for CUDA complains that its hooks come second
+finally:
+    os.dup2(kept, 2)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def compiler() -> str | None:
@@ -21,40 +31,52 @@ def compiler() -> str | None:
     return next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
 
 
-def build_shim(folder: Path = CACHE, source: Path = SOURCE) -> Path:
+def build_shim(folder: Path | None = None, source: Path = SOURCE) -> Path:
     """Compile the shim against the headers of the installed torch, once for each torch; returns the library.
 
+    Args:
+        folder: of the library; None: ``~/.cache/smp/kernels``.
+
     Raises:
-        UserError: there is no compiler, or the shim does not compile.
+        UserError: there is no compiler, the shim does not compile, or the library cannot be written.
     """
     spec = find_spec("torch")
     assert spec is not None and spec.submodule_search_locations
     torch = Path(spec.submodule_search_locations[0])  # torch is not imported before the shim is loaded
-    sources = b"".join(path.read_bytes() for path in (SOURCE, source, torch / "version.py"))
-    library = folder / f"cuda_shim_{hashlib.sha256(sources).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    # The library has the path of torch's: an equal torch of another environment, which may go, is another one.
+    sources = b"".join(path.read_bytes() for path in (SOURCE, source, torch / "version.py")) + bytes(torch)
+    try:
+        folder = folder or Path.home() / ".cache" / "smp" / "kernels"
+        library = folder / f"cuda_shim_{hashlib.sha256(sources).hexdigest()[:16]}.so"
+        if library.exists():
+            return library
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            _compile(torch, source, built := Path(work) / library.name)
+            built.replace(library)
+    except (OSError, RuntimeError) as error:  # as of a user without a home
+        raise UserError(
+            f"the shim for planning on fake GPUs cannot be kept in {folder or 'the cache'} ({error}): set HOME to a "
+            f"directory that can be written to"
+        ) from None
+    return library
+
+
+def _compile(torch: Path, source: Path, built: Path) -> None:
     if (found := compiler()) is None:
         raise UserError(
             "a plan for GPUs needs a C++ compiler (g++, c++ or clang++) and none is on the PATH: install one"
         )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    built = library.with_suffix(f".{os.getpid()}")
     include = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
     link = (f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10")
-    command = [found, "-O0", "-shared", "-fPIC", "-std=c++20", *include, str(source), "-o", str(built), *link]
+    kernels = ["-DCUDA_SHIM_HAS_VALUES"] if (torch / "lib" / "libtorch_cuda.so").exists() else []  # torch's own
+    options = ["-O0", "-shared", "-fPIC", "-std=c++20", *kernels]
+    command = [found, *options, *include, str(source), "-o", str(built), *link]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"the shim for planning on fake GPUs does not compile with {found}:\n{done.stderr[-3000:]}")
-    built.replace(library)
-    return library
 
 
 def python_with(library: Path, module: str) -> list[str]:
     """Return the command of a process that runs a module, with the shim loaded before torch looks for CUDA."""
-    program = (
-        "import ctypes, runpy, sys; "
-        "ctypes.CDLL(sys.argv.pop(1), ctypes.RTLD_GLOBAL); "
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-    )
-    return [sys.executable, "-c", program, str(library), module]
+    return [sys.executable, "-c", _PROGRAM, str(library), module]

@@ -17,15 +17,10 @@ from smp.memory.categories import OTHER, copied_inside
 from smp.memory.profile import MemoryProfile, _Storage
 from smp.plan import fake_cuda, workspace, world
 from smp.plan.events import BEGIN, Birth, Change, Place, Trace
-from smp.plan.kernels import VIEWS
+from smp.plan.kernels import VIEWS, operation_of
 from smp.plan.records import Exchange, Operation, TensorShape
 
 aten = torch.ops.aten
-
-
-def shape_of(tensor: torch.Tensor) -> TensorShape:
-    """Return a tensor's shape and dtype."""
-    return TensorShape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class StepTrace(MemoryProfile):
@@ -134,7 +129,7 @@ class StepTrace(MemoryProfile):
         if name.startswith(("c10d::", "smp::reduce_tokens", "symm_mem::")):
             self._collective(name, args, result)
         elif name.partition("::")[2] not in VIEWS and func.namespace not in ("prim", "profiler"):
-            self._operation(str(func), args, kwargs, result)
+            self.events.setdefault(self.place, []).append(operation_of(str(func), (args, kwargs), result))
         return result
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -148,11 +143,6 @@ class StepTrace(MemoryProfile):
         if name.endswith("train/step.py"):
             return self._length
         return 1.0 if dtype.is_floating_point else 0 if "/faults/" in name else 1
-
-    def _operation(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = tuple(shape_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        outputs = tuple(shape_of(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-        self.events.setdefault(self.place, []).append(Operation(name, inputs, outputs))
 
     # --- collectives
 

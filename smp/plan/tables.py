@@ -59,14 +59,14 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
         if max(size, own) > _SMALL * largest:
             bar = block * round(_BAR * size / largest)
             yield f"  {name:<{_NAME - 2}} {size / unit:>11,.2f} {own / unit:>10,.2f}  {bar}".rstrip()
-    sums = {"kernels' workspaces, at most": memory.workspace or None, "allocated": memory.allocated}
+    sums = {"allocated": memory.allocated}
     if memory.reserved is not None:
         sums |= {"reserved by the allocator": memory.reserved, "outside the allocator": memory.outside}
     else:
         sums["the process without a model"] = memory.outside
     if memory.limit is not None and memory.room is not None:
         sums |= {"limit": memory.limit, "room" if memory.room >= 0 else "missing": abs(memory.room)}
-    yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items() if size is not None)
+    yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items())
     if memory.shared:
         yield f"  {gib(memory.shared)} GiB of it are shared by the ranks of a host"
     yield f"  the peak is in: {memory.peak.where}"

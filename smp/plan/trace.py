@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from smp.config import ActivationConfig, ParallelConfig
 from smp.data.data_pipeline import StepBatch
+from smp.data.sampler import step_positions
 from smp.delayed_init import build_on_meta, materialize_
 from smp.mesh import Mesh
 from smp.models.registry import build_model
@@ -26,10 +27,14 @@ from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup, model_blocks
 from smp.plan import world
 from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, Place, Trace
-from smp.plan.step_profile import StepTrace, shape_of
+from smp.plan.kernels import shape_of
+from smp.plan.step_profile import StepTrace
 from smp.train.optimizer import build_optimizer
-from smp.train.run_plan import Job
+from smp.train.run_plan import Job, planned_batch
 from smp.train.step import train_step
+
+# Micro-batches that are traced: the first, one between, the last.
+MOST_MICROBATCHES = 3
 
 
 class _Follower:
@@ -81,21 +86,32 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _batch(job: Job) -> StepBatch:
-    """Make a rank's micro-batches of the job, fake, on the host."""
-    config = job.config
-    size, length = config.run.train_batch_size, job.model.sequence_length
-    samples = config.run.global_batch_size or size * job.mesh.data.size * config.run.gradient_accumulation_steps
-    count = -(-samples // (job.mesh.data.size * size))
+def microbatch_rows(job: Job) -> list[int]:
+    """Return the samples of each micro-batch of a step, on a data rank that has most."""
+    size = job.mesh.data.size
+    positions = step_positions(
+        batch=planned_batch(job.config, job.mesh), micro=job.config.run.train_batch_size, rank=size - 1, size=size
+    )
+    return [len(each) for each in positions]
 
-    def microbatch() -> dict[str, torch.Tensor]:
-        made = {name: torch.empty(size, length, dtype=torch.int64) for name in ("input_ids", "labels")}
-        if config.data.document_mask:
-            made["position_ids"] = torch.empty(size, length, dtype=torch.int64)
+
+def make_batch(job: Job, rows: list[int]) -> StepBatch:
+    """Make micro-batches of the job with so many samples, on the host, under the mode that is active."""
+    length, integer = job.model.sequence_length, torch.int64
+
+    def microbatch(size: int) -> dict[str, torch.Tensor]:
+        made = {name: torch.empty(size, length, dtype=integer) for name in ("input_ids", "labels")}
+        if job.config.data.document_mask:
+            made["position_ids"] = torch.empty(size, length, dtype=integer)
             made["document_bounds"] = torch.empty(size + 1, dtype=torch.int32)
         return made
 
-    return StepBatch([microbatch() for _ in range(count)], torch.empty(size * count, dtype=torch.int64))
+    return StepBatch([microbatch(size) for size in rows], torch.empty(sum(rows), dtype=integer))
+
+
+def _batch(job: Job) -> StepBatch:
+    rows = microbatch_rows(job)
+    return make_batch(job, rows if len(rows) <= MOST_MICROBATCHES else [*rows[:2], rows[-1]])
 
 
 def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: StepTrace) -> dict[int, int]:

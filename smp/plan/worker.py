@@ -14,7 +14,7 @@ from typing import Any
 
 from smp.errors import UserError
 from smp.plan.devices import DeviceRow
-from smp.plan.fork import in_child
+from smp.plan.fork import end_with_parent, in_child
 from smp.plan.records import LayoutPlan
 from smp.plan.shim import build_shim, python_with
 from smp.runtime import environment_with
@@ -76,11 +76,15 @@ class Worker:
 def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
     command = python_with(build_shim(), _MODULE) if device.is_gpu else [sys.executable, "-m", _MODULE]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    # Ctrl-C is for the command, which then ends this process.
-    deaf = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden), preexec_fn=deaf
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden), preexec_fn=_begin
     )
+
+
+def _begin() -> None:
+    """Leave Ctrl-C to the command, with which this process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
 
 
 def serve() -> None:

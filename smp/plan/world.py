@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._decomp import decomposition_table
+from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -186,10 +188,17 @@ def prepare(device_type: str, capability: tuple[int, int], devices: int, memory:
     sharding.install_collectives = _install
     tensor_technique.overlap_obstacle = lambda degree, device_type: ""
     if device_type == "cuda":
+        # A build for CUDA has a guard that asks its GPUs, which are hidden, and the first fake tensor would use one.
+        torch._C._ensureCUDADeviceGuardSet()
+        fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
+        # Torch 2.11 has a fake of another operator for it, with which the loss is planned without fp32 products.
+        decomposition_table.pop(aten.addmm.dtype_out, None)
+        fake_impls.register_op_impl(aten.addmm.dtype_out)(lambda mode, func, *args, out, **options: out)
         fake_cuda.install(devices=devices, memory=memory, capability=capability)
         F.scaled_dot_product_attention = functools.partial(attend, capability)
         torch.nn.functional.scaled_dot_product_attention = F.scaled_dot_product_attention
     offload_technique.build_store = _store
+    offload_technique.require_directory = lambda directory: None  # it is one of the job's hosts
 
 
 @contextlib.contextmanager

@@ -183,6 +183,8 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
         elif variable := allocator_variable():
             problems.append(f"--expandable_segments 1 and {variable} both set the allocator: leave one out")
+    if config.run.plan and config.data.evaluate_only:
+        problems.append("--plan 1 plans a training step and --evaluate_only 1 has none: leave one out")
     if config.logging.memory_snapshot and device.type != "cuda":
         problems.append("--memory_snapshot 1 needs a GPU and none is visible: leave it out")
     if config.checkpoint.keep_best and config.data.validation_freq is None:
@@ -311,7 +313,8 @@ def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
     nodes, gpus = -(-world // _GPUS_OF_A_HOST), min(world, _GPUS_OF_A_HOST)
     command = plan_command(job, nodes=nodes, gpus=gpus, without=("sharding_strategy", "hybrid_shard_degree"))
     shown = f"what {nodes * gpus} GPUs of 80 GiB would hold, and which layout is best"
-    return f"{', or '.join(parts)}; `{command}` shows {shown}"
+    text = ", or ".join(parts)
+    return text if job.config.data.evaluate_only else f"{text}; `{command}` shows {shown}"
 
 
 def given_words(job: Job, *, without: Iterable[str] = ()) -> list[str]:
@@ -372,4 +375,5 @@ def dry_run(plan: RunPlan) -> None:
         )
         launch = plan.launch
         command = plan_command(plan, nodes=launch.world_size // launch.local_world_size, gpus=launch.local_world_size)
-        print(f"{text}\n\n`{command} --search 0` plans its step on GPUs, on tensors without values")
+        trains = not plan.config.data.evaluate_only
+        print(f"{text}\n\n`{command} --search 0` plans its step on GPUs, on tensors without values" if trains else text)

@@ -44,12 +44,12 @@ class Planner:
         tensors = {"parameters": 2 * GIB, "activations": size - 2 * GIB}
         peak = Moment("backward of block 3", tensors)
         memory = RankMemory(
-            0, peak, tensors, 0, int(1.1 * size) if device.is_gpu else None, GIB, int(device.memory * GIB),
+            0, peak, tensors, int(1.1 * size) if device.is_gpu else None, GIB, int(device.memory * GIB),
             timeline=[("forward of block 0", {"parameters": GIB}), ("backward of block 3", tensors)],
         )  # fmt: skip
         seconds = 1.5 if mode in kept else 2.0
         step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, device.described)
-        return LayoutPlan({}, "", memory, {}, {}, step if device.peak else None, 0, "exact" if exact else "blocks")
+        return LayoutPlan("", memory, step if device.peak else None, 0, "exact" if exact else "blocks")
 
 
 @pytest.fixture
@@ -153,6 +153,14 @@ def test_a_plan_of_cpus_has_no_allocator_and_no_price_of_time(planner, call):
     assert "reserved" not in out.split("the fastest")[0] and "bf16" not in out and "+offload" not in out
 
 
+def test_what_the_seconds_leave_out_is_told(planner, call):
+    words = [*TINY, "--search", 0, "--cpu_offload", 1, "--offload_activations", 1, "--offload_dir", "/nowhere/fast"]
+    told = ("neither --cpu_offload's update by the host nor its copies", "as if they went to the host's memory")
+    status, out, _ = call(*words)
+    assert status == 0 and all(text in out for text in told)
+    assert all(text in "".join(json.loads(call(*words, "--json", "-")[1])["notes"]) for text in told)
+
+
 @pytest.mark.full
 def test_the_memory_is_drawn(planner, call, tmp_path):
     pytest.importorskip("matplotlib")
@@ -176,10 +184,13 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--train_batch_siz", 4], "unknown flag --train_batch_siz: did you mean train_batch_size?"),
         (["--model", "llama_huge"], "llama_huge"),
         (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json cannot be written: /nowhere is no directory"),
+        (["--json", "/"], "--json / is a directory: give the name of a file"),
         (["--plot", "plan.pdf"], "--plot plan.pdf is not allowed: give a file that ends in .png"),
         (["--global_tokens", "4Mi", "--global_batch_size", 8], "both set the batch: leave one out"),
         (["--max_context_width", 64, "--global_tokens", 32], "is less than a sample of 64 tokens"),
         (["--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
+        (["--evaluate_only", 1], "--evaluate_only 1 trains nothing, and a training step is what is planned"),
+        (["--num_heads", 4, "--tensor_parallel_degree", 8], "8 does not divide the 4 attention heads: choose one of 1"),
         (["--hybrid_shard_degree", 3], "--hybrid_shard_degree 3 does not divide the 8 data-parallel processes"),
         (["--ledger", "/nowhere"], "--ledger /nowhere is no directory"),
         (["--ledger", ".", "--model", "llama_tiny"], "--ledger takes no flags of a job"),

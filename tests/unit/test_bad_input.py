@@ -68,6 +68,7 @@ SETTINGS = [
     (["--num_key_value_heads", 3], "--num_key_value_heads 3 does not divide --num_heads 4: choose a divisor"),
     (["--distributed_backend", "nccl"], "nccl needs GPUs and none is visible: use smddp or gloo"),
     (["--tensor_parallel_degree", 2], "--tensor_parallel_degree 2 does not divide the 1 processes: choose one of 1"),
+    (["--plan", 1, "--evaluate_only", 1], "--plan 1 plans a training step and --evaluate_only 1 has none: leave one"),
     (["--fp8", 1], "--fp8 1 is not available: .*use --bf16 1"),
     (["--moe", 1], "--moe 1 is not available: .*leave it out"),
     (["--offload_activations", 1], "--offload_activations 1 on a CPU needs --offload_dir.*: give a directory"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from smp.plan.blocks import blocks_to_trace
+from smp.plan.blocks import Step, blocks_to_trace
 from smp.plan.devices import device_row
+from smp.plan.events import Place
+from smp.plan.memory import account
 from smp.plan.shim import compiler
 from smp.plan.worker import Worker
 
@@ -59,6 +61,18 @@ def test_few_blocks_are_all_blocks():
 @pytest.mark.parametrize("name", [name for name in CASES if name != SMOKE])
 def test_few_blocks_are_all_blocks_with_every_technique(name):
     compare(name)
+
+
+def test_the_peak_is_in_the_timeline_and_all_of_it_is_thinned():
+    place, changes = Place(0, "forward", 0), []
+    for number in range(5000):
+        size = 1000 if number == 3333 else 10
+        changes += [(place, number, size), (place._replace(block=1), number, -size)]
+    step = Step(["activations"] * 5000, [""] * 5000, 0, changes)
+    found = account(step, shared=7)
+    assert found.peak.total == 1007 and found.peak.where == "forward of block 0"
+    assert max(sum(sizes.values()) for _, sizes in found.timeline) == 1007
+    assert 300 < len(found.timeline) <= 500 and found.own_peaks["activations"] == 1000
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 import dataclasses
-import json
+import os
 
 import pytest
 
@@ -30,6 +30,24 @@ def test_rows_of_data_sheets():
     # Half of the network's cards of p4d are an eighth of a host's 400 Gb/s each.
     assert network_share("efa400") == 6.25 and network_share("efa3200") == network_share("ib400") == 50
     assert network_share("12.5") == 12.5
+
+
+DRIVERS = {
+    "NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA A100-SXM4-80GB": "a100_80gb", "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200", "NVIDIA B200": "b200",
+}  # fmt: skip
+
+
+def test_a_driver_names_a_row_and_no_other_card_has_it(folder):
+    assert {driver: device_row(driver).name for driver in DRIVERS} == DRIVERS
+    parts = ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GH200 480GB")
+    for driver in (*parts, "NVIDIA H100 NVL", "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"):
+        with pytest.raises(UserError, match=f"--device {driver} is not known"):
+            device_row(driver)
+    with pytest.raises(UserError, match=r"rows/h100\.json is no row of a device"):
+        device_row("rows/h100.json")
+    write_row(dataclasses.replace(DEVICES["h100"], peak=700.0), folder / "h100.json")
+    assert device_row("NVIDIA H100 80GB HBM3").peak == 700.0  # calibrated
 
 
 def test_unknown_device_and_network(folder):
@@ -73,7 +91,7 @@ def test_a_failed_write_leaves_the_old_row(folder, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_row(ROW, folder / "cpu.json")
     assert (folder / "cpu.json").read_text() == before and len(list(folder.iterdir())) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -16,15 +17,13 @@ from tests.flags import SYNTHETIC, check, plan_of
 from tests.job import LLAMA, losses, run_job
 
 ROW = {"name": "cpu", "source": "measured", "date": "2026-11-23", "factor": 1.0}
-MEMORY = RankMemory(0, Moment("forward", {"activations": 900, "gradients": 100}), {}, 24, None, 0, None)
+MEMORY = RankMemory(0, Moment("forward", {"activations": 900, "gradients": 100}), {}, None, 0, None)
 
 
 def prediction(seconds=2.0, memory=MEMORY, row=ROW):
     step = StepTime(seconds, seconds, seconds, {}, 0, 0, "")
-    layout = document.layout_entry(LayoutPlan({}, "mesh", memory, {}, {}, step, 1, "blocks"))
-    return document.document(
-        versions={}, flags=[], cluster={}, device_row=row, layouts=[layout], refused=[]
-    )  # fmt: skip
+    layout = document.layout_entry(LayoutPlan("mesh", memory, step, 1, "blocks"))
+    return {"schema": document.SCHEMA, "device_row": row, "layouts": [layout]}
 
 
 def line(measured=2.5, **changed):
@@ -42,7 +41,7 @@ def test_errors_are_shares_of_what_was_measured():
     assert set(found["categories"]) == {"activations", "gradients"}
     assert found["categories"]["gradients"]["error"] is None  # there were none
     assert ledger.sentence(found) == "memory +0.0 %, step -20.0 %"
-    on_gpu = line(categories=None, allocated=1280, reserved=2048)
+    on_gpu = line(categories=None, allocated=1250, reserved=2048)
     assert ledger.sentence(on_gpu) == "memory -20.0 %, step -20.0 %"  # nothing was predicted of what is reserved
     assert json.loads(document.as_text(found)) == found
 
@@ -85,6 +84,10 @@ def test_the_planner_is_given_up(monkeypatch, tmp_path, caplog):
     assert by("raise SystemExit('error: no such model')", 60) is None
     assert by("print('[]')", 60) is None
     assert by('print(\'{"layouts": [{"memory": {"rank": 0}}]}\')', 60) is not None
+    uneven = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, world_size=3, local_world_size=2))
+    assert planned.predict(uneven) is None and "as many processes each" in said.pop()
+    monkeypatch.setattr(sys, "executable", "/absent/python")
+    assert by("", 60) is None and said.pop() == "No plan: its process cannot be started (No such file or directory)."
     assert len(said) == 3 and "longer than 0.2 s" in said[0] and said[1] == "No plan: no such model"
 
 

@@ -51,9 +51,9 @@ def each(trace):
 
 
 def plan_of(layout, *, allocated, seconds, reserved=None):
-    memory = RankMemory(0, Moment("forward", {"activations": allocated}), {}, 0, reserved or allocated, 0, LIMIT)
+    memory = RankMemory(0, Moment("forward", {"activations": allocated}), {}, reserved or allocated, 0, LIMIT)
     step = StepTime(seconds, seconds, seconds, {}, 0, 0, "")
-    return LayoutPlan(layout.flags, str(layout.mesh), memory, {}, {}, step, layout.tokens, "blocks")
+    return LayoutPlan(str(layout.mesh), memory, step, layout.tokens, "blocks", flags=layout.flags)
 
 
 def test_legal_layouts_divide_the_world_and_keep_what_was_given():
@@ -76,6 +76,14 @@ def test_a_layout_as_it_is_given_is_one():
     (layout,) = found_layouts("--hybrid_shard_degree", 4, fixed=True)
     assert str(layout.mesh) == "dp_replicate 16 x dp_shard 4 x tp 1" and layout.flags == {}
     assert (layout.work.micro_batch_size, layout.accumulation) == (2, 1)
+
+
+def test_a_given_sharding_degree_leaves_out_the_tensor_parallel_degrees_that_it_does_not_fit():
+    found = {(each.mesh.tp.size, each.mesh.shard.size) for each in found_layouts("--hybrid_shard_degree", 4, nodes=1)}
+    assert found == {(1, 4), (2, 4)}
+    for words in (["--hybrid_shard_degree", 3], ["--hybrid_shard_degree", 4, "--tensor_parallel_degree", 4]):
+        with pytest.raises(UserError, match="does not divide the"):
+            found_layouts(*words, nodes=1)
 
 
 def test_accumulation_keeps_the_global_batch():

@@ -142,6 +142,19 @@ def test_operations():
     assert sheet_seconds(operation("mm", tensor(1, 10), tensor(10, 1)), row) == pytest.approx(80e-9)  # bytes bound it
 
 
+def test_fp32_has_a_sixteenth_of_the_bf16_peak():
+    """Also of a GPU whose products were measured in bf16 alone."""
+    single = operation("mm", *[tensor(100, 100, dtype="float32")] * 2)
+    half = operation("mm", *[tensor(100, 100)] * 2)
+    assert sheet_seconds(single, GPU) == pytest.approx(16 * sheet_seconds(half, GPU))
+    heads = {dtype: operation("_flash_attention", *[tensor(1, 1, 100, 64, dtype=dtype)] * 3) for dtype in TYPES}
+    line = ("bfloat16", "nt", 100, 100, 100, 2.0)
+    found = Measured(TABLES._replace(products=[line], attention=[("bfloat16", 5000, 64, 1.0, 2.0)]), "nccl")
+    assert (found.seconds(half, "nt"), found.seconds(single, "nt")) == (2.0, 32.0)
+    assert [found.seconds(heads[dtype], "nt") for dtype in TYPES] == [1.0, 16.0]
+
+
+TYPES = ("bfloat16", "float32")
 TABLES = Tables(
     products=[("float32", "nt", 100, 100, 100, 2.0), ("float32", "nt", 1000, 1000, 1000, 200.0),
         ("float32", "tn", 7, 9, 11, 1.0)],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,14 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import masking_utils
 
 from smp.errors import UserError
 from smp.parallel import sharding
-from smp.plan import shim
+from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow
 from smp.plan.worker import Worker, in_child
+from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, NEOX
 
 CPU = DeviceRow("cpu")
@@ -79,6 +85,12 @@ def test_flags_that_are_refused_are_a_sentence(words, match):
 
 
 @pytest.mark.full
+def test_a_directory_of_the_jobs_hosts_need_not_be_here():
+    with Worker() as worker:
+        assert plan(worker, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
+
+
+@pytest.mark.full
 def test_a_worker_that_dies_is_a_sentence():
     with Worker() as worker:
         plan(worker)
@@ -92,6 +104,14 @@ def test_a_worker_that_dies_is_a_sentence():
 def test_the_end_of_the_fork_that_plans_is_a_sentence():
     with pytest.raises(UserError, match=r"the process that planned this layout has ended with status 9\b"):
         in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_the_fork_that_plans_ends_with_its_process():
+    code = "import time\nfrom smp.plan.fork import in_child\nin_child(lambda: (print(1, flush=True), time.sleep(1e6)))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.communicate(timeout=HANG_SECONDS)[0] == b""  # its output ends when nobody holds it any more
 
 
 def test_a_defect_is_a_sentence(capfd):
@@ -116,12 +136,48 @@ def test_a_fork_keeps_what_it_replaces():
     assert masking_utils.is_tracing is not None
 
 
+def test_no_gpu_of_a_build_for_cuda_is_asked():
+    """Its guard becomes one that does nothing, and no fake tensor touches the device first."""
+
+    def prepare():
+        asked = []
+        torch._C._ensureCUDADeviceGuardSet = lambda: asked.append("guard")
+        world.prepare("cuda", (9, 0), 8, 80 << 30)
+        fake_tensor.init_gpu_context(torch.device("cuda"))
+        with FakeTensorMode(), torch.device("cuda"):
+            one, into = torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2)
+            torch.addmm(into, one, one, out_dtype=into.dtype, out=into)  # torch 2.11 has another operator's fake for it
+        return asked
+
+    assert in_child(prepare) == ["guard"]
+
+
 def test_no_compiler_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(shim, "CACHE", tmp_path)
-    monkeypatch.setattr(shim.build_shim, "__defaults__", (tmp_path, shim.SOURCE))
+    monkeypatch.setenv("HOME", str(tmp_path))
     with Worker() as worker, pytest.raises(UserError, match=r"needs a C\+\+ compiler .* none is on the PATH"):
         worker.plan(WORDS, nodes=1, local=2, device=DEVICES["h100"])
+
+
+def test_a_home_that_cannot_be_written_is_a_sentence(monkeypatch, tmp_path):
+    (tmp_path / ".cache").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot be kept in .*kernels \(.*\): set HOME to a directory"):
+        shim.build_shim()
+
+
+def test_the_shim_of_another_environment_is_another(monkeypatch, tmp_path):
+    """Its library has the path of that environment's torch, which may be gone."""
+    spec, made = importlib.util.find_spec("torch"), []
+    monkeypatch.setattr(shim, "_compile", lambda torch, source, built: built.write_bytes(bytes(torch)))
+    for name in ("one", "other", "one"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        shutil.copy(f"{spec.submodule_search_locations[0]}/version.py", tmp_path / name)
+        place = importlib.machinery.ModuleSpec("torch", None, is_package=True)
+        place.submodule_search_locations = [str(tmp_path / name)]
+        monkeypatch.setattr(shim, "find_spec", lambda _, place=place: place)
+        made.append(shim.build_shim(tmp_path))
+    assert made[0] == made[2] != made[1] and made[1].read_text() == str(tmp_path / "other")
 
 
 def test_a_shim_that_does_not_compile_is_said_with_the_compilers_words(tmp_path):

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from smp.plan import trace
 from smp.plan.shim import SOURCE, build_shim, compiler
-from tests.planned import ROOT, planned
+from smp.plan.trace import microbatch_rows
+from tests.planned import ROOT, job_of, planned
 
 BATCH, LENGTH = 2, 128
 MODEL = (
@@ -73,6 +75,19 @@ def answers(device_type: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
         requests += [each for each in pair if each not in requests]  # equal ones are planned once
     found = planned(requests, shim=shim)
     return {name: (found[requests.index(a)], found[requests.index(b)]) for name, (a, b) in pairs.items()}
+
+
+def test_micro_batches_are_the_jobs():
+    """Of 18 samples a rank of two has 9, in passes of 5 and 4, however many fit into one; of 30, the fullest has 4."""
+
+    def rows(*words: str, world: int = 2) -> tuple[list[int], list[int]]:
+        job = job_of([*MODEL.split(), *words], world, 0)
+        return microbatch_rows(job), [len(each["labels"]) for each in trace._batch(job).microbatches]
+
+    assert rows("--train_batch_size", "8", "--global_batch_size", "18") == ([5, 4], [5, 4])
+    assert rows("--global_batch_size", "30", world=8) == ([2, 2], [2, 2])
+    assert rows("--gradient_accumulation_steps", "5") == ([2] * 5, [2] * 3)  # the first, one between, the last
+    assert rows("--global_batch_size", "22") == ([2] * 5 + [1], [2, 2, 1])
 
 
 def test_a_number_is_read():
