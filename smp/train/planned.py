@@ -40,13 +40,8 @@ _PROFILED = 2
 def planner_command(job: Job) -> list[str]:
     """Return the command that plans a job as it is, without a search."""
     launch, device = job.launch, job.device
-<<<<<<< HEAD
     words = [sys.executable, "-m", "smp", "plan", "--search", "0"]
-    words += ["--nodes", str(-(-launch.world_size // launch.local_world_size))]
-=======
-    words = [sys.executable, "-m", "smp", "plan", "--search", "0", "--json", "-"]
     words += ["--nodes", str(launch.world_size // launch.local_world_size)]
->>>>>>> wt-plan
     words += ["--gpus_per_node", str(launch.local_world_size)]
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -58,8 +53,16 @@ def planner_command(job: Job) -> list[str]:
 
 def print_plan(job: Job) -> None:
     """Print the plan of a job, below the report of its dry run."""
+    if not _even(job):
+        return
     print(flush=True)
     subprocess.run(planner_command(job), stdin=subprocess.DEVNULL, env=_environment(), check=False)
+
+
+def _even(job: Job) -> bool:
+    if odd := job.launch.world_size % job.launch.local_world_size:
+        logger.info("No plan: hosts have as many processes each in a plan, and do not here.")
+    return not odd
 
 
 def _environment() -> dict[str, str]:
@@ -68,26 +71,17 @@ def _environment() -> dict[str, str]:
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
     """Return the plan of a job, by a process of its own; None, with a line in the log, where there is none in time."""
-<<<<<<< HEAD
-    process = subprocess.Popen(
-        [*planner_command(job), "--json", "-"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True,
-    )  # fmt: skip
-=======
-    if job.launch.world_size % job.launch.local_world_size:
-        logger.info("No plan: hosts have as many processes each in a plan, and do not here.")
+    if not _even(job):
         return None
     seconds = min(seconds, job.config.comm.distributed_timeout / 2)  # the other ranks wait for this one
     try:
         process = subprocess.Popen(
-            planner_command(job), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}), start_new_session=True,
-            preexec_fn=end_with_parent,
+            [*planner_command(job), "--json", "-"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=_environment(), start_new_session=True, preexec_fn=end_with_parent,
         )  # fmt: skip
     except OSError as error:
         logger.info("No plan: its process cannot be started (%s).", error.strerror)
         return None
->>>>>>> wt-plan
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
