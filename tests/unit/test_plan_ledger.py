@@ -95,7 +95,7 @@ def test_the_planner_plans_the_job_as_it_is(tmp_path):
     plan = plan_of(["--plan", 1, "--train_batch_size", 4, "--checkpoint_freq", 5, "--lr", "0.001"], tmp_path)
     words = planned.planner_command(plan)
     text = " ".join(words)
-    assert "--search 0 --json - --nodes 1 --gpus_per_node 1 --device cpu" in text
+    assert "--search 0 --nodes 1 --gpus_per_node 1 --device cpu" in text
     assert "--train_batch_size 4" in text and "--checkpoint_freq 5" in text and "--use_synthetic_data 1" in text
     assert "--plan" not in words and "--output_dir" not in words and "--tensor_parallel_degree" not in words
 
