@@ -18,6 +18,7 @@ import transformers.models.mistral.modeling_mistral  # noqa: F401  imported befo
 
 from smp.data.data_pipeline import StepBatch
 from smp.errors import Problems
+from smp.faults.agreement import count
 from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
 from smp.models.model_config import resolve_model
@@ -72,6 +73,7 @@ def _measure(words: list[str], folder: str) -> None:
         job.model, mesh=mesh, settings=job.setup.settings, dtype=job.dtype, device=CPU, seed=1, load_weights=False
     )
     optimizer = build_optimizer(model, config.optim, lr=1e-4)
+    count(CPU, stop=False)  # as a job's ranks do at every step
     summaries = []
     for step in range(5):
         batch = _batch(job)

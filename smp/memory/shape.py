@@ -180,7 +180,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
     heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    saved = [saved_bytes(built.to(dtype), largest) for dtype in (torch.bfloat16, torch.float32)]
+    saved = [saved_bytes(built, largest, dtype) for dtype in (torch.bfloat16, torch.float32)]
     return ModelShape(
         parameters=total,
         largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),

@@ -26,17 +26,36 @@ def _attend(_: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.T
     return _Fused.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-def saved_bytes(model: nn.Module, block: nn.Module, *, sequence: int = 64) -> int | None:
+class _CountedError(Exception):
+    """Ends a forward pass behind the block."""
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters and buffers another dtype; ``nn.Module.to`` fails where torch swaps tensors that are referred to."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = made.get(parameter)
+                module._parameters[name] = made[parameter] = nn.Parameter(parameter.to(dtype)) if new is None else new
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def saved_bytes(model: nn.Module, block: nn.Module, dtype: torch.dtype, *, sequence: int = 64) -> int | None:
     """Count what a block saves for backward beside parameters and what it is given, in bytes of each token.
 
     Args:
-        model: whole, on the meta device, with the dtype that it computes in.
+        model: whole, on the meta device; it is converted to ``dtype``.
         block: of the model.
+        dtype: to compute in.
         sequence: tokens that are counted.
 
     Returns:
         None, where the forward cannot be followed without values.
     """
+    _convert(model, dtype)
     for masks in (without_masks(model, _attend), contextlib.nullcontext()):
         with contextlib.suppress(Exception), masks:  # of any type: code of any model
             return _count(model, block, sequence) // sequence
@@ -56,12 +75,15 @@ def _count(model: nn.Module, block: nn.Module, sequence: int) -> int:
     def watched(*args: Any, **kwargs: Any) -> Any:
         given.extend(tree_leaves((args, kwargs)))
         with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-            return forward(*args, **kwargs)
+            forward(*args, **kwargs)
+        raise _CountedError
 
     block.forward = watched  # type: ignore[method-assign]
     try:
         with torch.enable_grad(), torch.device("meta"):
             model(input_ids=torch.zeros(1, sequence, dtype=torch.long, device="meta"), use_cache=False)
+    except _CountedError:  # of what follows, nothing is asked
+        pass
     finally:
         del block.forward
     for value in given:

@@ -158,7 +158,7 @@ class StepTrace(MemoryProfile):
             kind = "reduce_scatter" if args[2] > 1 else "all_reduce"
         known = {"gather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
         if group is not None:
-            world._connect(group)
+            world.connect(group)
             self.exchange(known.get(kind, kind), nbytes, group)
 
     def _group_of(self, args: Any) -> dist.ProcessGroup | None:

@@ -95,8 +95,14 @@ def microbatch_rows(job: Job) -> list[int]:
     return [len(each) for each in positions]
 
 
-def make_batch(job: Job, rows: list[int]) -> StepBatch:
-    """Make micro-batches of the job with so many samples, on the host, under the mode that is active."""
+def make_batch(job: Job, rows: list[int], samples: int | None = None) -> StepBatch:
+    """Make micro-batches of the job on the host, under the mode that is active.
+
+    Args:
+        job: gives the length.
+        rows: samples of each.
+        samples: of the whole step; None: of these micro-batches.
+    """
     length, integer = job.model.sequence_length, torch.int64
 
     def microbatch(size: int) -> dict[str, torch.Tensor]:
@@ -106,12 +112,12 @@ def make_batch(job: Job, rows: list[int]) -> StepBatch:
             made["document_bounds"] = torch.empty(size + 1, dtype=torch.int32)
         return made
 
-    return StepBatch([microbatch(size) for size in rows], torch.empty(sum(rows), dtype=integer))
+    return StepBatch([microbatch(size) for size in rows], torch.empty(samples or sum(rows), dtype=integer))
 
 
 def _batch(job: Job) -> StepBatch:
     rows = microbatch_rows(job)
-    return make_batch(job, rows if len(rows) <= MOST_MICROBATCHES else [*rows[:2], rows[-1]])
+    return make_batch(job, rows if len(rows) <= MOST_MICROBATCHES else [*rows[:2], rows[-1]], sum(rows))
 
 
 def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: StepTrace) -> dict[int, int]:
@@ -142,10 +148,15 @@ def _replace_buffers(model: nn.Module, make: Callable[[torch.Tensor], torch.Tens
 def _name_groups(trace: StepTrace, mesh: Mesh) -> None:
     """Tell the trace the axis of each group."""
     roles = {"data": mesh.data, "tp": mesh.tp, "replicas": mesh.replicas, "shard": mesh.shard}
-    for axis, role in roles.items():
-        trace.axes[role.group.group_name] = axis
-        if role.size > 1:
-            trace.groups[axis] = (role.size, world.local_ranks(dist.get_process_group_ranks(role.group)))
+    groups = {axis: role.group for axis, role in roles.items()}
+    if mesh.data.size < mesh.world_size:
+        assert dist.group.WORLD is not None
+        groups["world"] = dist.group.WORLD
+    for axis, group in groups.items():
+        trace.axes[group.group_name] = axis
+        if group.size() > 1:
+            trace.groups[axis] = (group.size(), world.local_ranks(dist.get_process_group_ranks(group)))
+    world.connect(groups.get("world", mesh.data.group))  # over it all ranks agree at every step
 
 
 def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:

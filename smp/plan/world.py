@@ -56,7 +56,7 @@ class _Done:
         return True
 
 
-def _connect(group: dist.ProcessGroup) -> None:
+def connect(group: dist.ProcessGroup) -> None:
     """Note the memory that smddp shares for a group from its first collective on."""
     if backend == "smddp" and group.group_name not in connected:
         here = local_ranks(dist.get_process_group_ranks(group))
@@ -71,7 +71,7 @@ class _PlannedGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        _connect(group)
+        connect(group)
         exchanged("all_gather", output_tensor.nbytes, group)
         return _Done(output_tensor) if async_op else None
 
@@ -90,7 +90,7 @@ class _PlannedScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        _connect(group)
+        connect(group)
         exchanged("reduce_scatter", input_tensor.nbytes, group)
         if not self._shared and backend == "gloo" and output_tensor.numel():
             received = [torch.empty_like(output_tensor) for _ in range(group.size() - 1)]

@@ -19,7 +19,7 @@ NEOX = ("--model_type", "gpt_neox", *LLAMA[2:8], *LLAMA[10:])
 TIED = ("--tie_word_embeddings", "1", "--activation_checkpointing", "0", "--loss_chunk_tokens", "0")
 FULL, ZERO2 = ("--sharding_strategy", "full_shard"), ("--sharding_strategy", "shard_grad_op")
 SELECTIVE, TP2 = ("--activation_checkpointing_mode", "selective"), ("--tensor_parallel_degree", "2")
-ACCUMULATED = ("--gradient_accumulation_steps", "3")
+ACCUMULATED = ("--gradient_accumulation_steps", "4")
 OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
 
 # Processes, backend, flags.

@@ -59,7 +59,7 @@ def test_the_bytes_of_a_token_are_those_of_a_real_forward(name, dtype):
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").to(dtype).train()
     block = next(path for path, module in meta.named_modules() if path.endswith(".0"))
-    counted = saved_bytes(meta, meta.get_submodule(block))
+    counted = saved_bytes(meta, meta.get_submodule(block), dtype)
     assert BATCH * LENGTH * counted == pytest.approx(really_saved(real, real.get_submodule(block)), rel=0.02)
     assert "forward" not in vars(meta.get_submodule(block))
 

@@ -56,7 +56,7 @@ def test_its_cost_is_predicted(listed, tmp_path, capsys):
 
 def test_a_job_is_refused_for_its_cost(listed, tmp_path, monkeypatch):
     monkeypatch.setattr(ballast, "Config", Heavy)
-    with pytest.raises(UserError, match=r"needs about 2\d{6}\.\d GiB in each process"):  # and free blocks of the heap
+    with pytest.raises(UserError, match=r"needs about 3\d{6}\.\d GiB in each process"):  # and free blocks of the heap
         plan_of([], tmp_path)
     config = parse([*LLAMA, *SYNTHETIC])
     with pytest.raises(UserError, match=r"does not fit on 1 node\(s\).*each needs at least 2097152\.\d GiB"):
