@@ -31,7 +31,7 @@ class _CountedError(Exception):
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters and buffers another dtype; ``nn.Module.to`` fails where torch swaps tensors that are referred to."""
+    """Give parameters and buffers another dtype; ``nn.Module.to`` fails where torch swaps tensors in use."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one once
     for module in model.modules():
         for name, parameter in module._parameters.items():

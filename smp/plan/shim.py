@@ -23,6 +23,9 @@ try:
 finally:
     os.dup2(kept, 2)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # a thread of the device that still ends a backward would abort with Python
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -117,7 +118,11 @@ def test_a_directory_that_is_full_on_one_rank_ends_all(full, backend, disk, tmp_
             DiskStore.write = fails
 
     words = [*JOB, "--max_steps", 3, *offload(disk), "--distributed_backend", backend]
-    assert_ends_with_sentences(run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=limit))
+    outcome = run_job(*words, "--output_dir", tmp_path / "run", world_size=2, prepare=limit)
+    if full == 0 and outcome.statuses == [2, 1]:  # rank 0 serves the store, and may be gone before it was asked why
+        assert "rank 1: lost rank 0" in outcome.output
+        outcome = dataclasses.replace(outcome, statuses=[2, 2])
+    assert_ends_with_sentences(outcome)
 
 
 def assert_ends_with_sentences(outcome) -> None:
