@@ -10,25 +10,30 @@ import difflib
 import functools
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from smp.compat.state import State
-from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta
 from smp.environment import malloc
-from smp.errors import UserError
+from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import build_model, family_of
+from smp.parallel import context
 from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.parallel.context.batch import shard_batch
+from smp.parallel.context.exchange import EXCHANGES
 from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
 from smp.parallel.sharding import average_gradients, reshard
+from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
 from smp.parallel.tensor.technique import build_tp_group
@@ -46,8 +51,8 @@ class _Initialized:
 
 _current: _Initialized | None = None
 
-# The mesh's own names of two settings.
-_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree"}
+# The mesh's own names of settings.
+_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
 
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
 _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -124,8 +129,9 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
             dict, or the path of a JSON file. ``sm_activation_offloading`` is only told by ``smp.state``, as there:
             :func:`offload_wrapper` is what offloads.
-        settings: the same by keyword, such as ``dp_shard=8, tp=2``, the mesh's names of ``hybrid_shard_degree`` and
-            ``tensor_parallel_degree``. ``dp_replicate`` follows from them; given, it is checked.
+        settings: the same by keyword, such as ``dp_shard=8, cp=2, tp=2``, the mesh's names of ``hybrid_shard_degree``,
+            ``context_parallel_degree`` and ``tensor_parallel_degree``. ``dp_replicate`` follows from them; given, it is
+            checked.
 
     Returns:
         The mesh: ``mesh.data_rank`` and ``mesh.data_size`` say which part of the data this rank reads.
@@ -180,11 +186,11 @@ def transform(
     dtype: torch.dtype | None = None,
     config: Any = None,
     load_state_dict_from_rank0: bool = False,
-    cp_comm_type: str = "p2p",
+    cp_comm_type: str | None = None,
 ) -> nn.Module:
-    """Apply tensor parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
+    """Apply tensor and context parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
 
-    With ``tensor_parallel_degree`` 1 there is nothing to split. Shard the result with :func:`parallelize`.
+    At degrees of 1 there is nothing to split. Shard the result with :func:`parallelize`.
 
     Args:
         model: a decoder of transformers with a tensor-parallel plan (docs/models.md); the same on every rank, or on the
@@ -194,17 +200,26 @@ def transform(
         config: SMP v2's ``MoEConfig``: refused.
         load_state_dict_from_rank0: take all values from rank 0, one parameter at a time; other ranks may hold any, or
             be on the meta device. Collective.
-        cp_comm_type: of context parallelism, which is not available: only the default.
+        cp_comm_type: exchange of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
 
     Raises:
-        UserError: ``init`` was not called, the architecture is not supported, or the degree does not fit its shape.
+        UserError: ``init`` was not called, the architecture is not supported, or a degree does not fit it.
     """
     current = _require_init("smp.transform")
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
-    if cp_comm_type != "p2p":
-        raise UserError("smp.transform: cp_comm_type is for context parallelism, which is out of scope: leave it out")
+    exchanges = ("auto", *EXCHANGES)
+    if cp_comm_type not in (None, *exchanges):
+        raise UserError(f"smp.transform: cp_comm_type {cp_comm_type!r} is not allowed: give {', '.join(exchanges)}")
     _split(model, current, from_rank0=load_state_dict_from_rank0)
+    if current.mesh.cp.size > 1:
+        parallel = current.parallel
+        if cp_comm_type is not None:
+            parallel = dataclasses.replace(parallel, cp_comm_type=cast(Any, cp_comm_type))
+        setup = Setup(family_of(model.config), current.mesh, Settings((parallel,)))
+        if problems := context.problems(model.config, setup):
+            raise ConfigError(problems)
+        context.apply(model, setup)
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
@@ -275,6 +290,27 @@ def parallelize(
         device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
         fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     return model
+
+
+def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Take this rank's tokens out of a batch, as SMP v2's ``get_batch_for_cp_rank``.
+
+    ``model(**smp.shard_sequence(batch))`` is then the forward pass. Call it before the batch is moved to a GPU, with the
+    same batch on all ranks of a sequence: those of one ``mesh.data_rank``.
+
+    Args:
+        batch: ``input_ids`` and ``labels`` ``(batch, sequence)``, equal to the inputs but for -100; of packed documents
+            also ``position_ids``, which restart at each document.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and, shifted already, ``labels`` of this rank's tokens, and what attention
+        needs. Without context parallelism all tokens.
+
+    Raises:
+        UserError: ``init`` was not called, or the batch has what cannot be cut by tokens.
+    """
+    current = _require_init("smp.shard_sequence")
+    return shard_batch(batch, current.mesh, balanced=current.parallel.cp_load_balance)
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:

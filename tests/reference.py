@@ -18,6 +18,7 @@ from smp.data.data_pipeline import StepBatch
 from smp.mesh import Mesh, resolve_mesh
 from smp.models.registry import family_of
 from smp.parallel import sharding
+from smp.parallel.context.batch import sharder
 from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
@@ -129,6 +130,9 @@ class Layout:
     min_unit: int = sharding.MIN_UNIT_PARAMETERS
     shared: bool = True
     tp: int = 1
+    cp: int = 1
+    exchange: str = "auto"
+    balanced: bool = True
     sequence: bool = True
     save_gathered: bool = False
     overlap: bool = False
@@ -145,6 +149,9 @@ class Layout:
             shared_buffers=self.shared,
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
             tensor_parallel_degree=self.tp,
+            context_parallel_degree=self.cp,
+            cp_comm_type=self.exchange,  # type: ignore[arg-type]
+            cp_load_balance=self.balanced,
             sequence_parallel=self.sequence,
             tp_save_gathered=self.save_gathered,
             tp_overlap=self.overlap,
@@ -192,6 +199,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
             loss_group=mesh.loss.group,
             defer_sync=layout.defer,
             keep_gathered=layout.keep,
+            shard=sharder(mesh, layout.parallel()),
         )
         yield result.loss(), float(result.grad_norm), gradients
         hook.remove()

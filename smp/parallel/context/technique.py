@@ -1,0 +1,88 @@
+"""Context parallelism as a technique."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from smp.config import ActivationConfig, ParallelConfig
+from smp.memory.shape import ModelShape, Moment, Workload
+from smp.mesh import Mesh
+from smp.parallel import attention
+from smp.parallel.choices import Choice, Situation
+from smp.parallel.context.attention import name_of, register
+from smp.parallel.context.fit import misfit
+from smp.parallel.technique import Setup
+
+Config = ParallelConfig
+
+
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Return the reasons why sequences cannot be split over ranks."""
+    cp, config = setup.mesh.cp.size, setup.settings[Config]
+    if cp == 1:
+        return []
+    flag, found = f"--context_parallel_degree {cp}", []
+    if setup.settings[ActivationConfig].compile is True:
+        found.append(f"{flag}: the exchanges of attention cannot be compiled: leave --compile 1 out")
+    if setup.device_type == "cuda" and setup.dtype == torch.float32:
+        found.append(f"{flag}: attention's kernels on GPUs compute in bf16, and --bf16 is 0: use --bf16 1")
+    if why := misfit(hf_config):
+        found.append(f"{flag}: {why}: use --context_parallel_degree 1")
+    heads = getattr(hf_config, "num_attention_heads", 0) or 0
+    if config.cp_comm_type == "all_to_all" and heads // setup.mesh.tp.size % cp:
+        found.append(
+            f"--cp_comm_type all_to_all gives each of the {cp} ranks as many heads, and a tensor-parallel rank has "
+            f"{heads // setup.mesh.tp.size}: use all_gather or p2p"
+        )
+    return found
+
+
+def choose(situation: Situation) -> Iterator[Choice]:
+    """Exchange heads where that moves less than gathering keys and values: (queries / keys + 1) / ranks below 1."""
+    parallel, config = situation.settings[Config], situation.hf_config
+    ranks, heads = parallel.context_parallel_degree, getattr(config, "num_attention_heads", 0) or 0
+    if ranks == 1:
+        return
+    own = heads // parallel.tensor_parallel_degree
+    few = heads // (getattr(config, "num_key_value_heads", None) or heads or 1)
+    moves_less = own % ranks == 0 and few + 1 < ranks
+    reason = f"a key has {few} queries, and a sequence is split over {ranks} ranks"
+    yield Choice("cp_comm_type", "all_to_all" if moves_less else "all_gather", reason)
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Let the blocks attend over the ranks of a sequence, unless they do so already."""
+    if setup.mesh.cp.size > 1 and not is_split(model):
+        split_sequences(model, cast(str, setup.settings[Config].cp_comm_type))
+
+
+def is_split(model: nn.Module) -> bool:
+    """Return whether a model takes a rank's part of sequences."""
+    return str(getattr(model, attention.KIND, "")).startswith(name_of(""))
+
+
+def split_sequences(model: nn.Module, exchange: str) -> None:
+    """Let a Hugging Face model's blocks attend over the ranks of a sequence, in place.
+
+    Args:
+        exchange: a value of ``--cp_comm_type``.
+    """
+    register()
+    attention.use(model, name_of(exchange))
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count the keys and values of whole sequences in a block, and their gradients, in fp32 as they are added up.
+
+    What a rank's part of a sequence saves is in the other techniques' costs, whose tokens are that part's.
+    """
+    if mesh.cp.size == 1 or work.moment not in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
+        return {}
+    fp32 = 4
+    of_token = shape.key_value // shape.hidden or 2 * (shape.attention or shape.hidden)
+    whole = mesh.cp.size * work.tokens * -(-of_token // mesh.tp.size)
+    return {"activations": whole * (work.compute_bytes + max(work.compute_bytes, fp32))}
