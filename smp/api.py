@@ -295,8 +295,8 @@ def parallelize(
 def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's tokens out of a batch, as SMP v2's ``get_batch_for_cp_rank``.
 
-    ``model(**smp.shard_sequence(batch))`` is then the forward pass. Call it before the batch is moved to a GPU, with the
-    same batch on all ranks of a sequence: those of one ``mesh.data_rank``.
+    ``model(**smp.shard_sequence(batch))`` is then the forward pass. Call it before the batch is moved to a GPU, with
+    the same batch on all ranks of a sequence: those of one ``mesh.data_rank``.
 
     Args:
         batch: ``input_ids`` and ``labels`` ``(batch, sequence)``, equal to the inputs but for -100; of packed documents
