@@ -29,6 +29,7 @@ from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.host_copies import to_device
 from smp.parallel.linear import has_product, local_tensor
 from smp.parallel.technique import Setup
 
@@ -80,12 +81,9 @@ def targets_of(labels: torch.Tensor, device: torch.device, *, shifted: bool = Fa
     """
     predicted = labels if shifted else shift_labels(labels)
     if labels.device.type != "cpu" or not (predicted[:, : None if shifted else -1] == IGNORE_INDEX).any():
-        return Targets(predicted.to(device, non_blocking=True))
+        return Targets(to_device(predicted, device))
     chosen = (predicted != IGNORE_INDEX).nonzero().T.contiguous()
-    found = predicted[tuple(chosen)], chosen
-    if device.type == "cuda":
-        found = found[0].pin_memory(), found[1].pin_memory()  # else the copy would wait for the GPU
-    return Targets(*(tensor.to(device, non_blocking=True) for tensor in found))
+    return Targets(to_device(predicted[tuple(chosen)], device), to_device(chosen, device))
 
 
 class _LinearLoss(Function):
@@ -367,7 +365,7 @@ def model_loss_sum(
         # Made before the call: fully_shard copies all tensors that the model is given to the GPU, and waits for them.
         targets = targets_of(labels, device, shifted=shifted)
         return model(**inputs, labels=targets, num_items_in_batch=1, use_cache=False).loss
-    labels = labels.to(device, non_blocking=True)
+    labels = to_device(labels, device)
     return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels, shifted=shifted)
 
 

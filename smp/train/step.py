@@ -15,6 +15,7 @@ from smp.faults.nonfinite import spread_nonfinite
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
+from smp.parallel.host_copies import to_device
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import set_gradient_sync
 from smp.train.optimizer import step_unless
@@ -139,4 +140,4 @@ def forward(model: nn.Module, microbatch: dict[str, Any], device: torch.device) 
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    return to_device(value, device) if isinstance(value, torch.Tensor) else value

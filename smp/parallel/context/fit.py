@@ -18,6 +18,7 @@ from smp.parallel.documents import mixes_tokens
 # Arguments of attention functions that change its scores; `sliding_window` is honoured.
 _SCORES = ("softcap", "s_aux", "position_bias", "alibi", "attn_bias")
 _BY_LENGTH = ("dynamic", "longrope")
+_NONE = "its blocks call none of the attention functions in transformers' registry"
 
 
 def misfit(hf_config: Any) -> str | None:
@@ -31,11 +32,14 @@ def misfit(hf_config: Any) -> str | None:
         model = build_model(hf_config, attn_implementation="eager")
     if why := mixes_tokens(model):
         return f"tokens meet outside of attention ({why})"
+    counting = (path for path, module in model.named_modules() if _counts_from_padding(path, module))
+    if path := next(counting, None):
+        return f"its positions are counted from behind its padding token's id ({path})"
     calls: list[dict[str, Any]] = []
     shard, length = object(), 6
 
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any = None, *_: Any, **given: Any) -> Any:
-        calls.append({"query": query, "key": key, "value": value, "mask": mask, **given})
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any) -> Any:
+        calls.append({"query": query, "key": key, "value": value, "mask": attention_mask, **given})
         batch, heads, tokens, _width = query.shape
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
@@ -44,14 +48,25 @@ def misfit(hf_config: Any) -> str | None:
             ids, positions = (torch.zeros(2, length, dtype=torch.long) for _ in range(2))
             model(input_ids=ids, position_ids=positions, use_cache=False, **{SHARD: shard})
     except Exception as error:  # of any type: code of any model
+        if not getattr(model, "_supports_attention_backend", True):
+            return _NONE
         text = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         return f"its forward does not hand on what attention needs ({text})"
     blocks = len(list(model.get_submodule(family_of(hf_config).blocks).children()))
-    if len(calls) != blocks:
+    if not calls:
+        return _NONE
+    if len(calls) % blocks:
         return f"{blocks} blocks call transformers' attention functions {len(calls)} times"
+    each = len(calls) // blocks
     return next(
-        (why for index, call in enumerate(calls) if (why := _unfit(call, index, hf_config, shard, length))), None
+        (why for index, call in enumerate(calls) if (why := _unfit(call, index // each, hf_config, shard, length))),
+        None,
     )
+
+
+def _counts_from_padding(path: str, module: nn.Module) -> bool:
+    """Return whether a module embeds positions as RoBERTa's: the first is not 0, and depends on the tokens."""
+    return isinstance(module, nn.Embedding) and "position" in path and module.padding_idx is not None
 
 
 def _unfit(call: dict[str, Any], index: int, hf_config: Any, shard: object, length: int) -> str | None:

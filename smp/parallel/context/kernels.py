@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.parallel.context.layout import Piece, Range, Span, pieces
+from smp.parallel.host_copies import to_device
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -227,7 +228,7 @@ def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | Non
         places.append(torch.cat([torch.arange(first, last) for first, last in ranges]))
         bounds.append(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
         longest.append(max(lengths))
-    queries, keys, query_bounds, key_bounds = (t.to(device, non_blocking=True) for t in (*places, *bounds))
+    queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*places, *bounds))
     return _Packed(queries, keys, query_bounds, key_bounds, longest[0], longest[1], left, right)
 
 
