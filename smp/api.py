@@ -216,7 +216,8 @@ def transform(
         parallel = current.parallel
         if cp_comm_type is not None:
             parallel = dataclasses.replace(parallel, cp_comm_type=cast(Any, cp_comm_type))
-        setup = Setup(family_of(model.config), current.mesh, Settings((parallel,)))
+        settings, kind = Settings((parallel,)), current.mesh.device_type
+        setup = Setup(family_of(model.config), current.mesh, settings, device_type=kind)
         if problems := context.problems(model.config, setup):
             raise ConfigError(problems)
         context.apply(model, setup)

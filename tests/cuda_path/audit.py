@@ -125,9 +125,9 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
-        if name == "aten._to_copy.default" and is_cuda(kwargs) and kwargs.get("non_blocking"):
-            if args[0].device.type == "cpu" and not is_pinned(args[0]):  # waits for the device, and says nothing
-                self.syncs[f"copy of memory that is not pinned @ {where()}"] += 1
+        asked = name == "aten._to_copy.default" and is_cuda(kwargs) and kwargs.get("non_blocking")
+        if asked and args[0].device.type == "cpu" and not is_pinned(args[0]):  # CUDA waits, and says nothing
+            self.syncs[f"copy of memory that is not pinned @ {where()}"] += 1
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if any(is_real(each) for each in tensors):  # batches are
             if all(is_real(each) for each in tensors) and not is_cuda(kwargs):

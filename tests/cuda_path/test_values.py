@@ -37,6 +37,9 @@ def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[f
         "--tensor_parallel_degree 2",
         "--offload_activations 1 --activation_loading_horizon 1",
         "--cpu_offload 1",
+        "--context_parallel_degree 2 --cp_comm_type all_gather --gradient_accumulation_steps 2",
+        "--context_parallel_degree 2 --cp_comm_type p2p --document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer",
+        "--context_parallel_degree 2 --cp_comm_type all_to_all --activation_checkpointing_mode selective",
         "--checkpoint_type async_sharded --document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer",
     ],
 )

@@ -10,6 +10,7 @@ from torch import nn
 
 from smp.errors import UserError
 from smp.parallel.context.exchange import EXCHANGES, Attention, SequenceShard, copies_of_heads
+from smp.parallel.context.kernels import GPU_DTYPES
 
 # Keyword that a model hands on to its attention function.
 SHARD = "sequence_shard"
@@ -42,7 +43,7 @@ def _attend(
         ``(batch, tokens of this rank, heads, width)``, as transformers' attention functions.
 
     Raises:
-        UserError: the model was not given a part of a batch.
+        UserError: the model was not given a part of a batch, or computes in a dtype that the kernels do not have.
     """
     if sequence_shard is None:
         raise UserError(
@@ -50,6 +51,11 @@ def _attend(
         )
     if attention_mask is not None:
         raise UserError("under context parallelism a model takes no attention_mask: leave it out")
+    if query.is_cuda and query.dtype not in GPU_DTYPES:
+        raise UserError(
+            f"under context parallelism attention's kernels on GPUs compute in bf16, and the model's queries are "
+            f"{query.dtype}: call smp.parallelize(model, dtype=torch.bfloat16)"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention = Attention(sequence_shard, scale, sliding_window)
     if exchange == "all_to_all" and (copies := copies_of_heads(key.shape[1], sequence_shard.role.size)) > 1:

@@ -11,7 +11,7 @@ from smp.models.attention_support import attention_dropout
 from smp.models.derive import without_masks
 from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model, family_of
-from smp.parallel.attention import window_of
+from smp.parallel.attention import WIDEST_HEAD, window_of
 from smp.parallel.context.attention import SHARD
 from smp.parallel.documents import mixes_tokens
 
@@ -21,8 +21,12 @@ _BY_LENGTH = ("dynamic", "longrope")
 _NONE = "its blocks call none of the attention functions in transformers' registry"
 
 
-def misfit(hf_config: Any) -> str | None:
-    """Return why the sequences of a model cannot be split over ranks, if so; by a forward on the meta device."""
+def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
+    """Return why the sequences of a model cannot be split over ranks, if so; by a forward on the meta device.
+
+    Args:
+        on_gpu: whether attention's kernels are those of GPUs.
+    """
     if dropout := attention_dropout(hf_config):
         return f"attention dropout is {dropout}, and which rank draws it would change the result: set it to 0"
     for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
@@ -57,6 +61,11 @@ def misfit(hf_config: Any) -> str | None:
         return _NONE
     if len(calls) % blocks:
         return f"{blocks} blocks call transformers' attention functions {len(calls)} times"
+    width = next((width for call in calls if (width := call["query"].shape[-1]) % 8 or width > WIDEST_HEAD), None)
+    if on_gpu and width is not None:
+        return (
+            f"GPUs' kernels of attention take heads of a width that 8 divides, up to {WIDEST_HEAD}, and it is {width}"
+        )
     each = len(calls) // blocks
     return next(
         (why for index, call in enumerate(calls) if (why := _unfit(call, index // each, hf_config, shard, length))),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from smp.config import ActivationConfig, ParallelConfig
@@ -15,6 +14,7 @@ from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.fit import misfit
+from smp.parallel.context.kernels import GPU_DTYPES
 from smp.parallel.technique import Setup
 
 Config = ParallelConfig
@@ -28,9 +28,10 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     flag, found = f"--context_parallel_degree {cp}", []
     if setup.settings[ActivationConfig].compile is True:
         found.append(f"{flag}: the exchanges of attention cannot be compiled: leave --compile 1 out")
-    if setup.device_type == "cuda" and setup.dtype == torch.float32:
+    on_gpu = setup.device_type == "cuda"
+    if on_gpu and setup.dtype not in (None, *GPU_DTYPES):
         found.append(f"{flag}: attention's kernels on GPUs compute in bf16, and --bf16 is 0: use --bf16 1")
-    if why := misfit(hf_config):
+    if why := misfit(hf_config, on_gpu=on_gpu):
         found.append(f"{flag}: {why}: use --context_parallel_degree 1")
     heads = getattr(hf_config, "num_attention_heads", 0) or 0
     if config.cp_comm_type == "all_to_all" and heads // setup.mesh.tp.size % cp:
