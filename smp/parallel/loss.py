@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,22 @@ from torch.autograd import Function
 
 from smp.config import LossConfig
 from smp.errors import UserError
-from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.host_copies import to_device
+from smp.loss import (
+    IGNORE_INDEX,
+    Targets,
+    causal_lm_loss_sum,
+    check_labels,
+    loss_sum_,
+    shift_labels,
+    targets_of,
+)
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.host_copies import to_device
 from smp.parallel.linear import has_product, local_tensor
 from smp.parallel.technique import Setup
 
@@ -55,35 +63,6 @@ class SplitHead:
     group: dist.ProcessGroup
     gather: Callable[[torch.Tensor], torch.Tensor]
     reduce: Callable[[torch.Tensor], torch.Tensor]
-
-
-class Targets(NamedTuple):
-    """What the loss compares with, on the device.
-
-    Attributes:
-        labels: shifted, ``(batch, sequence)``; or of the chosen tokens, ``(tokens,)``.
-        chosen: row and column of each token that has a valid label, ``(2, tokens)``; None: all tokens.
-    """
-
-    labels: torch.Tensor
-    chosen: torch.Tensor | None = None
-
-
-def targets_of(labels: torch.Tensor, device: torch.device, *, shifted: bool = False) -> Targets:
-    """Choose the tokens that need logits, where that is known without asking a GPU: where ``labels`` are on the host.
-
-    Where no label is ignored nothing is chosen: the last token of each sequence is not worth a copy of the others.
-
-    Args:
-        labels: ``(batch, sequence)`` in Hugging Face's convention.
-        device: where the loss is computed.
-        shifted: each token's label is what it predicts.
-    """
-    predicted = labels if shifted else shift_labels(labels)
-    if labels.device.type != "cpu" or not (predicted[:, : None if shifted else -1] == IGNORE_INDEX).any():
-        return Targets(to_device(predicted, device))
-    chosen = (predicted != IGNORE_INDEX).nonzero().T.contiguous()
-    return Targets(to_device(predicted[tuple(chosen)], device), to_device(chosen, device))
 
 
 class _LinearLoss(Function):

@@ -12,10 +12,10 @@ from torch import nn
 
 from smp.data.data_pipeline import StepBatch
 from smp.faults.nonfinite import spread_nonfinite
+from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX, count_valid_tokens
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
-from smp.parallel.host_copies import to_device
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import set_gradient_sync
 from smp.train.optimizer import step_unless

@@ -59,7 +59,7 @@ def test_exchanges_of_a_block(exchange, ranks, flags):
     once = 2 * ranks if exchange == "p2p" else 1
     assert calls(step) == ((1 + again) * once, once)
     moved = {text: count for text, count in by_file(step["copies"]).items() if "host_copies" in text}
-    assert moved == {"cpu to cuda @ smp/parallel/host_copies.py": OF_BATCH + PLACES * once}
+    assert moved == {"cpu to cuda @ smp/host_copies.py": OF_BATCH + PLACES * once}
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "p2p", "all_to_all"])
