@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import smp.comm  # the backend smddp
+import smp.comm  # noqa: F401  the backend smddp
 from smp.config import ParallelConfig
 from smp.loss import shift_labels
 from smp.mesh import Mesh, Role, resolve_mesh
@@ -240,11 +240,10 @@ def measure(case: Case) -> Result:
 def interval(values: list[float]) -> tuple[float, float]:
     """Return the order statistics that hold the median in 95 % of cases, or the range where there are too few."""
     ordered, count = sorted(values), len(values)
-    outside = 0  # values left out on either side
-    while 2 * sum(math.comb(count, k) for k in range(outside + 2)) / 2**count <= 0.05:
-        outside += 1
-    kept = outside if 2 * sum(math.comb(count, k) for k in range(outside + 1)) / 2**count <= 0.05 else 0
-    return ordered[kept], ordered[count - 1 - kept]
+    # Values left out on either side, and how often the median is further out than that.
+    outside = [2 * sum(math.comb(count, k) for k in range(left + 1)) / 2**count for left in range(count)]
+    left = max(0, sum(often <= 0.05 for often in outside) - 1)
+    return ordered[left], ordered[-1 - left]
 
 
 def _ratio(result: Result, name: str, other: str) -> str:
@@ -280,12 +279,13 @@ def report(results: dict[tuple[int, int], Result], arguments: argparse.Namespace
     lines = [
         "# Context parallelism: speed and memory", "",
         *origin(*versions, f"processes of one thread, {arguments.rounds} rounds"),
-        "Forward and backward of a Hugging Face Llama of 2 blocks, width 256, 8 heads, 4 of keys and values, one sequence,",
-        "fp32; every variant has its model and its tokens, and the same loss. Variants take turns within each round, step by",
-        "step; the slowest process counts. Ratios are of the speeds in one round: the median of the rounds, in brackets its",
-        "95 % interval by order statistics (with fewer than 6 rounds the range). Kept: distinct storages that autograd saves,",
-        "logits and what the loss saves among them, parameters not. Gradients are beside one process's, of all parameters",
-        f"the worst, relative; beyond {TOLERANCE:g} this page would not be.",
+        "Forward and backward of a Hugging Face Llama of 2 blocks, width 256, 8 heads, 4 of keys and values, one",
+        "sequence, fp32; every variant has its model and its tokens, and the same loss. Variants take turns",
+        "within each round, step by step; the slowest process counts. Ratios are of the speeds in one round: the",
+        "median of the rounds, in brackets its 95 % interval by order statistics (with fewer than 6 rounds the",
+        "range). Kept: distinct storages that autograd saves, logits and what the loss saves among them,",
+        "parameters not. Gradients are beside one process's, of all parameters the worst, relative; beyond",
+        f"{TOLERANCE:g} this page would not be.",
         *remarks,
     ]  # fmt: skip
     for (length, processes), result in results.items():
