@@ -132,9 +132,10 @@ def errors(case: Case, found: Attended, gradients: Gradients) -> dict[str, float
     return {name: relative(one.double() - other.detach(), other.detach()) for name, (one, other) in pairs.items()}
 
 
-@pytest.fixture(params=[256, 4], ids=["one block", "several blocks"])
+@pytest.fixture(params=[(256, 128), (4, 2)], ids=["one block", "several blocks"])
 def block(request, monkeypatch):
-    monkeypatch.setattr(layouts, "_BLOCK", request.param)
+    for name, size in zip(("_BLOCK", "_LEAF"), request.param, strict=True):
+        monkeypatch.setattr(layouts, name, size)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

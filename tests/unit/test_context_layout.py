@@ -90,9 +90,10 @@ def rows_of(row: int | None) -> slice:
     return slice(None) if row is None else slice(row, row + 1)
 
 
-@pytest.mark.parametrize("block", [256, 4, 1])
-def test_spans_and_pieces_are_those_of_a_dense_mask(block, monkeypatch):
+@pytest.mark.parametrize(("block", "leaf"), [(256, 128), (256, 3), (4, 2), (1, 1)])
+def test_spans_and_pieces_are_those_of_a_dense_mask(block, leaf, monkeypatch):
     monkeypatch.setattr(layouts, "_BLOCK", block)
+    monkeypatch.setattr(layouts, "_LEAF", leaf)
     for layout, rows, window in random_layouts(60):
         dense = seen_by_dense_mask(layout, rows, window)
         for queries, keys in exchanges_of(layout):
@@ -111,6 +112,7 @@ def test_spans_and_pieces_are_those_of_a_dense_mask(block, monkeypatch):
                     # Torch's kernel gives a query that sees nothing the logarithm 0.
                     assert seen.any(1).all()
                     by_piece[rows_of(span.row), slice(*piece.queries), slice(*piece.keys)] += seen
+                    assert piece.kind != "causal" or len(seen) < 2 * leaf
             assert (by_span == expected).all() and (by_piece == expected).all(), (layout, queries, keys, window)
 
 
@@ -126,9 +128,10 @@ def mask_of(piece) -> np.ndarray:
             return np.ones((len(i), len(j)), bool)
 
 
-@pytest.mark.parametrize("block", [256, 4])
-def test_a_query_sees_its_own_key_before_others(block, monkeypatch):
+@pytest.mark.parametrize(("block", "leaf"), [(256, 128), (256, 3), (4, 2)])
+def test_a_query_sees_its_own_key_before_others(block, leaf, monkeypatch):
     monkeypatch.setattr(layouts, "_BLOCK", block)
+    monkeypatch.setattr(layouts, "_LEAF", leaf)
     for layout, rows, window in random_layouts(60):
         whole = ((0, layout.columns),)
         for queries, keys in ((layout.held[-1], whole), (layout.held[0], layout.held[0]), (whole, whole)):
