@@ -23,7 +23,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 def misfit(hf_config: Any) -> str | None:
     """Return why the sequences of a model cannot be split over ranks, if so; by a forward on the meta device."""
     if dropout := attention_dropout(hf_config):
-        return f"attention dropout is {dropout}, and which rank draws it would change the result: set it to 0"
+        return f"attention dropout is {dropout}, and would be another on other ranks (--attn_pdrop 0 leaves it out)"
     for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
         if rope.get("rope_type") in _BY_LENGTH:
             return f"its rotary embedding ({rope['rope_type']}) is another for each length of a rank's tokens"
