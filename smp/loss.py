@@ -27,9 +27,14 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def count_valid_tokens(labels: torch.Tensor) -> int:
-    """Count the predictions that are in the loss, after the shift; ``labels`` as in :func:`shift_labels`."""
-    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+def count_valid_tokens(labels: torch.Tensor, *, shifted: bool = False) -> int:
+    """Count the predictions that are in the loss, after the shift.
+
+    Args:
+        labels: as in :func:`shift_labels`.
+        shifted: they are what it returns.
+    """
+    return int((labels[:, 0 if shifted else 1 :] != IGNORE_INDEX).sum())
 
 
 class Targets(NamedTuple):

@@ -47,7 +47,8 @@ def _attend(
     """
     if sequence_shard is None:
         raise UserError(
-            "under context parallelism a model takes a rank's part of a batch: call model(**smp.shard_sequence(batch))"
+            "under context parallelism a model takes a rank's part of a batch: call "
+            "model(**smp.shard_sequence(batch)); to generate, export the model, or use context_parallel_degree 1"
         )
     if attention_mask is not None:
         raise UserError("under context parallelism a model takes no attention_mask: leave it out")
@@ -55,6 +56,12 @@ def _attend(
         raise UserError(
             f"under context parallelism attention's kernels on GPUs compute in bf16, and the model's queries are "
             f"{query.dtype}: call smp.parallelize(model, dtype=torch.bfloat16)"
+        )
+    held = sum(last - first for first, last in sequence_shard.own)
+    if (query.shape[2], key.shape[2]) != (held, held):
+        raise UserError(
+            f"under context parallelism a model takes the {held} tokens that smp.shard_sequence gave, and no "
+            f"past_key_values: got {query.shape[2]} queries and {key.shape[2]} keys"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention = Attention(sequence_shard, scale, sliding_window)

@@ -28,7 +28,7 @@ def misfit(hf_config: Any, *, on_gpu: bool = False) -> str | None:
         on_gpu: whether attention's kernels are those of GPUs.
     """
     if dropout := attention_dropout(hf_config):
-        return f"attention dropout is {dropout}, and which rank draws it would change the result: set it to 0"
+        return f"attention dropout is {dropout}, and would be another on other ranks (--attn_pdrop 0 leaves it out)"
     for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
         if rope.get("rope_type") in _BY_LENGTH:
             return f"its rotary embedding ({rope['rope_type']}) is another for each length of a rank's tokens"
