@@ -177,6 +177,11 @@ class Mesh:
             return None
         return lay_out(replicas, shard, tp, self.cp.size, reshard_after_forward=self.reshard_after_forward)
 
+    def with_context_parallelism(self, cp: int) -> Mesh | None:
+        """Return the layout with ``cp`` ranks of a sequence, of the same sharding groups, or None."""
+        sizes, reshard = (self.replicas.size, self.shard.size, self.tp.size), self.reshard_after_forward
+        return None if self.shard.size % cp else lay_out(*sizes, cp, reshard_after_forward=reshard)
+
 
 def lay_out(
     replicas: int = 1, shard: int = 1, tp: int = 1, cp: int = 1, *, rank: int = 0, reshard_after_forward: bool = True
@@ -211,6 +216,11 @@ def tensor_parallel_choices(world_size: int, *, cp: int = 1, most_data: int | No
     """Return the tensor-parallel degrees that divide the world and leave at most ``most_data`` data ranks."""
     degrees = [tp for tp in _divisors(world_size) if world_size // tp % cp == 0]
     return [tp for tp in degrees if most_data is None or world_size // tp // cp <= most_data]
+
+
+def context_parallel_choices(ranks: int, *, most: int) -> list[int]:
+    """Return the degrees, up to ``most``, that divide so many ranks, of a sharding group or of the world."""
+    return [cp for cp in _divisors(ranks) if cp <= max(1, most)]
 
 
 def sharding_choices(

@@ -173,7 +173,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if moment is Moment.UPDATE:
         return {}
     # Tokens, labels and positions, 8 bytes each, and two tables of rotary angles in fp32.
-    inputs = 3 * 8 * work.tokens + 2 * 4 * work.sequence_length * (shape.attention or shape.hidden) // shape.heads
+    inputs = 3 * 8 * work.tokens + 2 * 4 * work.columns * (shape.attention or shape.hidden) // shape.heads
     if moment is Moment.EMBEDDING:
         return {"activations": 2 * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers

@@ -349,7 +349,8 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
     if backend == "smddp" and work.device_type == "cpu":
         # Measured: under tensor parallelism two groups of its ranks have one.
-        roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.tp, mesh.cp, mesh.loss)
+        gathers = parallel.cp_comm_type == "all_gather"  # gloo does the others
+        roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.tp, *([mesh.cp] if gathers else []), mesh.loss)
         sizes = [size for size in (*(role.size for role in roles), mesh.world_size) if size > 1]
         arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
         return arenas + (0 if work.moment is Moment.UPDATE else gathered)

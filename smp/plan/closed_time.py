@@ -8,11 +8,13 @@ else by the bytes that it moves. The exchanges of a block are hidden under its c
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from smp.memory.shape import ModelShape
 from smp.plan.devices import DeviceRow
-from smp.plan.exchange import ring_seconds
+from smp.plan.exchange import exchange_seconds, ring_seconds
+from smp.plan.records import Exchange
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"
 
@@ -40,6 +42,7 @@ class ClosedLayout:
         sequence, batch: tokens of a sample, samples of a micro-batch of a data rank.
         accumulation: micro-batches of a step.
         shard, replicas, tp: degrees; ``local``: devices of a host.
+        cp: ranks of a sequence, which are of one sharding group; ``exchange``: theirs, as ``--cp_comm_type``.
         recompute: ``none``, ``selective`` (products are recomputed by half, attention is kept) or ``full``.
         fused: whether element-wise operations are compiled or written as fused kernels.
         keep_gathered: whether parameters stay gathered between forward and backward (ZeRO-2).
@@ -55,6 +58,13 @@ class ClosedLayout:
     recompute: str = NONE
     fused: bool = False
     keep_gathered: bool = False
+    cp: int = 1
+    exchange: str = "all_gather"
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.batch * self.sequence / self.cp
 
 
 class ClosedTime(NamedTuple):
@@ -90,7 +100,7 @@ def _block_weights(shape: ModelShape) -> int:
 
 
 def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
-    tokens, share, peak = layout.batch * layout.sequence, row.efficiency, row.peak * 1e12
+    tokens, share, peak = layout.tokens, row.efficiency, row.peak * 1e12
     width = shape.attention or shape.hidden
     # Two products over the half of the scores that the causal mask leaves.
     scores = 2 * 2 * tokens * layout.sequence * width / 2 / layout.tp
@@ -105,6 +115,33 @@ def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
     )
 
 
+def _attention_exchanges(shape: ModelShape, layout: ClosedLayout, row: DeviceRow, block: _Block) -> float:
+    """Return the seconds that a block waits for the exchanges of the ranks of a sequence."""
+    if layout.cp == 1:
+        return 0.0
+    on_host = max(1, min(layout.cp, layout.local // layout.tp))
+    forwards = 1 if layout.recompute == NONE else 2  # recomputation repeats its exchanges
+    width = shape.attention or shape.hidden
+    heads, key_value_heads = shape.heads, shape.key_value_heads or shape.heads
+
+    def seconds(kind: str, values: float, value_bytes: int = 2) -> float:
+        nbytes = round(value_bytes * values / layout.tp)
+        return exchange_seconds(Exchange(kind, nbytes, layout.cp, "cp", False), on_host, row)
+
+    own = 2 * layout.tokens * width * key_value_heads / heads  # keys and values of a rank's tokens
+    if layout.exchange == "p2p":
+        step, home = seconds("send", own), seconds("send", own, REDUCE_BYTES)
+        forward = max(0.0, (layout.cp - 1) * step - block.attention_forward)
+        backward = (layout.cp - 1) * step + layout.cp * home - block.attention_backward
+        return forwards * forward + max(0.0, backward)
+    if layout.exchange == "all_gather":
+        whole = layout.cp * own
+        return (forwards + 1) * seconds("all_gather", whole) + seconds("reduce_scatter", whole)
+    copied = math.lcm(key_value_heads // layout.tp or 1, layout.cp) / (key_value_heads / layout.tp)
+    queries = layout.tokens * width
+    return (forwards + 1) * (seconds("all_to_all", queries + copied * own) + seconds("all_to_all", queries))
+
+
 def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> ClosedTime:
     """Return the seconds of one optimizer step.
 
@@ -116,7 +153,7 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
     Source: roofline (Williams et al., CACM 2009) over the counts of arXiv:2204.02311, appendix B; overlap as in
     torch's ``fully_shard``.
     """
-    tokens, memory = layout.batch * layout.sequence, row.bandwidth * 1e12 * row.efficiency.memory
+    tokens, memory = layout.tokens, row.bandwidth * 1e12 * row.efficiency.memory
     block, weights = _block(shape, layout, row), _block_weights(shape) / layout.tp
     inside = max(1, layout.local // layout.tp)  # ranks of the sharding group on a host
 
@@ -142,6 +179,9 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
         "compute": layout.accumulation * (shape.layers * computed + head),
         "exposed gathers": layout.accumulation * (shape.layers * exposed + ends) + replicas,
         "tensor-parallel exchanges": layout.accumulation * shape.layers * CROSSINGS[layout.recompute] * crossing,
+        "context-parallel exchanges": layout.accumulation
+        * shape.layers
+        * _attention_exchanges(shape, layout, row, block),
         "optimizer": UPDATE_BYTES * held / memory,
     }
     parts = {name: seconds / row.factor for name, seconds in parts.items()}

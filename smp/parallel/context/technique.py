@@ -105,13 +105,22 @@ def split_sequences(model: nn.Module, exchange: str) -> None:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count the keys and values of whole sequences in a block, and their gradients, in fp32 as they are added up.
+    """Count what the exchanges of a block's attention hold in backward beyond what its MLP, by then done, has held.
 
-    What a rank's part of a sequence saves is in the other techniques' costs, whose tokens are that part's.
+    Gradients are added up in at least fp32. What a rank's part of a sequence saves is in the other techniques' costs,
+    whose tokens are that part's.
     """
     if mesh.cp.size == 1 or work.moment not in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
         return {}
-    fp32 = 4
-    of_token = shape.key_value // shape.hidden or 2 * (shape.attention or shape.hidden)
-    whole = mesh.cp.size * work.tokens * -(-of_token // mesh.tp.size)
-    return {"activations": whole * (work.compute_bytes + max(work.compute_bytes, fp32))}
+    size, wide = work.compute_bytes, max(work.compute_bytes, 4)
+    queries = shape.attention or shape.hidden
+    keys = shape.key_value // shape.hidden or 2 * queries  # and values
+    exchange = work.settings[Config].cp_comm_type
+    if exchange == "all_gather":  # those of the whole sequence, and their gradients
+        of_token = mesh.cp.size * keys * (size + wide)
+    elif exchange == "p2p":  # those that are here and that come, and of their gradients those that leave, too
+        of_token = keys * (2 * size + 3 * wide)
+    else:  # gradients, and what is sent and received of them
+        of_token = (queries + keys) * (wide + 3 * size)
+    of_mlp = 2 * shape.intermediate * size
+    return {"activations": work.tokens * -(-max(0, of_token - of_mlp) // mesh.tp.size)}
