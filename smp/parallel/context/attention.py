@@ -21,6 +21,12 @@ def name_of(exchange: str) -> str:
     return f"smp_context_{exchange}"
 
 
+def splits_sequences(module: nn.Module) -> bool:
+    """Return whether a module calls one of these functions."""
+    configs = (getattr(each, "config", None) for each in module.modules())
+    return any(str(getattr(config, "_attn_implementation", None)).startswith(name_of("")) for config in configs)
+
+
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
