@@ -57,7 +57,7 @@ def choose(situation: Situation) -> Iterator[Choice]:
         yield Choice("activation_checkpointing_mode", "selective" if fits else "full", reason)
 
 
-def _policy(*, attention: bool) -> Callable[..., CheckpointPolicy]:
+def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
     """Save attention, reductions over ranks and every other matrix product; recompute the rest.
 
     Args:
