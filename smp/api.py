@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class _Initialized:
     parallel: ParallelConfig
     tp: TPGroup | None
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
+    split: list[bool] = dataclasses.field(default_factory=list)  # not empty: a model was
 
 
 _current: _Initialized | None = None
@@ -145,6 +146,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     values = _read(config, settings)
     own, replicas = _read_smp_keys(values), values.pop("dp_replicate", None)
     parallel = ParallelConfig(**values)
+    _check_exchange("smp.init", parallel.cp_comm_type)
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
@@ -172,12 +174,28 @@ def is_initialized() -> bool:
     return _current is not None
 
 
-def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False) -> None:
+def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False, exchange: str | None = None) -> None:
+    """Apply tensor and context parallelism, unless they have been."""
     family = family_of(model.config)
     if current.tp is not None and not is_split(model):
         split_model(model, family, current.tp, from_rank0=from_rank0)
     elif from_rank0 and current.tp is None:
         take_from_rank0(model, torch.device(current.mesh.device_type))
+    if current.mesh.cp.size > 1 and not context.is_split(model):
+        settings = Settings((current.parallel,))
+        if exchange is not None:
+            settings = settings.changed(cp_comm_type=exchange)
+        setup = Setup(family, current.mesh, settings, device_type=current.mesh.device_type)
+        if problems := context.problems(model.config, setup):
+            raise ConfigError(problems)
+        context.apply(model, setup)
+    current.split.append(True)
+
+
+def _check_exchange(caller: str, exchange: str | None) -> None:
+    allowed = ("auto", *EXCHANGES)
+    if exchange not in (None, *allowed):
+        raise UserError(f"{caller}: cp_comm_type {exchange!r} is not allowed: give {', '.join(allowed)}")
 
 
 def transform(
@@ -208,18 +226,8 @@ def transform(
     current = _require_init("smp.transform")
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
-    exchanges = ("auto", *EXCHANGES)
-    if cp_comm_type not in (None, *exchanges):
-        raise UserError(f"smp.transform: cp_comm_type {cp_comm_type!r} is not allowed: give {', '.join(exchanges)}")
-    _split(model, current, from_rank0=load_state_dict_from_rank0)
-    if current.mesh.cp.size > 1:
-        parallel = current.parallel
-        if cp_comm_type is not None:
-            parallel = dataclasses.replace(parallel, cp_comm_type=cast(Any, cp_comm_type))
-        setup = Setup(family_of(model.config), current.mesh, Settings((parallel,)))
-        if problems := context.problems(model.config, setup):
-            raise ConfigError(problems)
-        context.apply(model, setup)
+    _check_exchange("smp.transform", cp_comm_type)
+    _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
@@ -262,8 +270,9 @@ def parallelize(
         activation_checkpointing: recompute each block in backward.
         activation: everything about activations, instead of ``activation_checkpointing``.
         loss: make the loss in chunks; None leaves the head as it is.
-        gradient_reduction: over data ranks. ``sum``: divide the loss by the global number of valid tokens
-            (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by the rank's.
+        gradient_reduction: over data ranks, and those of a sequence. ``sum``: divide the loss by the global number of
+            valid tokens (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by
+            the rank's, of the tokens that it holds.
 
     Raises:
         UserError: ``init`` was not called, the architecture is not supported, or some ranks alone have a meta model.
@@ -303,13 +312,16 @@ def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
             also ``position_ids``, which restart at each document.
 
     Returns:
-        ``input_ids``, ``position_ids`` and, shifted already, ``labels`` of this rank's tokens, and what attention
-        needs. Without context parallelism all tokens.
+        ``input_ids``, ``position_ids`` and, shifted already, ``labels`` of this rank's tokens (as ``shift_labels``,
+        too: Hugging Face's loss then takes them as they are), and what attention needs. Without context parallelism
+        the batch with such labels.
 
     Raises:
-        UserError: ``init`` was not called, or the batch has what cannot be cut by tokens.
+        UserError: ``init`` was not called, no model was transformed, or the batch has what cannot be cut by tokens.
     """
     current = _require_init("smp.shard_sequence")
+    if current.mesh.cp.size > 1 and not current.split:
+        raise UserError("smp.shard_sequence needs a model whose attention takes a part: call smp.transform before it")
     return shard_batch(batch, current.mesh, balanced=current.parallel.cp_load_balance)
 
 

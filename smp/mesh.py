@@ -288,9 +288,11 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
     if shard % cp:
         legal = _divisors(ranks, of=cp)
         choice = f"choose --hybrid_shard_degree from {_listed(legal)}, or " if legal else ""
+        if strategy == "no_shard":
+            choice = "choose another --sharding_strategy, or "
         raise UserError(
-            f"--context_parallel_degree {cp} does not divide the {shard} ranks of a sharding group, of which the ranks "
-            f"of a sequence are a part: {choice}choose a context-parallel degree from {_listed(_divisors(shard))}"
+            f"--context_parallel_degree {cp} does not divide the sharding degree of {shard}, in which the ranks of a "
+            f"sequence are counted: {choice}choose a context-parallel degree from {_listed(_divisors(shard))}"
         )
     keeps_gathered = strategy in ("shard_grad_op", "_hybrid_shard_zero2") or shard == 1
     return lay_out(ranks // shard, shard, tp, cp, rank=rank, reshard_after_forward=not keeps_gathered)

@@ -66,7 +66,8 @@ class State:
             self._current()
         except UserError:
             return "State(smp.init has not been called)"
-        names = ("rank", "world_size", "hybrid_shard_degree", "tensor_parallel_degree", "sm_activation_offloading")
+        degrees = [f"{kind}_degree" for kind in ("hybrid_shard", "tensor_parallel", "context_parallel")]
+        names = ("rank", "world_size", *degrees, "sm_activation_offloading")
         return f"State({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property

@@ -49,7 +49,7 @@ _BACKENDS = [
     SDPBackend.MATH,
 ]
 _HOPPER = 9
-_WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
+WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
 
 
 def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
@@ -329,8 +329,8 @@ def _unfit(hf_config: Any, *, half: bool) -> str | None:
         return f"they have no attention dropout, and it is {dropout}"
     if not half:
         return "they compute in bf16, and --bf16 is 0"
-    if width is None or width % 8 or width > _WIDEST_HEAD:
-        return f"they take heads of a width that 8 divides, up to {_WIDEST_HEAD}, and it is {width or 'not the same'}"
+    if width is None or width % 8 or width > WIDEST_HEAD:
+        return f"they take heads of a width that 8 divides, up to {WIDEST_HEAD}, and it is {width or 'not the same'}"
     return None
 
 

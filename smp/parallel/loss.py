@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,16 @@ from torch.autograd import Function
 
 from smp.config import LossConfig
 from smp.errors import UserError
-from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.host_copies import to_device
+from smp.loss import (
+    IGNORE_INDEX,
+    Targets,
+    causal_lm_loss_sum,
+    check_labels,
+    loss_sum_,
+    shift_labels,
+    targets_of,
+)
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.family import LogitTransform
@@ -54,38 +63,6 @@ class SplitHead:
     group: dist.ProcessGroup
     gather: Callable[[torch.Tensor], torch.Tensor]
     reduce: Callable[[torch.Tensor], torch.Tensor]
-
-
-class Targets(NamedTuple):
-    """What the loss compares with, on the device.
-
-    Attributes:
-        labels: shifted, ``(batch, sequence)``; or of the chosen tokens, ``(tokens,)``.
-        chosen: row and column of each token that has a valid label, ``(2, tokens)``; None: all tokens.
-    """
-
-    labels: torch.Tensor
-    chosen: torch.Tensor | None = None
-
-
-def targets_of(labels: torch.Tensor, device: torch.device, *, shifted: bool = False) -> Targets:
-    """Choose the tokens that need logits, where that is known without asking a GPU: where ``labels`` are on the host.
-
-    Where no label is ignored nothing is chosen: the last token of each sequence is not worth a copy of the others.
-
-    Args:
-        labels: ``(batch, sequence)`` in Hugging Face's convention.
-        device: where the loss is computed.
-        shifted: each token's label is what it predicts.
-    """
-    predicted = labels if shifted else shift_labels(labels)
-    if labels.device.type != "cpu" or not (predicted[:, : None if shifted else -1] == IGNORE_INDEX).any():
-        return Targets(predicted.to(device, non_blocking=True))
-    chosen = (predicted != IGNORE_INDEX).nonzero().T.contiguous()
-    found = predicted[tuple(chosen)], chosen
-    if device.type == "cuda":
-        found = found[0].pin_memory(), found[1].pin_memory()  # else the copy would wait for the GPU
-    return Targets(*(tensor.to(device, non_blocking=True) for tensor in found))
 
 
 class _LinearLoss(Function):
@@ -367,7 +344,7 @@ def model_loss_sum(
         # Made before the call: fully_shard copies all tensors that the model is given to the GPU, and waits for them.
         targets = targets_of(labels, device, shifted=shifted)
         return model(**inputs, labels=targets, num_items_in_batch=1, use_cache=False).loss
-    labels = labels.to(device, non_blocking=True)
+    labels = to_device(labels, device)
     return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels, shifted=shifted)
 
 

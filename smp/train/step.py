@@ -12,7 +12,8 @@ from torch import nn
 
 from smp.data.data_pipeline import StepBatch
 from smp.faults.nonfinite import spread_nonfinite
-from smp.loss import IGNORE_INDEX, count_valid_tokens
+from smp.host_copies import to_device
+from smp.loss import count_valid_tokens
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
@@ -120,8 +121,7 @@ def train_step(
 
 def valid_tokens(microbatch: dict[str, Any]) -> int:
     """Count the predictions of a micro-batch that are in the loss."""
-    shifted = microbatch.get("shift_labels")
-    return count_valid_tokens(microbatch["labels"]) if shifted is None else int((shifted != IGNORE_INDEX).sum())
+    return count_valid_tokens(microbatch["labels"], shifted="shift_labels" in microbatch)
 
 
 def forward(model: nn.Module, microbatch: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -139,4 +139,4 @@ def forward(model: nn.Module, microbatch: dict[str, Any], device: torch.device) 
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    return to_device(value, device) if isinstance(value, torch.Tensor) else value

@@ -100,7 +100,8 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     monkeypatch.setattr(technique, "overlap_obstacle", lambda degree, device_type: "")
     may_be = {name for name, flag in FLAGS.items() if flag.field.metadata["plain"] is not None}
     plan = plan_of(["--sharding_strategy", "full_shard"], tmp_path)
-    plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, "--tensor_parallel_degree", 2]))
+    degrees = ["--tensor_parallel_degree", 2, "--context_parallel_degree", 2]
+    plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, *degrees]))
     seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config)
     made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(seen)]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be

@@ -30,7 +30,7 @@ def test_the_page_has_every_type(maker):
 
 def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
     works = ["works", ""]
-    parts = dict.fromkeys(("family", "shard", "tp", "files", "init"), works)
+    parts = dict.fromkeys(("family", "shard", "tp", "context", "files", "init"), works)
     results = [
         {"type": "good", **parts},
         {"type": "split", **parts, "tp": ["refused", "no plan | none"]},
@@ -48,13 +48,14 @@ def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
         "| types | 5 |",
         "| work sharded | 2 |",
         "| work tensor parallel | 2 |",
+        "| work context parallel | 3 |",
         "| work in every part | 1 |",
         "| are refused | 2 |",
         "| fail | 1 |",
         "| the type | mixture | 2 |",
-        "| `good` | ✓ | ✓ | ✓ | ✓ |",
-        "| `split` | ✓ | no plan \\| none | ✓ | ✓ |",
-        "| `wrong` | **fails**: the loss of step 0 differs by 1.0e+00 | ✓ | ✓ | ✓ |",
+        "| `good` | ✓ | ✓ | ✓ | ✓ | ✓ |",
+        "| `split` | ✓ | no plan \\| none | ✓ | ✓ | ✓ |",
+        "| `wrong` | **fails**: the loss of step 0 differs by 1.0e+00 | ✓ | ✓ | ✓ | ✓ |",
         "| `m2` | mixture (B(2)) |",
     ):
         assert row in text, row

@@ -40,8 +40,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, balanced: bool = True) 
     """
     if mesh.cp.size == 1:
         return _shifted(batch)
-    ids = batch["input_ids"]
     _check(batch)
+    ids = batch["input_ids"]
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -75,18 +75,21 @@ def _check(batch: Mapping[str, Any]) -> None:
     others = sorted(name for name in batch if name not in (*_TAKEN, *_HANDED_ON) and batch[name] is not None)
     if others:
         raise UserError(f"smp.shard_sequence: {others[0]} cannot be cut by tokens: give {', '.join(_TAKEN[:-1])}")
+    if batch.get("input_ids") is None:
+        raise UserError(f"smp.shard_sequence: the batch has no input_ids, only {', '.join(batch)}: give them")
     mask = batch.get("attention_mask")
     if mask is None:
         return
     if mask.ndim != 2:
         raise UserError(
-            f"smp.shard_sequence: attention_mask has {mask.ndim} axes, and under context parallelism a mask is "
+            f"attention_mask has {mask.ndim} axes, and under context parallelism a mask is "
             f"(batch, sequence): leave it out, and give position_ids that restart at each document"
         )
     if (mask[:, 1:] > mask[:, :-1]).any():
         raise UserError(
-            "smp.shard_sequence: attention_mask hides a token before one that it shows, and context parallelism takes "
-            "padding on the right alone: pad there, or tokenize with padding_side='right'"
+            "attention_mask hides a token before one that it shows, and context parallelism takes padding on the right "
+            "alone: pad there (a tokenizer's padding_side='right'), or leave the mask out and give position_ids that "
+            "restart after the padding, as --document_mask 1 does"
         )
 
 

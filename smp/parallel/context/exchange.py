@@ -102,8 +102,12 @@ def _in_order(parts: Sequence[torch.Tensor], layout: SequenceLayout, dim: int) -
 
 def _by_rank(whole: torch.Tensor, layout: SequenceLayout, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the columns of each rank, along ``dim``: ``(ranks, ...)``."""
-    ranges = [[whole.narrow(dim, first, last - first) for first, last in held] for held in layout.held]
-    return torch.stack([torch.cat(each, dim) for each in ranges]).to(dtype)
+    shape = list(whole.shape)
+    shape[dim] //= len(layout.held)
+    parts = whole.new_empty(len(layout.held), *shape, dtype=dtype)
+    for part, held in zip(parts, layout.held, strict=True):
+        torch.cat([whole.narrow(dim, first, last - first) for first, last in held], dim, out=part)
+    return parts
 
 
 def _finish(ctx: Any, attention: Attention, found: Attended, *saved: torch.Tensor) -> torch.Tensor:
@@ -215,41 +219,51 @@ class ExchangedAttention(Function):
     def forward(  # type: ignore[override]
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        query, key, value = _to_heads([query, key, value], attention)
-        key_value = torch.stack([key, value])
-        found = attention.attend(query, key_value, attention.seen(attention.shard.whole, attention.shard.whole))
-        (own,) = _to_tokens([_finish(ctx, attention, found, query, key_value)], attention)
+        size = attention.shard.role.size
+        ctx.heads = [tensor.shape[1] // size for tensor in (query, key, value)]
+        whole = _to_heads([query, key, value], attention)
+        seen = attention.seen(attention.shard.whole, attention.shard.whole)
+        found = attention.attend(*_split(whole, ctx.heads[0]), seen)
+        (own,) = _to_tokens(_finish(ctx, attention, found, whole), ctx.heads[:1], attention)
         return own
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        attention, (query, key_value, out, lse) = ctx.attention, ctx.saved_tensors
-        (gradient,) = _to_heads([gradient], attention)
+        attention, (whole, out, lse) = ctx.attention, ctx.saved_tensors
+        gradient = _to_heads([gradient], attention)
         seen = attention.seen(attention.shard.whole, attention.shard.whole)
-        sums = attention.gradients(gradient, query, key_value, Attended(out, lse), seen)
-        whole = [sums.query, *sums.key_value.unbind()]
-        return *_to_tokens([tensor.to(query.dtype) for tensor in whole], attention), None
+        sums = torch.zeros_like(whole, dtype=wide(whole.dtype))
+        (query, key_value), gradients = _split(whole, ctx.heads[0]), Gradients(*_split(sums, ctx.heads[0]))
+        add_gradients(gradients, gradient, query, key_value, Attended(out, lse), seen, attention.scale)
+        return *_to_tokens(sums.to(whole.dtype), ctx.heads, attention), None
 
 
-def _all_to_all(parts: list[torch.Tensor], role: Role) -> list[torch.Tensor]:
-    """Exchange tensors ``(ranks, ...)``, of which each rank gets its entry, in one collective; the same shapes."""
-    sent = torch.cat([part.flatten(1) for part in parts], 1)
+def _split(whole: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the queries, which are the first ``heads``, and keys and values ``(2, batch, heads, tokens, width)``."""
+    return whole[:, :heads], whole[:, heads:].unflatten(1, (2, -1)).transpose(0, 1)
+
+
+def _all_to_all(sent: torch.Tensor, role: Role) -> torch.Tensor:
+    """Exchange ``(ranks, ...)``, of which each rank gets its entry."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.view(-1), sent.view(-1), group=role.group)
-    sizes = [part[0].numel() for part in parts]
-    return [each.reshape(part.shape) for each, part in zip(received.split(sizes, 1), parts, strict=True)]
+    return received
 
 
-def _to_heads(tensors: list[torch.Tensor], attention: Attention) -> list[torch.Tensor]:
-    """``(batch, heads, tokens, width)`` of a rank's tokens to all tokens of its heads."""
-    parts = [torch.stack(tensor.chunk(attention.shard.role.size, 1)) for tensor in tensors]
-    return [_in_order(each.unbind(), attention.shard.layout, 2) for each in _all_to_all(parts, attention.shard.role)]
+def _to_heads(tensors: list[torch.Tensor], attention: Attention) -> torch.Tensor:
+    """``(batch, heads, tokens, width)`` of a rank's tokens to all tokens of its heads, one tensor's after another's."""
+    size = attention.shard.role.size
+    by_rank = zip(*(tensor.chunk(size, 1) for tensor in tensors), strict=True)
+    sent = torch.cat([part for parts in by_rank for part in parts], 1).unflatten(1, (size, -1)).transpose(0, 1)
+    received = _all_to_all(sent.contiguous(), attention.shard.role)
+    return _in_order(received.unbind(), attention.shard.layout, 2)
 
 
-def _to_tokens(tensors: list[torch.Tensor], attention: Attention) -> list[torch.Tensor]:
-    """Undo :func:`_to_heads`."""
-    parts = [_by_rank(tensor, attention.shard.layout, 2, tensor.dtype) for tensor in tensors]
-    return [torch.cat(each.unbind(), 1) for each in _all_to_all(parts, attention.shard.role)]
+def _to_tokens(whole: torch.Tensor, heads: list[int], attention: Attention) -> list[torch.Tensor]:
+    """Undo :func:`_to_heads` of tensors of which each rank has these heads; they lie in the order of the tokens."""
+    received = _all_to_all(_by_rank(whole, attention.shard.layout, 2, whole.dtype), attention.shard.role)
+    parts = received.transpose(2, 3).split(heads, 3)
+    return [torch.cat(part.unbind(), 2).transpose(1, 2) for part in parts]
 
 
 def copies_of_heads(heads: int, ranks: int) -> int:

@@ -9,6 +9,7 @@ FlashAttention, arXiv:2205.14135.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from smp.host_copies import to_device
 from smp.parallel.context.layout import Piece, Range, Span, pieces
 
+GPU_DTYPES = [torch.bfloat16, torch.float16]  # of the kernels of GPUs
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -203,12 +206,20 @@ class _Packed(NamedTuple):
 def _packed(
     spans: tuple[Span, ...], batch: int, queries: int, keys: int, window: int | None, device: torch.device
 ) -> tuple[_Packed, ...]:
-    """Group spans by the mask of their queries, relative to the alignment of the kernel."""
-    groups: dict[tuple[int | None, int | None], list[tuple[Range, Range]]] = {}
+    """Group spans by the mask of their queries, relative to the alignment of the kernel.
+
+    Queries are in a group once, so that their results over several ranges of keys are merged one after the other.
+    """
+    groups: dict[tuple[int | None, int | None, int], list[tuple[Range, Range]]] = {}
+    met: collections.Counter[tuple[int | None, int]] = collections.Counter()
     for span in spans:
+        queries_from = span.row, span.queries[0]  # of spans that share queries, the same
+        turn = met[queries_from]
+        met[queries_from] += 1
         count, others = (last - first for first, last in (span.queries, span.keys))
         aligned = others - count  # where the kernel puts the first query
-        right = None if others - 1 <= span.shift else span.shift - aligned
+        # A document of one token is causal, as the longer ones beside it.
+        right = span.shift - aligned if others - 1 > span.shift or span.shift == aligned else None
         cut = window is not None and count + span.shift > window
         left = window - 1 - span.shift + aligned if cut and window is not None else None
         for row in range(batch) if span.row is None else (span.row,):
@@ -216,8 +227,8 @@ def _packed(
                 (row * length + first, row * length + last)
                 for length, (first, last) in ((queries, span.queries), (keys, span.keys))
             )
-            groups.setdefault((left, right), []).append(places)  # type: ignore[arg-type]
-    return tuple(_pack(members, left, right, device) for (left, right), members in groups.items())
+            groups.setdefault((left, right, turn), []).append(places)  # type: ignore[arg-type]
+    return tuple(_pack(members, left, right, device) for (left, right, _), members in groups.items())
 
 
 def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | None, device: torch.device) -> _Packed:
@@ -227,7 +238,7 @@ def _pack(members: list[tuple[Range, Range]], left: int | None, right: int | Non
         places.append(torch.cat([torch.arange(first, last) for first, last in ranges]))
         bounds.append(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
         longest.append(max(lengths))
-    queries, keys, query_bounds, key_bounds = (t.to(device, non_blocking=True) for t in (*places, *bounds))
+    queries, keys, query_bounds, key_bounds = (to_device(each, device) for each in (*places, *bounds))
     return _Packed(queries, keys, query_bounds, key_bounds, longest[0], longest[1], left, right)
 
 

@@ -12,6 +12,9 @@ Range = tuple[int, int]  # first and, not included, last
 
 # Queries of a window are taken in blocks, so that no mask is larger than a block by a block.
 _BLOCK = 256
+# Causal pieces are halved down to fewer queries than twice this: the CPU's kernel also computes the keys that the mask
+# hides, as far as the end of their block of 512.
+_LEAF = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,7 @@ def _cut(span: Span, window: int | None) -> Iterator[Piece]:
     (query, query_end), (key, key_end), shift = span.queries, span.keys, span.shift
     past = min(key + shift, key_end) if key_end - key > shift else key_end
     if key_end > past:
-        yield Piece((query, query_end), (past, key_end), "causal")
+        yield from _halved((query, query_end), (past, key_end))
     count = query_end - query
     # The keys before `full` are out of the window of some queries.
     full = min(past, key + max(0, count + shift - window)) if window is not None else key
@@ -161,3 +164,15 @@ def _cut(span: Span, window: int | None) -> Iterator[Piece]:
         seeing = min(count, full - key - 1 - shift + window)
         if seeing > 0:
             yield Piece((query, query + seeing), (key, full), "band", shift - window)
+
+
+def _halved(queries: Range, keys: Range) -> Iterator[Piece]:
+    """Cut a causal piece into smaller ones, and full ones of what remains."""
+    half = (queries[1] - queries[0]) // (2 * _LEAF) * _LEAF
+    if half == 0:
+        yield Piece(queries, keys, "causal")
+        return
+    middle = queries[0] + half, keys[0] + half
+    yield from _halved((queries[0], middle[0]), (keys[0], middle[1]))
+    yield from _halved((middle[0], queries[1]), (middle[1], keys[1]))
+    yield Piece((middle[0], queries[1]), (keys[0], middle[1]), "full")

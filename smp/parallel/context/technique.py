@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
+from smp.models.model_config import ModelConfig
 from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.fit import misfit
+from smp.parallel.context.kernels import GPU_DTYPES
 from smp.parallel.technique import Setup
 
 Config = ParallelConfig
@@ -28,9 +30,15 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     flag, found = f"--context_parallel_degree {cp}", []
     if setup.settings[ActivationConfig].compile is True:
         found.append(f"{flag}: the exchanges of attention cannot be compiled: leave --compile 1 out")
-    if setup.device_type == "cuda" and setup.dtype == torch.float32:
+    if function := _attention_given(setup):
+        found.append(
+            f"--attn_implementation {function} would have no effect: under {flag} attention is an exchange between "
+            f"ranks, with kernels of its own: leave it out"
+        )
+    on_gpu = setup.device_type == "cuda"
+    if on_gpu and setup.dtype not in (None, *GPU_DTYPES):
         found.append(f"{flag}: attention's kernels on GPUs compute in bf16, and --bf16 is 0: use --bf16 1")
-    if why := misfit(hf_config):
+    if why := misfit(hf_config, on_gpu=on_gpu):
         found.append(f"{flag}: {why}: use --context_parallel_degree 1")
     heads = getattr(hf_config, "num_attention_heads", 0) or 0
     if config.cp_comm_type == "all_to_all" and heads // setup.mesh.tp.size % cp:
@@ -41,8 +49,19 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
     return found
 
 
+def _attention_given(setup: Setup) -> str | None:
+    """Return the attention function that was asked for; None: ``auto``, chosen, or a script."""
+    settings, name = setup.settings, "attn_implementation"
+    if name in settings.undecided() or name in settings.chosen:
+        return None
+    return next((str(getattr(each, name)) for each in settings.sections if isinstance(each, ModelConfig)), None)
+
+
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Exchange heads where that moves less than gathering keys and values: (queries / keys + 1) / ranks below 1."""
+    """Exchange heads where that moves less than gathering keys and values: (queries / keys + 1) / ranks below 1.
+
+    What the exchanges leave no choice for is chosen, too, before others do.
+    """
     parallel, config = situation.settings[Config], situation.hf_config
     ranks, heads = parallel.context_parallel_degree, getattr(config, "num_attention_heads", 0) or 0
     if ranks == 1:
@@ -52,6 +71,8 @@ def choose(situation: Situation) -> Iterator[Choice]:
     moves_less = own % ranks == 0 and few + 1 < ranks
     reason = f"a key has {few} queries, and a sequence is split over {ranks} ranks"
     yield Choice("cp_comm_type", "all_to_all" if moves_less else "all_gather", reason)
+    yield Choice("attn_implementation", "sdpa", "unused: attention is an exchange between the ranks of a sequence")
+    yield Choice("compile", False, "the exchanges of attention cannot be compiled")
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
@@ -73,6 +94,14 @@ def split_sequences(model: nn.Module, exchange: str) -> None:
     """
     register()
     attention.use(model, name_of(exchange))
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def without_cache(*args: Any, **kwargs: Any) -> Any:
+        # Of no use, as a rank has a part of the keys; and recomputation would add a block's once more.
+        return forward(*args, **{"use_cache": False, **kwargs})
+
+    model.forward = without_cache  # type: ignore[method-assign]
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
