@@ -123,7 +123,7 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     from smp.plan.allocator import reserved_bytes
     from smp.plan.blocks import Repeat, whole_step
     from smp.plan.memory import account
-    from smp.plan.trace import trace_step
+    from smp.plan.trace import trace_step, untraced_bytes
     from tests.plan_traps import WHERE, WITHOUT  # before anything is replaced
 
     world.prepare(device.type, CAPABILITY, 8, 80 << 30)
@@ -140,7 +140,7 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
             return {"error": f"{type(error).__name__}: {error}"}
         raise
     step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
-    found = account(step, shared=trace.shared)
+    found = account(step, shared=trace.shared, waiting=untraced_bytes(job) if device.type == "cpu" else 0)
     answer = {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
     return answer if device.type == "cpu" else {**answer, "reserved": reserved_bytes(step)}
 

@@ -33,7 +33,7 @@ from smp.plan.fork import in_child
 from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
-from smp.plan.trace import MOST_MICROBATCHES, make_batch, microbatch_rows, trace_step
+from smp.plan.trace import MOST_MICROBATCHES, microbatch_rows, trace_step, untraced_bytes
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
@@ -139,12 +139,8 @@ class _Rank:
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
-        gpu, waiting = self.row.is_gpu, 0
-        if not gpu:  # where batches are; those between that are not traced
-            with torch.device("meta"):
-                batch = make_batch(self.job, self.rows[2:-1] if len(self.rows) > MOST_MICROBATCHES else [])
-            waiting = batch.sample_ids.nbytes + sum(t.nbytes for each in batch.microbatches for t in each.values())
-        found = account(whole, shared=trace.shared, waiting=waiting)
+        gpu = self.row.is_gpu
+        found = account(whole, shared=trace.shared, waiting=0 if gpu else untraced_bytes(self.job))
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
             reserved: int | None = reserved_bytes(whole, expandable=expandable)

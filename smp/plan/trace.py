@@ -96,13 +96,13 @@ def microbatch_rows(job: Job) -> list[int]:
     return [len(each) for each in positions]
 
 
-def make_batch(job: Job, rows: list[int], samples: int | None = None) -> StepBatch:
+def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
     """Make micro-batches of the job on the host, under the mode that is active.
 
     Args:
         job: gives the length.
         rows: samples of each.
-        samples: of the whole step; None: of these micro-batches.
+        samples: of the whole step, whose numbers are in the batch.
     """
     length, integer = job.model.sequence_length, torch.int64
 
@@ -113,12 +113,20 @@ def make_batch(job: Job, rows: list[int], samples: int | None = None) -> StepBat
             made["document_bounds"] = torch.empty(size + 1, dtype=torch.int32)
         return made
 
-    return StepBatch([microbatch(size) for size in rows], torch.empty(samples or sum(rows), dtype=integer))
+    return StepBatch([microbatch(size) for size in rows], torch.empty(samples, dtype=integer))
 
 
 def _batch(job: Job) -> StepBatch:
     rows = microbatch_rows(job)
-    return make_batch(job, rows if len(rows) <= MOST_MICROBATCHES else [*rows[:2], rows[-1]], sum(rows))
+    return _make_batch(job, rows if len(rows) <= MOST_MICROBATCHES else [*rows[:2], rows[-1]], sum(rows))
+
+
+def untraced_bytes(job: Job) -> int:
+    """Return the bytes, on the host throughout the step, of the micro-batches that are not traced."""
+    rows = microbatch_rows(job)
+    with torch.device("meta"):
+        batch = _make_batch(job, rows[2:-1] if len(rows) > MOST_MICROBATCHES else [], 0)
+    return sum(tensor.nbytes for each in batch.microbatches for tensor in each.values())
 
 
 def _own_tokens(microbatch: dict[str, Any], mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
