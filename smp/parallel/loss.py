@@ -25,12 +25,10 @@ from smp.errors import UserError
 from smp.host_copies import to_device
 from smp.loss import (
     IGNORE_INDEX,
-    Targets,
     causal_lm_loss_sum,
     check_labels,
     loss_sum_,
     shift_labels,
-    targets_of,
 )
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
@@ -39,6 +37,7 @@ from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import has_product, local_tensor
+from smp.parallel.targets import Targets, targets_of
 from smp.parallel.technique import Setup
 
 Config = LossConfig
