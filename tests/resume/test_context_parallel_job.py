@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 import smp.cli
+import smp.memory.tracker
 from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
 from tests.reference import build_reference
 from tests.resume.test_train import data_flags, jsonl, tensors, text  # noqa: F401
@@ -31,6 +32,15 @@ LAYOUTS = {  # processes, flags
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_runs():
+    """Leave out what only costs time here: curves, and the walk over all tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("smp.train.report.write_curves", lambda run_dir: "")
+        patch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)
+        yield
+
+
 def train(run: pathlib.Path, layout: str, *words: object) -> str:
     world_size, flags = LAYOUTS[layout]
     return run_job(*words, *flags, "--output_dir", run, world_size=world_size).succeeded().output
@@ -38,6 +48,26 @@ def train(run: pathlib.Path, layout: str, *words: object) -> str:
 
 def base(data: list[object], *words: object) -> list[object]:
     return [*LLAMA, *SHAPE, *data, "--lr", 1e-2, "--lr_decay_iters", 12, "--global_batch_size", 6, *words]
+
+
+@pytest.fixture(scope="module")
+def of_one(jsonl, text, tmp_path_factory):  # noqa: F811
+    """The metrics of a run of one process, of 12 steps, for each kind of data."""
+    found: dict[str, list[dict]] = {}
+
+    def metrics(kind: str) -> list[dict]:
+        if kind not in found:
+            folder = tmp_path_factory.mktemp(kind)
+            train(folder / "run", "one", *base(data_of(kind, jsonl, text, folder), "--max_steps", 12))
+            found[kind] = read_metrics(folder / "run")
+        return found[kind]
+
+    return metrics
+
+
+def data_of(kind: str, jsonl: pathlib.Path, text: pathlib.Path, folder: pathlib.Path) -> list[object]:  # noqa: F811
+    """Rows; or documents that are kept apart wherever they are cut."""
+    return [*data_flags(kind, jsonl, text, folder / "cache"), *(["--document_mask", 1] if kind == "text" else [])]
 
 
 def test_resume_is_bit_identical(jsonl, tmp_path):  # noqa: F811
@@ -63,14 +93,9 @@ def test_resume_is_bit_identical(jsonl, tmp_path):  # noqa: F811
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
-def test_the_curve_is_that_of_one_process(kind, layout, jsonl, text, tmp_path):  # noqa: F811
-    """Of rows, or of documents that are kept apart wherever they are cut."""
-    data = data_flags(kind, jsonl, text, tmp_path / "cache")
-    if kind == "text":
-        data += ["--document_mask", 1]
-    for name in ("one", layout):
-        train(tmp_path / name, name, *base(data, "--max_steps", 8))
-    expected, found = read_metrics(tmp_path / "one"), read_metrics(tmp_path / layout)
+def test_the_curve_is_that_of_one_process(kind, layout, of_one, jsonl, text, tmp_path):  # noqa: F811
+    train(tmp_path / "run", layout, *base(data_of(kind, jsonl, text, tmp_path), "--max_steps", 8))
+    expected, found = of_one(kind)[:8], read_metrics(tmp_path / "run")
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-5)
     assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
@@ -89,10 +114,9 @@ def test_the_curve_is_that_of_one_process(kind, layout, jsonl, text, tmp_path): 
         ("cp2 x data 2", "cp2 x tp2"),
     ],
 )
-def test_a_checkpoint_goes_on_at_any_other_layout(before, after, jsonl, tmp_path):  # noqa: F811
-    data = data_flags("jsonl", jsonl, None, tmp_path / "cache")
-    whole, run, saved = tmp_path / "whole", tmp_path / "run", tmp_path / "saved"
-    train(whole, "shards", *base(data, "--max_steps", 12))
+def test_a_checkpoint_goes_on_at_any_other_layout(before, after, of_one, jsonl, tmp_path):  # noqa: F811
+    data = data_of("jsonl", jsonl, None, tmp_path)
+    run, saved = tmp_path / "run", tmp_path / "saved"
     train(run, before, *base(data, "--max_steps", 6, "--save_final_model", 1, "--model_dir", saved))
     # Nothing is left to train: what was read is written.
     resume = base(data, "--save_final_model", 1, "--resume_from_checkpoint", "latest")
@@ -100,9 +124,11 @@ def test_a_checkpoint_goes_on_at_any_other_layout(before, after, jsonl, tmp_path
     expected, read = (load_file(folder / "model.safetensors") for folder in (saved, tmp_path / "read"))
     assert expected.keys() == read.keys() and all(torch.equal(expected[name], read[name]) for name in expected)
     train(run, after, *resume, "--max_steps", 12)
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5) and len(losses(run)) == 12
+    whole = [line["loss"] for line in of_one("jsonl")]
+    assert losses(run) == pytest.approx(whole, rel=1e-5) and len(losses(run)) == 12
 
 
+@pytest.mark.full
 def test_what_is_logged_and_saved(jsonl, tmp_path, capsys):  # noqa: F811
     """Samples and tokens count once for all ranks of a sequence; FLOPS are of a device."""
     data = data_flags("jsonl", jsonl, None, tmp_path / "cache")

@@ -197,19 +197,19 @@ def test_tensor_parallel_degrees(processes, degree, words, patterns, refused):
 SPLIT = ["--context_parallel_degree", 2]
 
 CONTEXT = [  # processes, settings, what is said
+    (4, [*SPLIT, "--attn_implementation", "eager"],
+     "--attn_implementation eager would have no effect: under --context_parallel_degree 2 .*: leave it out$"),
+    (4, [*SPLIT, "--sharding_strategy", "no_shard"], "degree of 1, .*: choose another --sharding_strategy, or"),
     (4, ["--context_parallel_degree", 0], "--context_parallel_degree must be at least 1, got 0"),
     (4, ["--context_parallel_degree", 3], "degree 3 does not divide the sharding degree of 4, .* from 1, 2, 4$"),
     (4, ["--context_parallel_degree", 4, "--shard_degree", 2],
      "degree 4 does not divide the sharding degree of 2, .*: choose --hybrid_shard_degree from 4, or .* from 1, 2$"),
     (16, ["--context_parallel_degree", 16], "degree 16 does not divide .* of 8, .* --hybrid_shard_degree from 16, or"),
-    (4, [*SPLIT, "--sharding_strategy", "no_shard"], "degree of 1, .*: choose another --sharding_strategy, or"),
     (4, [*SPLIT, "--shard_degree", 1], "degree of 1, .*: choose --hybrid_shard_degree from 2, 4, or choose .* from 1$"),
     (4, [*SPLIT, "--tensor_parallel_degree", 4], "2 does not divide the sharding degree of 1, .* degree from 1$"),
     (4, [*SPLIT, "--attn_pdrop", 0.1],
      r"degree 2: attention dropout is 0.1, .*\(--attn_pdrop 0 leaves it out\): use --context_parallel_degree 1$"),
     (4, [*SPLIT, "--compile", 1], "degree 2: the exchanges of attention cannot be compiled: leave --compile 1 out$"),
-    (4, [*SPLIT, "--attn_implementation", "eager"],
-     "--attn_implementation eager would have no effect: under --context_parallel_degree 2 .*: leave it out$"),
     (4, [*SPLIT, "--attn_implementation", "sdpa"], "--attn_implementation sdpa would have no effect: .*: leave it"),
     (4, [*SPLIT, "--cp_comm_type", "ring"], "--cp_comm_type takes auto, p2p, all_gather, all_to_all, got 'ring'"),
     (8, ["--context_parallel_degree", 8, "--cp_comm_type", "all_to_all"],
@@ -219,7 +219,12 @@ CONTEXT = [  # processes, settings, what is said
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("processes", "words", "pattern"), CONTEXT, ids=str)
+def _full(cases, quick):
+    """Let the cases after the first ``quick`` ones be of ``make test-all`` alone."""
+    return [case if i < quick else pytest.param(*case, marks=pytest.mark.full) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("processes", "words", "pattern"), _full(CONTEXT, 2), ids=str)
 def test_sequences_split_over_ranks(processes, words, pattern, refused):
     expect(refused(*LLAMA, *SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", processes, *words), pattern)
 
@@ -250,9 +255,10 @@ UNFIT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", UNFIT)
-def test_models_whose_sequences_cannot_be_split(model_type):
-    change, sentence = UNFIT[model_type]
+@pytest.mark.parametrize(
+    ("model_type", "change", "sentence"), _full([(name, *told) for name, told in UNFIT.items()], 1)
+)
+def test_models_whose_sequences_cannot_be_split(model_type, change, sentence):
     config = tiny_config(model_type)
     config.update(change)
     setup = Setup(family_of(config), lay_out(1, 4, 1, 2), Settings((ParallelConfig(context_parallel_degree=2),)))
