@@ -308,17 +308,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> None:
-    """Measure, then print and write the page."""
+    """Measure, and print and write the page after each case."""
     arguments = parse(argv)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if PEER in arguments.variants:
         import deepspeed.runtime.sequence_parallel.ulysses_sp  # noqa: F401  before the processes are forked
     bystanders, results = Bystanders(), {}
-    for length in arguments.lengths:
-        for processes in arguments.processes:
+    for processes in arguments.processes:
+        for length in arguments.lengths:
             case = Case(length, processes, arguments.rounds, tuple(arguments.variants))
             results[length, processes] = measure(case)
-    publish(report(results, arguments, [bystanders.describe()]), arguments.output)
+            # Each time, as a long sequence takes long: a run that is cut off leaves the page of what it has measured.
+            publish(report(results, arguments, [bystanders.describe()]), arguments.output)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def names_page() -> str:
 
 
 def models_page(arguments: list[str]) -> None:
-    """Write ``docs/models.md``: an hour, or the types that a file of earlier results lacks."""
+    """Write ``docs/models.md``: some ten minutes; types that a file of earlier results has are not tried again."""
     import models_page as maker
 
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +48,7 @@ class _Initialized:
     parallel: ParallelConfig
     tp: TPGroup | None
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
-    split: list[bool] = dataclasses.field(default_factory=list)  # not empty: a model was
+    done: set[str] = dataclasses.field(default_factory=set)  # a model was split; ranks of a sequence compared batches
 
 
 _current: _Initialized | None = None
@@ -189,7 +190,7 @@ def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False,
         if problems := context.problems(model.config, setup):
             raise ConfigError(problems)
         context.apply(model, setup)
-    current.split.append(True)
+    current.done.add("split")
 
 
 def _check_exchange(caller: str, exchange: str | None) -> None:
@@ -305,7 +306,7 @@ def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's tokens out of a batch, as SMP v2's ``get_batch_for_cp_rank``.
 
     ``model(**smp.shard_sequence(batch))`` is then the forward pass. Call it before the batch is moved to a GPU, with
-    the same batch on all ranks of a sequence: those of one ``mesh.data_rank``.
+    the same batch on all ranks of a sequence: those of one ``mesh.data_rank``. The first is compared; collective.
 
     Args:
         batch: ``input_ids`` and ``labels`` ``(batch, sequence)``, equal to the inputs but for -100; of packed documents
@@ -317,12 +318,29 @@ def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
         the batch with such labels.
 
     Raises:
-        UserError: ``init`` was not called, no model was transformed, or the batch has what cannot be cut by tokens.
+        UserError: ``init`` was not called, no model was transformed, the batch has what cannot be cut by tokens, or
+            ranks of a sequence have different ones.
     """
     current = _require_init("smp.shard_sequence")
-    if current.mesh.cp.size > 1 and not current.split:
-        raise UserError("smp.shard_sequence needs a model whose attention takes a part: call smp.transform before it")
-    return shard_batch(batch, current.mesh, balanced=current.parallel.cp_load_balance)
+    own = shard_batch(batch, current.mesh, balanced=current.parallel.cp_load_balance)
+    if current.mesh.cp.size > 1:
+        if "split" not in current.done:
+            raise UserError("smp.shard_sequence needs a model that takes a part: call smp.transform before it")
+        if "compared" not in current.done:
+            _compare(batch["input_ids"], current.mesh)
+            current.done.add("compared")
+    return own
+
+
+def _compare(ids: torch.Tensor, mesh: Mesh) -> None:
+    """Refuse batches that are not the same on the ranks of a sequence, as nothing else would notice; collective."""
+    found: list[Any] = [None] * mesh.cp.size
+    dist.all_gather_object(found, (tuple(ids.shape), zlib.crc32(ids.cpu().numpy().tobytes())), group=mesh.cp.group)
+    if len(set(found)) > 1:
+        raise UserError(
+            f"smp.shard_sequence: the ranks of a sequence have different batches, of the shapes "
+            f"{', '.join(str(shape) for shape, _ in found)}: read the samples of mesh.data_rank {mesh.data_rank} on all"
+        )
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:

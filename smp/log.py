@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import sys
@@ -27,10 +28,10 @@ LINE_FORMAT = "%(asctime)s %(levelname).1s [%(filename)s:%(lineno)d] %(message)s
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 HIDDEN = "***"
 
-# Names of secrets, without those of tokens (eos_token, tokens, flops_per_token). A look-ahead over the whole name, so
-# that long names without a match cost one pass.
+# Names of secrets, without text_key and those of tokens (eos_token, tokens, flops_per_token). A look-ahead over the
+# whole name, so that long names without a match cost one pass.
 _SECRET_NAME = (
-    r"(?!(?:bos|eos|pad|unk|sep|cls|mask|additional_special)_token\b)(?!\w*per_token\b)"
+    r"(?!text_key\b)(?!(?:bos|eos|pad|unk|sep|cls|mask|additional_special)_token\b)(?!\w*per_token\b)"
     r"(?=[\w.-]*?(?:(?:secret|password|passwd|passphrase|credential|signature)[\w.-]*"
     r"|token|(?:api|access|auth|account|private|storage|encryption)key|[_-](?:key|pwd|sig))(?![\w.-]))[\w.-]++"
 )
@@ -120,6 +121,13 @@ def say(text: str) -> None:
     begin_line()
     with contextlib.suppress(OSError):  # a closed pipe or a full disk
         os.write(2, f"{text}\n".encode())
+
+
+def digits(value: float, least: int) -> str:
+    """Format with ``least`` decimals, or with as many as show two digits that are not zero; never an exponent."""
+    if not math.isfinite(value) or not value or abs(value) >= 1:
+        return f"{value:.{least}f}"
+    return f"{value:.{max(least, 1 - math.floor(math.log10(abs(value))))}f}"
 
 
 def get_logger(name: str) -> logging.Logger:

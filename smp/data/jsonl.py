@@ -67,7 +67,10 @@ def objects_of(file: DataFile, first: int, block: bytes) -> Iterator[tuple[str, 
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not valid JSON: {error}") from error
+            reason = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UserError(
+                f"{where}: not valid JSON ({reason}); each line must be one whole object: mend the line or remove it"
+            ) from error
         if not isinstance(found, dict):
             raise UserError(
                 f"{where}: holds a {type(found).__name__}; each line must be one object "

@@ -7,6 +7,8 @@ import sys
 import time
 from types import TracebackType
 
+from smp.log import digits
+
 SECONDS_BETWEEN_LINES = 30.0
 log = logging.getLogger("smp.data")
 
@@ -51,7 +53,7 @@ class Progress:
         now = time.monotonic()
         seconds = max(now - self._began, 1e-9)
         if self._bar is not None:
-            rate = f"{self.done_files / seconds:.1f} files/s"
+            rate = f"{digits(self.done_files / seconds, 1)} files/s"
             counts = f"{self.done_files}/{self.files} files, {rate}, {self._tokens:,} tokens"
             self._bar.set_postfix_str(counts, refresh=False)
             self._bar.update(done - self._bar.n)
@@ -62,8 +64,9 @@ class Progress:
 
     def _line(self, done: int, seconds: float) -> str:
         return (
-            f"{self.what}: {self.done_files}/{self.files} files, {done / 1e6:.1f} of {self.total / 1e6:.1f} MB in "
-            f"{seconds:.1f} s ({self.done_files / seconds:.1f} files/s, {done / 1e6 / seconds:.1f} MB/s), "
+            f"{self.what}: {self.done_files}/{self.files} files, {digits(done / 1e6, 1)} of "
+            f"{digits(self.total / 1e6, 1)} MB in {digits(seconds, 1)} s "
+            f"({digits(self.done_files / seconds, 1)} files/s, {digits(done / 1e6 / seconds, 1)} MB/s), "
             f"{self._tokens:,} tokens"
         )
 

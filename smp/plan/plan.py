@@ -148,7 +148,8 @@ class _Rank:
             outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * len(trace.groups)
         else:
             unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
-            reserved, outside = None, BASE_HOST_BYTES + int(unused * found.peak.total)
+            private = found.peak.total - trace.shared  # what is shared is mapped, and no heap's
+            reserved, outside = None, BASE_HOST_BYTES + int(unused * private)
         return RankMemory(
             rank=self.job.launch.rank,
             peak=found.peak,

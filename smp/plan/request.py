@@ -209,7 +209,7 @@ def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | 
     return cost_of(tokens, step_tokens=plan.tokens, step_seconds=seconds, devices=request.devices, price=price)
 
 
-def notes(request: Request, *, fits: bool) -> Iterator[str]:
+def notes(request: Request, found: Found) -> Iterator[str]:
     """Yield what a person must know of the plan as a whole."""
     if request.row.is_gpu:
         if request.settings["bf16"] is None and not torch.cuda.is_available():
@@ -220,13 +220,17 @@ def notes(request: Request, *, fits: bool) -> Iterator[str]:
             yield "Too fast: the step's seconds have neither --cpu_offload's update by the host nor its copies."
         if request.settings["offload_dir"] is not None:
             yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
-    if not fits:
-        yield _more_devices(request)
+    if not found.plans:
+        yield _more_devices(request, alone=found.legal == 1)
     yield "Not tried, as smp does not have them: expert and pipeline degrees."
 
 
-def _more_devices(request: Request) -> str:
-    """Return how many devices would hold the job, by the closed form."""
+def _more_devices(request: Request, *, alone: bool) -> str:
+    """Return how many devices would hold the job, by the closed form.
+
+    Args:
+        alone: no other layout was looked at.
+    """
     smallest: dict[str, Any] = {"train_batch_size": 1} if "train_batch_size" not in request.given else {}
     asked = next(request.layouts(**smallest))
     work = dataclasses.replace(
@@ -235,6 +239,11 @@ def _more_devices(request: Request) -> str:
     )
     tp, cp = asked.mesh.tp.size, asked.mesh.cp.size
     enough = processes_that_fit(request.shape, work, int(request.limit * USABLE), tp=tp, cp=cp)
+    if enough is not None and enough <= request.devices and alone and asked.mesh.replicas.size > 1:
+        return (
+            f"By the closed form, full sharding over {enough} of these devices would hold it: give --sharding_strategy "
+            f"full_shard, or leave the degrees and --search 0 out."
+        )
     if enough is None or enough <= request.devices:
         return "More memory on each device, or a shorter --max_context_width, would help; more devices would not."
     return (
@@ -256,7 +265,7 @@ def as_document(request: Request, found: Found, *, top: int, tokens: int | None,
             "network": row.network,
         },
         "device_row": {name: getattr(row, name) for name in ("name", "source", "date", "on", "factor", "runs")},
-        "notes": [*notes(request, fits=bool(found.plans))],
+        "notes": [*notes(request, found)],
         "layouts": [document.layout_entry(*each) for each in costs],
         "refused": [
             {"mesh": str(each.layout.mesh), "flags": dict(each.layout.flags), "reason": each.reason,

@@ -196,10 +196,11 @@ def _found(
             reason = f"{said} > {room / GIB:.1f} GiB"
             refused.append(Refused(estimate.layout, reason, over, _per_token(estimate, plan), traced=True))
     if limit is not None:
+        known = {id(estimate) for estimate, _ in traced}
         refused += [
             _too_large(each, each.memory, limit, f"about {each.memory / GIB:.1f}")
             for each in estimates
-            if each.memory > _MEMORY_MARGIN * limit
+            if each.memory > _MEMORY_MARGIN * limit and id(each) not in known
         ]
     best = min((_per_token(*pair) for pair in plans), default=1.0)
     plans.sort(key=lambda pair: _order(pair[0], pair[1], best))

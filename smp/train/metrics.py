@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from smp.errors import UserError
-from smp.log import FILE_ONLY, get_logger
+from smp.log import FILE_ONLY, digits, get_logger
 from smp.train.curves import Curves
 from smp.train.logging_config import GET_TENSORBOARD, LoggingConfig, nccl_bandwidths
 from smp.train.progress_bar import ProgressBar
@@ -187,10 +187,10 @@ class MetricsLogger:
         left = (self._max_steps - step) * statistics.median(self._recent)
         differ = processed - speed.tokens_per_sec > 0.01 * processed
         logger.info(
-            "Batch %d Loss: %s, Speed: %.2f samples/sec, Model TFLOPS/GPU: %s, lr: %s, gradnorm: %s, "
+            "Batch %d Loss: %s, Speed: %s samples/sec, Model TFLOPS/GPU: %s, lr: %s, gradnorm: %s, "
             "Tokens/sec: %.0f, %sTime left: %s%s",
-            step, f"{loss:.5f}", speed.samples_per_sec, digits(tflops, 2), digits(lr, 6), digits(grad_norm, 4),
-            speed.tokens_per_sec, _memory_text(memory), _clock(left),
+            step, f"{loss:.5f}", digits(speed.samples_per_sec, 2), digits(tflops, 2), digits(lr, 6),
+            digits(grad_norm, 4), speed.tokens_per_sec, _memory_text(memory), _clock(left),
             f", Processed tokens/sec: {processed:.0f}" if differ else "", extra=self._line,
         )  # fmt: skip
         rate = speed.tokens_per_sec
@@ -211,9 +211,9 @@ class MetricsLogger:
         every = self._config.logging_freq_for_avg
         if average.seconds and step // every > self._step // every:
             logger.info(
-                "Batch %d Running Avg Speed: %.2f samples/sec, Running Avg Model TFLOPS/GPU: %s (steps %d to %d)",
-                step, average.samples_per_sec, digits(self._tflops(average), 2), self._average_after + 1, step,
-                extra=self._line,
+                "Batch %d Running Avg Speed: %s samples/sec, Running Avg Model TFLOPS/GPU: %s (steps %d to %d)",
+                step, digits(average.samples_per_sec, 2), digits(self._tflops(average), 2), self._average_after + 1,
+                step, extra=self._line,
             )  # fmt: skip
 
     @property
@@ -310,13 +310,6 @@ def json_line(record: Mapping[str, Any]) -> str:
     """Format a record; NaN and infinity, which JSON lacks, are strings that ``float`` reads back."""
     values = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(values, allow_nan=False)
-
-
-def digits(value: float, least: int) -> str:
-    """Format with ``least`` decimals, or with as many as show two digits that are not zero; never an exponent."""
-    if not math.isfinite(value) or not value or abs(value) >= 1:
-        return f"{value:.{least}f}"
-    return f"{value:.{max(least, 1 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _memory_text(memory: Mapping[str, float | None]) -> str:

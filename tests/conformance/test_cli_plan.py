@@ -128,6 +128,17 @@ def test_what_does_not_fit_says_because_of_what(planner, call):
     assert "nothing fits:" in out and "missing" in out
 
 
+def test_a_layout_that_does_not_fit_is_told_once_and_with_the_sharding_that_would(planner, call):
+    planner.factor = 21.0
+    words = ["--model", "llama3_8b", "--nodes", 8, "--gpus_per_node", 2, "--gpu_memory_gib", 30, "--search", 0]
+    status, out, _ = call(*words)
+    assert status == 1
+    assert out.count("shard 2 x 8 replicas") == 1
+    assert "full sharding over 8 of these devices would hold it: give --sharding_strategy full_shard" in out
+    out = call(*words, "--sharding_strategy", "full_shard")[1]
+    assert "More memory on each device" in out and "full sharding over" not in out
+
+
 def test_a_stalling_allocator_is_told(planner, call):
     planner.factor = 12.5  # 75 GiB of tensors, for which 82.5 are reserved, and 1 outside
     status, out, _ = call(*TINY, "--search", 0)

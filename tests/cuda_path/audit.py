@@ -91,6 +91,8 @@ class Audit(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self._fake = fake
+        tensor: Any = torch.Tensor
+        tensor.pin_memory, tensor.is_pinned = pin_memory, is_pinned  # in place of the shim's, which all memory passes
         self.clear()
 
     def clear(self) -> None:

@@ -43,8 +43,6 @@ def _let_fakes_pass() -> None:
     planned_world._transformers_is_not_tracing()
     _replace(DeviceMesh, "_concatenate", planned_world._outside, static=True)
     _replace(torch, "tensor", on_device)
-    _replace(torch.Tensor, "pin_memory", lambda _: audit.pin_memory)
-    _replace(torch.Tensor, "is_pinned", lambda _: audit.is_pinned)
 
 
 class EnoughError(Exception):

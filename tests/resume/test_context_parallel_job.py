@@ -99,13 +99,8 @@ def test_a_checkpoint_goes_on_at_any_other_layout(before, after, jsonl, tmp_path
     train(run, after, *resume, "--max_steps", 6, "--model_dir", tmp_path / "read")
     expected, read = (load_file(folder / "model.safetensors") for folder in (saved, tmp_path / "read"))
     assert expected.keys() == read.keys() and all(torch.equal(expected[name], read[name]) for name in expected)
-    output = train(run, after, *resume, "--max_steps", 12)
+    train(run, after, *resume, "--max_steps", 12)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5) and len(losses(run)) == 12
-    degrees = [
-        dict(LAYOUTS[name][1][i : i + 2] for i in range(0, len(LAYOUTS[name][1]), 2)) for name in (before, after)
-    ]
-    cp = [each.get("--context_parallel_degree", 1) for each in degrees]
-    assert (f"Changed since the checkpoint: context_parallel_degree {cp[0]} -> {cp[1]}" in output) == (cp[0] != cp[1])
 
 
 def test_what_is_logged_and_saved(jsonl, tmp_path, capsys):  # noqa: F811

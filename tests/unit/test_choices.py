@@ -68,6 +68,12 @@ def test_later_choices_see_earlier_ones_also_in_the_memory_that_they_ask_for(sho
     assert asked == [{"compile": True, "offload_activations": True}, {"compile": False}]
 
 
+def test_the_first_choice_of_a_setting_stays(shown):
+    settings = undecided()
+    first, second = Choice(COMPILE, False, "it cannot be"), Choice(COMPILE, True, "a compiler is here")
+    assert choose(settings, situation(settings), [chooser(first), chooser(second)]) == [first]
+
+
 def test_until_a_gpu_has_shown_it_the_plain_value_is_chosen_and_says_so():
     settings = undecided()
     (choice,) = choose(settings, situation(settings), [chooser(*MADE)])

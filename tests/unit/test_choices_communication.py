@@ -57,7 +57,9 @@ def test_exchanges_overlap_where_gpus_read_each_other(why, change, chosen, reaso
 )
 def test_heads_are_exchanged_where_that_moves_less_than_keys(heads, keys, cp, tp, expected):
     model = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=keys)
-    (choice,) = context.choose(situation(model=model, context_parallel_degree=cp, tensor_parallel_degree=tp))
+    choice, *others = context.choose(situation(model=model, context_parallel_degree=cp, tensor_parallel_degree=tp))
     assert (choice.name, choice.value) == ("cp_comm_type", expected)
     assert choice.reason == f"a key has {heads // (keys or heads)} queries, and a sequence is split over {cp} ranks"
+    # For which there is no choice: before others choose.
+    assert [(other.name, other.value) for other in others] == [("attn_implementation", "sdpa"), ("compile", False)]
     assert [*context.choose(situation(model=model))] == []  # nothing is split

@@ -270,9 +270,9 @@ def test_progress_is_a_line_now_and_then_and_one_at_the_end(monkeypatch, caplog)
             shown.add(1000, inside=1_000_000)
             shown.end_file(2_000_000)
     assert [record.getMessage() for record in caplog.records] == [
-        "training data: 1/4 files, 3.0 of 8.0 MB in 40.0 s (0.0 files/s, 0.1 MB/s), 2,000 tokens, 67 s left",
-        "training data: 3/4 files, 7.0 of 8.0 MB in 80.0 s (0.0 files/s, 0.1 MB/s), 4,000 tokens, 11 s left",
-        "training data: 4/4 files, 8.0 of 8.0 MB in 80.0 s (0.1 files/s, 0.1 MB/s), 4,000 tokens",
+        "training data: 1/4 files, 3.0 of 8.0 MB in 40.0 s (0.025 files/s, 0.075 MB/s), 2,000 tokens, 67 s left",
+        "training data: 3/4 files, 7.0 of 8.0 MB in 80.0 s (0.037 files/s, 0.087 MB/s), 4,000 tokens, 11 s left",
+        "training data: 4/4 files, 8.0 of 8.0 MB in 80.0 s (0.050 files/s, 0.10 MB/s), 4,000 tokens",
     ]
 
 

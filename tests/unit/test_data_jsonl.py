@@ -48,7 +48,7 @@ def test_masks_and_labels_come_along(tmp_path):
 
 
 BAD = {
-    '{"input_ids": [1, 2': "line 2: not valid JSON",
+    '{"input_ids": [1, 2': r"line 2: not valid JSON \(Expecting ',' delimiter: column 20\); .* mend the line",
     "[1, 2]": "line 2: holds a list",
     '{"ids": [1]}': "line 2: has no input_ids; keys found: ids",
     '{"input_ids": []}': "line 2: input_ids is empty",

@@ -82,6 +82,7 @@ def test_only_the_value_is_hidden():
         "hf_access_token: None, --hf_access_token None",
         "--hf_pretrained_model_name_or_dir /models/llama",
         "s3://bucket/key/a.jsonl:12: token id 50433 is not below the vocabulary size 50432",
+        "python -m smp.data.prepare --text_key KEY reads another key",
         "missing key: model.layers.0.mlp.up_proj.weight",
         "Basic tokenization of ------------ 12 files",
         "ssh://git@github.com/a/b",

@@ -6,9 +6,10 @@ import math
 import pytest
 
 from smp.errors import ConfigError, UserError
+from smp.log import digits
 from smp.train import logging_config, metrics
 from smp.train.logging_config import LoggingConfig
-from smp.train.metrics import MetricsLogger, NullMetricsLogger, digits, last_logged_step
+from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
 
 MEMORY = {"mem_allocated_gib": None, "mem_peak_gib": 1.5, "host_rss_gib": 1.25}
 KEYS = [
@@ -136,6 +137,13 @@ def test_the_console_line_keeps_smp_wording(tmp_path, lines):
         "Batch 1 Validation loss: 2.00000",
         "Batch 1 Validation perplexity: 7.3891",
     ]
+
+
+def test_slow_steps_have_a_speed(tmp_path, lines):
+    logger = make(tmp_path, config=LoggingConfig(logging_freq_for_avg=2))
+    for step in (1, 2):
+        report(logger, step, seconds=2000.0)
+    assert "Batch 1 Loss: 2.00000, Speed: 0.0040 samples/sec" in lines[0]
 
 
 def test_a_validation_before_the_first_step_survives_a_resume(tmp_path, lines):

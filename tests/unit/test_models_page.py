@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -26,6 +27,20 @@ def test_the_page_has_every_type(maker):
     if f"transformers {importlib.metadata.version('transformers')}" not in text:
         pytest.skip("the page was made with another version of transformers")
     assert [name for name in maker.all_types() if f"| `{name}` |" not in text] == []
+
+
+def test_readme_has_the_counts_of_the_page():
+    page, readme = ((ROOT / name).read_text() for name in ("docs/models.md", "README.md"))
+    counts = {what: int(number) for what, number in re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", page, re.MULTILINE)}
+    rows = re.findall(r"^\| `\S+` \|(.*)\|$", page, re.MULTILINE)
+    trained = [row.split(" | ") for row in rows if row.count(" | ") == 3]
+    assert (counts["types"], counts["work sharded"]) == (len(rows), len(trained))
+    assert counts["work tensor parallel"] == sum(row[1] == "✓" for row in trained)
+    assert f"[{counts['work sharded']} types](docs/models.md)" in readme
+    assert (
+        f"{counts['work sharded']} of transformers' {counts['types']} types of causal language models, "
+        f"{counts['work tensor parallel']} with tensor parallelism"
+    ) in readme
 
 
 def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):

@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import masking_utils
 
+from smp.environment.malloc import unused_heap
 from smp.errors import UserError
+from smp.memory.plan import BASE_HOST_BYTES
 from smp.parallel import sharding
 from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow
@@ -63,6 +65,15 @@ def test_a_plan_leaves_nothing_behind_and_is_made_again():
         assert plan(worker) == first
     assert looked_at() == before
     assert not before["group"] and not before["modes"]
+
+
+@pytest.mark.full
+def test_shared_memory_leaves_no_free_blocks_in_the_heap():
+    with Worker() as worker:
+        memory = plan(worker, [*WORDS, "--distributed_backend", "smddp"]).memory
+    assert 0 < memory.shared < memory.peak.total
+    private = memory.peak.total - memory.shared
+    assert memory.outside == BASE_HOST_BYTES + int(unused_heap(recomputes=True) * private)
 
 
 @pytest.mark.full
