@@ -138,9 +138,9 @@ class StepTrace(MemoryProfile):
 
     def _number(self, dtype: torch.dtype) -> float | bool:
         """Return what is read from a fake tensor: labels have no gaps, masks no padding, no rank raises a flag."""
-        name = _caller()
+        name, function = _caller()
         if dtype is torch.bool:
-            return not name.endswith("smp/parallel/targets.py")
+            return function != "targets_of"
         if name.endswith("train/step.py"):
             return self._length
         return 1.0 if dtype.is_floating_point else 0 if "/faults/" in name else 1
@@ -182,12 +182,12 @@ class StepTrace(MemoryProfile):
         self.events.setdefault(self.place, []).append(Exchange(kind, nbytes, group.size(), axis, beside))
 
 
-def _caller() -> str:
-    """Return the file of the innermost line of smp, transformers or torch's optimizers on the stack."""
+def _caller() -> tuple[str, str]:
+    """Return file and function of the innermost line of smp, transformers or torch's optimizers on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         if ("/smp/" in path and "/smp/plan/" not in path) or "/transformers/" in path:
-            return path
+            return path, frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return "", ""

@@ -126,7 +126,11 @@ def untraced_bytes(job: Job) -> int:
     rows = microbatch_rows(job)
     with torch.device("meta"):
         batch = _make_batch(job, rows[2:-1] if len(rows) > MOST_MICROBATCHES else [], 0)
-    return sum(tensor.nbytes for each in batch.microbatches for tensor in each.values())
+        kept = batch.microbatches
+        if job.mesh.cp.size > 1:  # beside the rows, what was cut out of them
+            kept = [*kept, *(_own_tokens(each, job.mesh, job.config.parallel) for each in kept)]
+    tensors = {id(t): t for each in kept for t in each.values() if isinstance(t, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _own_tokens(microbatch: dict[str, Any], mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def test_the_closed_form_splits_sequences():
     assert one.parts["context-parallel exchanges"] == 0
     for exchange in ("all_gather", "p2p", "all_to_all"):
         four = split(4, exchange)
-        assert four.parts["compute"] == pytest.approx(one.parts["compute"] / 4)
+        # A quarter, and the results of attention packed and merged.
+        assert 1 < four.parts["compute"] / (one.parts["compute"] / 4) < 1.2
         assert 0 <= four.parts["context-parallel exchanges"] < 0.1 * four.seconds
         again = split(4, exchange, recompute="full").parts["context-parallel exchanges"]
         assert again >= four.parts["context-parallel exchanges"]
