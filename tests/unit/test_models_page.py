@@ -33,9 +33,10 @@ def test_readme_has_the_counts_of_the_page():
     page, readme = ((ROOT / name).read_text() for name in ("docs/models.md", "README.md"))
     counts = {what: int(number) for what, number in re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", page, re.MULTILINE)}
     rows = re.findall(r"^\| `\S+` \|(.*)\|$", page, re.MULTILINE)
-    trained = [row.split(" | ") for row in rows if row.count(" | ") == 3]
+    trained = [row.split(" | ") for row in rows if row.count(" | ") == 4]
     assert (counts["types"], counts["work sharded"]) == (len(rows), len(trained))
     assert counts["work tensor parallel"] == sum(row[1] == "✓" for row in trained)
+    assert counts["work context parallel"] == sum(row[2] == "✓" for row in trained)
     assert f"[{counts['work sharded']} types](docs/models.md)" in readme
     assert (
         f"{counts['work sharded']} of transformers' {counts['types']} types of causal language models, "
