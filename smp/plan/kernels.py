@@ -117,7 +117,11 @@ def masks_nothing(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     names = [argument.name for argument in operation._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     masks = (given.get(name) for name in ("attn_mask", "attn_bias", "window_size_left", "window_size_right"))
-    return "is_causal" in names and not given.get("is_causal") and all(mask in (None, -1) for mask in masks)
+    return (
+        "is_causal" in names
+        and not given.get("is_causal")
+        and all(mask is None or (isinstance(mask, int) and mask == -1) for mask in masks)
+    )
 
 
 def _bytes(tensors: Iterable[TensorShape]) -> int:

@@ -28,7 +28,7 @@ def exchanges(step):
     found = {}
     for text, count in step["collectives"].items():
         what, _, place = text.partition(" @ ")
-        if "parallel/context/" in place:
+        if "parallel/context/exchange.py" in place:
             found[what] = found.get(what, 0) + count
     assert all(count % BLOCKS == 0 for count in found.values())
     return {what: count // BLOCKS for what, count in found.items()}
