@@ -20,6 +20,7 @@ AT_ONCE = 2
 PARTS = {
     "shard": "sharded",
     "tp": "tensor parallel",
+    "context": "context parallel",
     "files": "files",
     "init": "initial values",
 }
@@ -32,6 +33,7 @@ tried on {date} with a small configuration on two CPU processes:
 - **sharded**: three steps with an optimizer in fp64 over 2 sharding ranks, blocks recomputed and the loss in chunks,
   give the losses and gradients of the plain model in one process to 1e-9;
 - **tensor parallel**: the same over 2 tensor-parallel ranks with sequence parallelism;
+- **context parallel**: the same with every sequence split over 2 ranks;
 - **files**: weights that transformers has written are read slice by slice, and the export is loaded by
   `from_pretrained` and gives equal logits;
 - **initial values**: a model of `smp.meta_init` begins as the model's own rules say.
@@ -149,7 +151,7 @@ def page(results: list[dict[str, Any]]) -> str:
     }
     lines += _table(["", ""], [[what, str(number)] for what, number in counts.items()])
     lines += ["", "Reasons of the refusals:", ""]
-    parts = {"the type": ("family", whole)} | {PARTS[part]: (part, tried) for part in ("shard", "tp")}
+    parts = {"the type": ("family", whole)} | {PARTS[part]: (part, tried) for part in ("shard", "tp", "context")}
     rows = []
     for name, (part, of) in parts.items():
         reasons = collections.Counter(_kind(_reason(r[part][1])) for r in of if r[part][0] == "refused")

@@ -27,6 +27,7 @@ if not _is_command():
         meta_init,
         offload_wrapper,
         parallelize,
+        shard_sequence,
         state,
         transform,
     )
@@ -91,6 +92,7 @@ __all__ = [
     "profile_memory",
     "register_family",
     "set_gradient_sync",
+    "shard_sequence",
     "state",
     "transform",
 ]

@@ -10,6 +10,8 @@ import difflib
 import functools
 import json
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +20,21 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.compat.state import State
-from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta
 from smp.environment import malloc
-from smp.errors import UserError
+from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import build_model, family_of
+from smp.parallel import context
 from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.parallel.context.batch import shard_batch
+from smp.parallel.context.exchange import EXCHANGES
 from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
 from smp.parallel.sharding import average_gradients, reshard
+from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
 from smp.parallel.tensor.technique import build_tp_group
@@ -42,12 +48,13 @@ class _Initialized:
     parallel: ParallelConfig
     tp: TPGroup | None
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
+    done: set[str] = dataclasses.field(default_factory=set)  # a model was split; ranks of a sequence compared batches
 
 
 _current: _Initialized | None = None
 
-# The mesh's own names of two settings.
-_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree"}
+# The mesh's own names of settings.
+_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
 
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
 _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -124,8 +131,9 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
             dict, or the path of a JSON file. ``sm_activation_offloading`` is only told by ``smp.state``, as there:
             :func:`offload_wrapper` is what offloads.
-        settings: the same by keyword, such as ``dp_shard=8, tp=2``, the mesh's names of ``hybrid_shard_degree`` and
-            ``tensor_parallel_degree``. ``dp_replicate`` follows from them; given, it is checked.
+        settings: the same by keyword, such as ``dp_shard=8, cp=2, tp=2``, the mesh's names of ``hybrid_shard_degree``,
+            ``context_parallel_degree`` and ``tensor_parallel_degree``. ``dp_replicate`` follows from them; given, it is
+            checked.
 
     Returns:
         The mesh: ``mesh.data_rank`` and ``mesh.data_size`` say which part of the data this rank reads.
@@ -139,6 +147,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     values = _read(config, settings)
     own, replicas = _read_smp_keys(values), values.pop("dp_replicate", None)
     parallel = ParallelConfig(**values)
+    _check_exchange("smp.init", parallel.cp_comm_type)
     world = dist.get_world_size()
     launch = read_launch()
     local = launch.local_world_size if launch.world_size == world else world
@@ -166,12 +175,28 @@ def is_initialized() -> bool:
     return _current is not None
 
 
-def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False) -> None:
+def _split(model: nn.Module, current: _Initialized, *, from_rank0: bool = False, exchange: str | None = None) -> None:
+    """Apply tensor and context parallelism, unless they have been."""
     family = family_of(model.config)
     if current.tp is not None and not is_split(model):
         split_model(model, family, current.tp, from_rank0=from_rank0)
     elif from_rank0 and current.tp is None:
         take_from_rank0(model, torch.device(current.mesh.device_type))
+    if current.mesh.cp.size > 1 and not context.is_split(model):
+        settings = Settings((current.parallel,))
+        if exchange is not None:
+            settings = settings.changed(cp_comm_type=exchange)
+        setup = Setup(family, current.mesh, settings, device_type=current.mesh.device_type)
+        if problems := context.problems(model.config, setup):
+            raise ConfigError(problems)
+        context.apply(model, setup)
+    current.done.add("split")
+
+
+def _check_exchange(caller: str, exchange: str | None) -> None:
+    allowed = ("auto", *EXCHANGES)
+    if exchange not in (None, *allowed):
+        raise UserError(f"{caller}: cp_comm_type {exchange!r} is not allowed: give {', '.join(allowed)}")
 
 
 def transform(
@@ -180,11 +205,11 @@ def transform(
     dtype: torch.dtype | None = None,
     config: Any = None,
     load_state_dict_from_rank0: bool = False,
-    cp_comm_type: str = "p2p",
+    cp_comm_type: str | None = None,
 ) -> nn.Module:
-    """Apply tensor parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
+    """Apply tensor and context parallelism to a Hugging Face causal language model in place, as SMP v2's ``transform``.
 
-    With ``tensor_parallel_degree`` 1 there is nothing to split. Shard the result with :func:`parallelize`.
+    At degrees of 1 there is nothing to split. Shard the result with :func:`parallelize`.
 
     Args:
         model: a decoder of transformers with a tensor-parallel plan (docs/models.md); the same on every rank, or on the
@@ -194,17 +219,16 @@ def transform(
         config: SMP v2's ``MoEConfig``: refused.
         load_state_dict_from_rank0: take all values from rank 0, one parameter at a time; other ranks may hold any, or
             be on the meta device. Collective.
-        cp_comm_type: of context parallelism, which is not available: only the default.
+        cp_comm_type: exchange of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
 
     Raises:
-        UserError: ``init`` was not called, the architecture is not supported, or the degree does not fit its shape.
+        UserError: ``init`` was not called, the architecture is not supported, or a degree does not fit it.
     """
     current = _require_init("smp.transform")
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
-    if cp_comm_type != "p2p":
-        raise UserError("smp.transform: cp_comm_type is for context parallelism, which is out of scope: leave it out")
-    _split(model, current, from_rank0=load_state_dict_from_rank0)
+    _check_exchange("smp.transform", cp_comm_type)
+    _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
@@ -247,8 +271,9 @@ def parallelize(
         activation_checkpointing: recompute each block in backward.
         activation: everything about activations, instead of ``activation_checkpointing``.
         loss: make the loss in chunks; None leaves the head as it is.
-        gradient_reduction: over data ranks. ``sum``: divide the loss by the global number of valid tokens
-            (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by the rank's.
+        gradient_reduction: over data ranks, and those of a sequence. ``sum``: divide the loss by the global number of
+            valid tokens (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by
+            the rank's, of the tokens that it holds.
 
     Raises:
         UserError: ``init`` was not called, the architecture is not supported, or some ranks alone have a meta model.
@@ -275,6 +300,47 @@ def parallelize(
         device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
         fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     return model
+
+
+def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Take this rank's tokens out of a batch, as SMP v2's ``get_batch_for_cp_rank``.
+
+    ``model(**smp.shard_sequence(batch))`` is then the forward pass. Call it before the batch is moved to a GPU, with
+    the same batch on all ranks of a sequence: those of one ``mesh.data_rank``. The first is compared; collective.
+
+    Args:
+        batch: ``input_ids`` and ``labels`` ``(batch, sequence)``, equal to the inputs but for -100; of packed documents
+            also ``position_ids``, which restart at each document.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and, shifted already, ``labels`` of this rank's tokens (as ``shift_labels``,
+        too: Hugging Face's loss then takes them as they are), and what attention needs. Without context parallelism
+        the batch with such labels.
+
+    Raises:
+        UserError: ``init`` was not called, no model was transformed, the batch has what cannot be cut by tokens, or
+            ranks of a sequence have different ones.
+    """
+    current = _require_init("smp.shard_sequence")
+    own = shard_batch(batch, current.mesh, balanced=current.parallel.cp_load_balance)
+    if current.mesh.cp.size > 1:
+        if "split" not in current.done:
+            raise UserError("smp.shard_sequence needs a model that takes a part: call smp.transform before it")
+        if "compared" not in current.done:
+            _compare(batch["input_ids"], current.mesh)
+            current.done.add("compared")
+    return own
+
+
+def _compare(ids: torch.Tensor, mesh: Mesh) -> None:
+    """Refuse batches that are not the same on the ranks of a sequence, as nothing else would notice; collective."""
+    found: list[Any] = [None] * mesh.cp.size
+    dist.all_gather_object(found, (tuple(ids.shape), zlib.crc32(ids.cpu().numpy().tobytes())), group=mesh.cp.group)
+    if len(set(found)) > 1:
+        raise UserError(
+            f"smp.shard_sequence: the ranks of a sequence have different batches, of the shapes "
+            f"{', '.join(str(shape) for shape, _ in found)}: read the samples of mesh.data_rank {mesh.data_rank} on all"
+        )
 
 
 def _is_on_meta(model: nn.Module, mesh: Mesh) -> bool:

@@ -184,9 +184,8 @@ class ParallelConfig(Section):
         plain=False,
     )
     context_parallel_degree: int = setting(
-        1, "Ranks that split one sequence.", only=(1,),
-        otherwise="context parallelism is out of scope for now; leave it at 1 and shorten --max_context_width",
-    )  # fmt: skip
+        1, "Ranks that split each sequence; they are of one sharding group, and counted in its degree.", minimum=1
+    )
     expert_parallel_degree: int = setting(
         1, "Ranks that split the experts.", only=(1,),
         otherwise="mixture-of-experts models are out of scope for now; leave it at 1",
@@ -195,10 +194,15 @@ class ParallelConfig(Section):
         False, "SMP v2's switch to its own tensor-parallel model code.",
         no_effect="--tensor_parallel_degree above 1 is the switch, and the model code is always Hugging Face's",
     )  # fmt: skip
-    cp_comm_type: Literal["p2p", "all_gather"] = setting(
-        "p2p", "Collective of context parallelism.", only=("p2p",),
-        otherwise="context parallelism is out of scope for now; leave it out",
-    )  # fmt: skip
+    cp_comm_type: Literal["auto", "p2p", "all_gather", "all_to_all"] = setting(
+        "auto",
+        "Exchange of context parallelism: keys and values in a ring or gathered, or heads for tokens. auto: "
+        "all_gather; on GPUs all_to_all where that moves less.",
+        plain="all_gather",
+    )
+    cp_load_balance: bool = setting(
+        True, "Under context parallelism, give each rank an early and a late part of a sequence: equal attention work."
+    )
     forward_prefetch: bool = setting(True, "Gather the next unit's parameters while the current one computes.")
     backward_fetch_policy: Literal["backward_pre", "backward_post"] = setting(
         "backward_pre",

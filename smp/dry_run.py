@@ -15,11 +15,12 @@ from smp.config import Settings
 from smp.delayed_init import build_on_meta
 from smp.memory.plan import GIB, estimate_memory, memory_table, peak_bytes
 from smp.memory.shape import ModelShape, Workload
-from smp.mesh import Mesh, tensor_parallel_choices
+from smp.mesh import Mesh, context_parallel_choices, tensor_parallel_choices
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice
+from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
 
@@ -54,9 +55,16 @@ def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
     family, config = resolved.family, resolved.hf_config
     return ", ".join(
         str(degree)
-        for degree in tensor_parallel_choices(mesh.world_size)
+        for degree in tensor_parallel_choices(mesh.world_size, cp=mesh.cp.size)
         if not tensor_parallel_problems(family, config, degree=degree, shard=mesh.shard.size)
     )
+
+
+def context_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
+    """List the legal context-parallel degrees of a job's sharding groups."""
+    if why := misfit(resolved.hf_config):
+        return f"1 ({why})"
+    return ", ".join(map(str, context_parallel_choices(mesh.shard.size, most=resolved.sequence_length)))
 
 
 def degree_table(shape: ModelShape, work: Workload, chosen: Mesh) -> str:
@@ -98,6 +106,7 @@ def report(
             *([] if host is None else ["predicted host memory of each rank:", memory_table(host, None), ""]),
             *(["settings that are auto:", *map(str, choices), ""] if choices else []),
             f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, mesh)}",
+            f"legal context-parallel degrees, inside a sharding group: {context_parallel_degrees(resolved, mesh)}",
             "",
             "legal sharding degrees:",
             degree_table(shape, work, mesh),

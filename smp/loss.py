@@ -25,9 +25,14 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def count_valid_tokens(labels: torch.Tensor) -> int:
-    """Count the predictions that are in the loss, after the shift; ``labels`` as in :func:`shift_labels`."""
-    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+def count_valid_tokens(labels: torch.Tensor, *, shifted: bool = False) -> int:
+    """Count the predictions that are in the loss, after the shift.
+
+    Args:
+        labels: as in :func:`shift_labels`.
+        shifted: they are what it returns.
+    """
+    return int((labels[:, 0 if shifted else 1 :] != IGNORE_INDEX).sum())
 
 
 def check_labels(labels: torch.Tensor, vocabulary: int) -> None:
@@ -43,7 +48,7 @@ def check_labels(labels: torch.Tensor, vocabulary: int) -> None:
         raise ValueError(f"label {int(labels[~good][0])} is outside the vocabulary of {vocabulary} and not ignored")
 
 
-def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor, *, shifted: bool = False) -> torch.Tensor:
     """Sum the token losses in nats, computed in at least fp32.
 
     The labels are shifted, not the logits: slicing the logits would copy the largest tensor of the step.
@@ -51,6 +56,7 @@ def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     Args:
         logits: ``(batch, sequence, vocabulary)``; a DTensor that is split by the vocabulary is never gathered.
         labels: ``(batch, sequence)`` as in :func:`shift_labels`.
+        shifted: they are what it returns.
 
     Returns:
         0-d tensor; divide by the number of valid tokens of the whole global batch.
@@ -58,15 +64,16 @@ def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     Raises:
         ValueError, IndexError: a label is neither ignored nor in the vocabulary.
     """
+    labels = labels if shifted else shift_labels(labels)
     if isinstance(logits, DTensor):
         return _split_loss_sum(logits, labels)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     flat = logits.reshape(-1, logits.shape[-1]).to(dtype)
-    return F.cross_entropy(flat, shift_labels(labels).reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum the token losses of logits whose last axis is split over a 1-D mesh as ``torch.chunk`` splits it."""
+    """Sum the token losses, by shifted labels, of logits whose last axis a 1-D mesh splits as ``torch.chunk`` does."""
     (placement,), mesh = logits.placements, logits.device_mesh
     if not isinstance(placement, Shard) or placement.dim not in (-1, logits.ndim - 1):
         raise ValueError(f"logits are laid out as {placement}: the vocabulary must be split")
@@ -74,7 +81,7 @@ def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     first = mesh.get_local_rank() * -(-logits.shape[-1] // mesh.size())
     own = logits.to_local()
     flat = own.reshape(-1, own.shape[-1])
-    return _SplitCrossEntropy.apply(flat, shift_labels(labels).reshape(-1), first, mesh.get_group())
+    return _SplitCrossEntropy.apply(flat, labels.reshape(-1), first, mesh.get_group())
 
 
 def loss_sum_(

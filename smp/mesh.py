@@ -1,13 +1,15 @@
 """Ranks by role (sharding, replicas, tensor parallelism, data, loss), over torch's device mesh.
 
 Tensor-parallel ranks are neighbours, ``dp_shard`` strides over them and ``dp_replicate`` is outermost, so that the
-heaviest communication stays inside a host. No other module computes ranks from degrees: :class:`Mesh` has the roles.
+heaviest communication stays inside a host. Context-parallel ranks are neighbours inside a sharding group, as SMP v2's.
+No other module computes ranks from degrees: :class:`Mesh` has the roles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,14 +54,16 @@ class Mesh:
         replicas: ranks with the same shard.
         shard: ranks that parameters are sharded over.
         tp: ranks that a layer is split over.
+        cp: ranks that a sequence is split over; they are of one sharding group.
         data: ranks that read different samples.
-        loss: ranks over which losses and token counts are summed.
+        loss: ranks over which losses and token counts are summed: those of different samples or parts of a sequence.
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
     """
 
     replicas: Role
     shard: Role
     tp: Role
+    cp: Role
     data: Role
     loss: Role
     reshard_after_forward: bool = True
@@ -68,18 +72,19 @@ class Mesh:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data.size * self.tp.size
+        return self.loss.size * self.tp.size
 
     @property
     def degrees(self) -> dict[str, int | bool]:
         """Degrees, as in a checkpoint's manifest."""
         return {
-            "dp_replicate": self.replicas.size, "dp_shard": self.shard.size, "tp": self.tp.size,
+            "dp_replicate": self.replicas.size, "dp_shard": self.shard.size, "cp": self.cp.size, "tp": self.tp.size,
             "reshard_after_forward": self.reshard_after_forward,
         }  # fmt: skip
 
     def __str__(self) -> str:
-        return f"dp_replicate {self.replicas.size} x dp_shard {self.shard.size} x tp {self.tp.size}"
+        inside = f" (cp {self.cp.size} inside)" if self.cp.size > 1 else ""
+        return f"dp_replicate {self.replicas.size} x dp_shard {self.shard.size}{inside} x tp {self.tp.size}"
 
     def join(self, device_type: str) -> Mesh:
         """Create the mesh over the running process group; collective.
@@ -98,14 +103,21 @@ class Mesh:
         groups = [device_mesh.get_group(axis) for axis in AXES]
         # Made here, as making a group is collective.
         split = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if self.tp.size > 1 else None
-        keep_timeout(groups if split is None else [*groups, split], device_type)
-        here = lay_out(*shape, rank=dist.get_rank(), reshard_after_forward=self.reshard_after_forward)
-        data = split or dist.group.WORLD
-        joined = {
-            name: dataclasses.replace(getattr(here, name), _group=group)
-            for name, group in zip(("replicas", "shard", "tp", "data", "loss"), (*groups, data, data), strict=True)
-        }
+        here = lay_out(*shape, self.cp.size, rank=dist.get_rank(), reshard_after_forward=self.reshard_after_forward)
+        loss = split or dist.group.WORLD
+        cp, data = self._context_groups() if self.cp.size > 1 else (None, loss)
+        made = [split, cp, data if cp else None]
+        keep_timeout([*groups, *(group for group in made if group is not None)], device_type)
+        roles = dict(zip(("replicas", "shard", "tp", "cp", "data", "loss"), (*groups, cp, data, loss), strict=True))
+        joined = {name: dataclasses.replace(getattr(here, name), _group=group) for name, group in roles.items()}
         return dataclasses.replace(here, _device_mesh=device_mesh, **joined)
+
+    def _context_groups(self) -> tuple[Any, Any]:
+        """Create the groups of the ranks of one sequence, and of those that read different ones; collective."""
+        ranks = torch.arange(self.world_size).view(-1, self.cp.size, self.tp.size)  # data, cp, tp
+        cp, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).flatten(0, 1).tolist())
+        data, _ = dist.new_subgroups_by_enumeration(ranks.permute(1, 2, 0).flatten(0, 1).tolist())
+        return cp, data
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -145,60 +157,79 @@ class Mesh:
         return None if self.tp.size == 1 else self.loss.group
 
     def alternatives(self) -> Iterator[Mesh]:
-        """Yield every layout with the same ranks and tensor-parallel degree, the smallest sharding degree first."""
-        for shard in _divisors(self.data.size):
+        """Yield every layout with the same ranks, tp and cp, the smallest sharding degree first."""
+        for shard in _divisors(self.loss.size, of=self.cp.size):
             reshard = self.reshard_after_forward and shard > 1
-            yield lay_out(self.data.size // shard, shard, self.tp.size, reshard_after_forward=reshard)
+            yield lay_out(self.loss.size // shard, shard, self.tp.size, self.cp.size, reshard_after_forward=reshard)
 
     def fully_sharded(self, *, times: int = 1) -> Mesh:
-        """Return the layout that shards over all data ranks, of ``times`` as many processes."""
-        return lay_out(1, times * self.data.size, self.tp.size)
+        """Return the layout that shards over all ranks but tensor-parallel ones, of ``times`` as many processes."""
+        return lay_out(1, times * self.loss.size, self.tp.size, self.cp.size)
 
     def with_tensor_parallelism(self, tp: int) -> Mesh | None:
         """Return the layout with ``tp`` tensor-parallel ranks, taken from sharding or else from replicas, or None."""
         replicas, shard, times = self.replicas.size, self.shard.size, tp // self.tp.size
-        if shard % times == 0:
+        if shard % (times * self.cp.size) == 0:
             shard //= times
         elif replicas % times == 0:
             replicas //= times
         else:
             return None
-        return lay_out(replicas, shard, tp, reshard_after_forward=self.reshard_after_forward)
+        return lay_out(replicas, shard, tp, self.cp.size, reshard_after_forward=self.reshard_after_forward)
+
+    def with_context_parallelism(self, cp: int) -> Mesh | None:
+        """Return the layout with ``cp`` ranks of a sequence, of the same sharding groups, or None."""
+        sizes, reshard = (self.replicas.size, self.shard.size, self.tp.size), self.reshard_after_forward
+        return None if self.shard.size % cp else lay_out(*sizes, cp, reshard_after_forward=reshard)
 
 
 def lay_out(
-    replicas: int = 1, shard: int = 1, tp: int = 1, *, rank: int = 0, reshard_after_forward: bool = True
+    replicas: int = 1, shard: int = 1, tp: int = 1, cp: int = 1, *, rank: int = 0, reshard_after_forward: bool = True
 ) -> Mesh:
-    """Lay out the roles of ``rank`` in a world of ``replicas`` x ``shard`` x ``tp`` ranks, without process groups."""
-    data = rank // tp
+    """Lay out the roles of ``rank`` in a world of ``replicas`` x ``shard`` x ``tp`` ranks, without process groups.
+
+    Args:
+        cp: ranks of a sequence, which divides ``shard``.
+    """
+    own = rank // tp
     return Mesh(
-        replicas=Role(replicas, data // shard),
-        shard=Role(shard, data % shard),
+        replicas=Role(replicas, own // shard),
+        shard=Role(shard, own % shard),
         tp=Role(tp, rank % tp),
-        data=Role(replicas * shard, data),
-        loss=Role(replicas * shard, data),
+        cp=Role(cp, own % cp),
+        data=Role(replicas * shard // cp, own // cp),
+        loss=Role(replicas * shard, own),
         reshard_after_forward=reshard_after_forward,
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def _divisors(number: int, *, of: int = 1) -> list[int]:
+    """Return the divisors of ``number`` that ``of`` divides, the smallest first."""
+    return [d for d in range(of, number + 1, of) if number % d == 0]
 
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def tensor_parallel_choices(world_size: int, *, most_data: int | None = None) -> list[int]:
+def tensor_parallel_choices(world_size: int, *, cp: int = 1, most_data: int | None = None) -> list[int]:
     """Return the tensor-parallel degrees that divide the world and leave at most ``most_data`` data ranks."""
-    return [tp for tp in _divisors(world_size) if most_data is None or world_size // tp <= most_data]
+    degrees = [tp for tp in _divisors(world_size) if world_size // tp % cp == 0]
+    return [tp for tp in degrees if most_data is None or world_size // tp // cp <= most_data]
 
 
-def sharding_choices(*, world_size: int, local_world_size: int, tp: int, keep_gathered: bool = False) -> list[Mesh]:
+def context_parallel_choices(ranks: int, *, most: int) -> list[int]:
+    """Return the degrees, up to ``most``, that divide so many ranks, of a sharding group or of the world."""
+    return [cp for cp in _divisors(ranks) if cp <= max(1, most)]
+
+
+def sharding_choices(
+    *, world_size: int, local_world_size: int, tp: int, cp: int = 1, keep_gathered: bool = False
+) -> list[Mesh]:
     """Return the layouts whose sharding groups fill hosts or fractions of one, the smallest sharding degree first."""
-    data, inside = world_size // tp, max(1, local_world_size // tp)
-    shards = (d for d in _divisors(data) if inside % d == 0 or d % inside == 0)
-    return [lay_out(data // d, d, tp, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
+    ranks, inside = world_size // tp, max(1, local_world_size // tp)
+    shards = (d for d in _divisors(ranks, of=cp) if inside % d == 0 or d % inside == 0)
+    return [lay_out(ranks // d, d, tp, cp, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
 
 
 def choose_strategy(parallel: ParallelConfig, *, world_size: int, local_world_size: int) -> ShardingStrategy:
@@ -227,33 +258,44 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
           _hybrid_shard_zero2
     ===== ===================================================================================================
 
+    Context-parallel ranks are of one sharding group, and counted in ``hybrid_shard_degree``.
+
     Raises:
-        UserError: the degree does not divide the world.
+        UserError: a degree does not divide the ranks that it is of.
     """
-    degree, tp = parallel.hybrid_shard_degree, parallel.tensor_parallel_degree
+    degree, tp, cp = parallel.hybrid_shard_degree, parallel.tensor_parallel_degree, parallel.context_parallel_degree
     strategy = choose_strategy(parallel, world_size=world_size, local_world_size=local_world_size)
     if world_size % tp:
         raise UserError(
             f"--tensor_parallel_degree {tp} does not divide the {world_size} processes: choose one of "
             f"{_listed(_divisors(world_size))}"
         )
-    data_size = world_size // tp
+    ranks = world_size // tp
     if degree > 0:
         shard = degree
     elif strategy == "no_shard":
         shard = 1
     elif strategy in ("full_shard", "shard_grad_op"):
-        shard = data_size
+        shard = ranks
     else:
         shard = max(1, local_world_size // tp)
-    if data_size % shard:
-        name = f"--hybrid_shard_degree {degree}" if degree else f"sharding over the {shard} processes of a host"
+    name = f"--hybrid_shard_degree {degree}" if degree else f"sharding over the {shard} processes of a host"
+    if ranks % shard:
         raise UserError(
-            f"{name} does not divide the {data_size} data-parallel processes: choose --hybrid_shard_degree from "
-            f"{_listed(_divisors(data_size))}"
+            f"{name} does not divide the {ranks} data-parallel processes: choose --hybrid_shard_degree from "
+            f"{_listed(_divisors(ranks))}"
+        )
+    if shard % cp:
+        legal = _divisors(ranks, of=cp)
+        choice = f"choose --hybrid_shard_degree from {_listed(legal)}, or " if legal else ""
+        if strategy == "no_shard":
+            choice = "choose another --sharding_strategy, or "
+        raise UserError(
+            f"--context_parallel_degree {cp} does not divide the sharding degree of {shard}, in which the ranks of a "
+            f"sequence are counted: {choice}choose a context-parallel degree from {_listed(_divisors(shard))}"
         )
     keeps_gathered = strategy in ("shard_grad_op", "_hybrid_shard_zero2") or shard == 1
-    return lay_out(data_size // shard, shard, tp, rank=rank, reshard_after_forward=not keeps_gathered)
+    return lay_out(ranks // shard, shard, tp, cp, rank=rank, reshard_after_forward=not keeps_gathered)
 
 
 def served_device_type() -> str:

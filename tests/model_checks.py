@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import smp
 from smp.errors import UserError
 from smp.models.registry import family_of
+from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import fill_model, parallelize
 from tests.distributed import run_distributed
 from tests.reference import Layout, Trajectory, global_batch, reference_trajectory, train_parallel
@@ -30,6 +31,7 @@ from tests.zoo import tiny_config
 STEPS, TOLERANCE = 3, 1e-9
 SHARDED = Layout("full_shard", checkpointing=True)
 SPLIT = Layout("full_shard", tp=2, checkpointing=True)
+SEQUENCES = Layout("full_shard", cp=2, exchange="all_gather", checkpointing=True)
 
 
 def _in_double(function: Any) -> Any:
@@ -207,6 +209,11 @@ def _split_outcome(reference: Reference) -> list[str]:
     return outcome(assert_same_training, reference, SPLIT)
 
 
+def _context_outcome(reference: Reference) -> list[str]:
+    why = misfit(reference.model.config)
+    return ["refused", why] if why else outcome(assert_same_training, reference, SEQUENCES)
+
+
 def check_type(model_type: str) -> dict[str, Any]:
     """Return how each part of the training of a type ends."""
     result: dict[str, Any] = {"type": model_type}
@@ -218,6 +225,7 @@ def check_type(model_type: str) -> dict[str, Any]:
     reference = build_reference(model_type)
     result["shard"] = outcome(assert_same_training, reference, SHARDED)
     result["tp"] = _split_outcome(reference)
+    result["context"] = _context_outcome(reference)
     with tempfile.TemporaryDirectory() as folder:
         result["files"] = outcome(assert_files_fit, reference, folder)
     result["init"] = outcome(assert_initial_values, reference, model_type)

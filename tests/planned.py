@@ -22,6 +22,7 @@ from smp.faults.agreement import count
 from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
 from smp.models.model_config import resolve_model
+from smp.parallel.context.batch import sharder
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
@@ -82,7 +83,7 @@ def _measure(words: list[str], folder: str) -> None:
             train_step(
                 model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group, record=record,
                 defer_sync=config.parallel.defer_gradient_sync,
-                keep_gathered=not config.parallel.reshard_between_microbatches,
+                keep_gathered=not config.parallel.reshard_between_microbatches, shard=sharder(mesh, config.parallel),
             )  # fmt: skip
 
         if step < 2:

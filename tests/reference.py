@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -18,6 +18,7 @@ from smp.data.data_pipeline import StepBatch
 from smp.mesh import Mesh, resolve_mesh
 from smp.models.registry import family_of
 from smp.parallel import sharding
+from smp.parallel.context.batch import sharder
 from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
@@ -87,7 +88,16 @@ class Trajectory:
     gradients: dict[str, torch.Tensor]
 
 
-def reference_trajectory(model: nn.Module, steps: int) -> Trajectory:
+def mean_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """The plain model's loss of a global batch."""
+    inputs, labels = global_batch(step)
+    logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def reference_trajectory(
+    model: nn.Module, steps: int, loss_of: Callable[[nn.Module, int], torch.Tensor] = mean_loss
+) -> Trajectory:
     """Train a copy of ``model`` with torch's own parts only."""
     model = copy.deepcopy(model).train()
     decay = [p for p in model.parameters() if p.ndim >= 2]
@@ -96,9 +106,7 @@ def reference_trajectory(model: nn.Module, steps: int) -> Trajectory:
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     result = Trajectory([], [], {})
     for step in range(steps):
-        inputs, labels = global_batch(step)
-        logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss = loss_of(model, step)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -129,12 +137,27 @@ class Layout:
     min_unit: int = sharding.MIN_UNIT_PARAMETERS
     shared: bool = True
     tp: int = 1
+    cp: int = 1
+    exchange: str = "auto"
+    balanced: bool = True
     sequence: bool = True
     save_gathered: bool = False
     overlap: bool = False
     dtype: torch.dtype | None = None  # to compute in
     compile: bool = False
     chunk: int = 7  # tokens of the loss at a time; 0: the whole logits
+    z_loss: float = 0.0
+    mode: str = "full"  # of checkpointing
+    offload: bool = False
+
+    def activation(self) -> ActivationConfig:
+        return ActivationConfig(
+            activation_checkpointing=self.checkpointing,
+            activation_checkpointing_mode=self.mode if self.checkpointing else "auto",  # type: ignore[arg-type]
+            offload_activations=self.offload,
+            activation_loading_horizon=1,
+            compile=self.compile,
+        )
 
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
@@ -145,6 +168,9 @@ class Layout:
             shared_buffers=self.shared,
             auto_wrap_policy=self.wrap,  # type: ignore[arg-type]
             tensor_parallel_degree=self.tp,
+            context_parallel_degree=self.cp,
+            cp_comm_type=self.exchange,  # type: ignore[arg-type]
+            cp_load_balance=self.balanced,
             sequence_parallel=self.sequence,
             tp_save_gathered=self.save_gathered,
             tp_overlap=self.overlap,
@@ -156,20 +182,24 @@ class Layout:
         return mesh.join("cpu")
 
 
-def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator[tuple[float, float, dict]]:
+def train_parallel(
+    reference: nn.Module,
+    layout: Layout,
+    steps: int,
+    batch_of: Callable[[int, int, int, int], StepBatch] = rank_batch,
+) -> Iterator[tuple[float, float, dict]]:
     """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients."""
     model = copy.deepcopy(reference).train()
     mesh = layout.mesh()
-    activation = ActivationConfig(activation_checkpointing=layout.checkpointing, compile=layout.compile)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
         parallelize(
             model,
             family_of(model.config),
             mesh=mesh,
             parallel=layout.parallel(),
-            activation=activation,
+            activation=layout.activation(),
             dtype=layout.dtype,
-            loss=LossConfig(loss_chunk_tokens=layout.chunk),
+            loss=LossConfig(loss_chunk_tokens=layout.chunk, z_loss=layout.z_loss),
         )
     optimizer = build_optimizer(model, OptimConfig(), lr=LR)
     gradients: dict[str, torch.Tensor] = {}
@@ -182,7 +212,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
 
     hook = optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
-        batch = rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation)
+        batch = batch_of(step, mesh.data_rank, mesh.data_size, layout.accumulation)
         result = train_step(
             model,
             optimizer,
@@ -192,6 +222,7 @@ def train_parallel(reference: nn.Module, layout: Layout, steps: int) -> Iterator
             loss_group=mesh.loss.group,
             defer_sync=layout.defer,
             keep_gathered=layout.keep,
+            shard=sharder(mesh, layout.parallel()),
         )
         yield result.loss(), float(result.grad_norm), gradients
         hook.remove()

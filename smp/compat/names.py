@@ -148,9 +148,15 @@ NAMES = (
     Name("torch.sagemaker.utils.utils.timeit", "", False, "time.perf_counter"),
     Name(
         "torch.sagemaker.context_parallel.utils.setup_transformer_engine_cp_groups",
-        "",
+        "smp.transform",
         False,
-        "context parallelism is out of scope for now",
+        "smp.transform does it: leave the call out, and cut batches with smp.shard_sequence",
+    ),
+    Name(
+        "train_lib.get_batch_for_cp_rank",
+        "smp.shard_sequence",
+        False,
+        "model(**smp.shard_sequence(batch)): of a dict with labels as the inputs, at any sequence length",
     ),
     Name("smdistributed.dataparallel.torch.torch_smddp", "smp.comm", False, "import smp registers the backend smddp"),
 )
@@ -169,7 +175,14 @@ class Key(NamedTuple):
 KEYS = (
     Key("hybrid_shard_degree", 0, 2, False, "the same rules for 0, 1 and k"),
     Key("tensor_parallel_degree", 1, 2, False, "most dense decoders (docs/models.md); others by a plan of five lines"),
-    Key("context_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
+    Key(
+        "context_parallel_degree",
+        1,
+        2,
+        False,
+        "counted in hybrid_shard_degree, as there; decoders that attend through transformers' functions "
+        "(docs/models.md)",
+    ),
     Key("expert_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
     Key(
         "sm_activation_offloading",

@@ -66,7 +66,8 @@ class State:
             self._current()
         except UserError:
             return "State(smp.init has not been called)"
-        names = ("rank", "world_size", "hybrid_shard_degree", "tensor_parallel_degree", "sm_activation_offloading")
+        degrees = [f"{kind}_degree" for kind in ("hybrid_shard", "tensor_parallel", "context_parallel")]
+        names = ("rank", "world_size", *degrees, "sm_activation_offloading")
         return f"State({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
@@ -125,9 +126,8 @@ class State:
 
     @property
     def context_parallel_degree(self) -> int:
-        """Always 1: there is no context parallelism."""
-        self._current()
-        return 1
+        """Ranks of a sequence."""
+        return self._mesh.cp.size
 
     @property
     def expert_parallel_degree(self) -> int:
@@ -139,9 +139,13 @@ class State:
 
     @property
     def cp_rank(self) -> int:
-        """Always 0."""
-        self._current()
-        return 0
+        """This process's rank among those of its sequence."""
+        return self._mesh.cp.rank
+
+    @property
+    def cp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks of its sequence; None: it is not split."""
+        return self._mesh.cp.group if self._mesh.cp.size > 1 else None
 
     @property
     def ep_rank(self) -> int:

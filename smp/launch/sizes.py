@@ -15,7 +15,7 @@ from smp.memory.shape import ModelShape, Workload, model_shape, workload
 from smp.mesh import Mesh, tensor_parallel_choices
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
 from smp.parallel.parallelize import settings_of
-from smp.plan.search import MOST_TOKENS, legal_meshes
+from smp.plan.layouts import MOST_TOKENS, legal_meshes
 
 _BATCHES = (4, 2, 1)
 
@@ -81,7 +81,7 @@ def choose_sizes(
             f"tensor-parallel degrees must divide them{fewer}; choose other degrees, or leave them out"
             + (", or fewer nodes, or a larger batch" if fewer else "")
         )
-    enough = processes_that_fit(shape, smallest.work, budget, tp=smallest.mesh.tp.size)
+    enough = processes_that_fit(shape, smallest.work, budget, tp=smallest.mesh.tp.size, cp=smallest.mesh.cp.size)
     more = f"use {-(-enough // gpus)} nodes" if enough and enough > nodes * gpus else "use GPUs of more memory"
     raise UserError(
         f"{resolved.name} does not fit on {nodes} node(s) of {gpus} GPU(s) with {gpu_memory_gib:g} GiB: each needs at "
@@ -94,7 +94,7 @@ def _layouts(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, nodes: int, gpus: int
 ) -> Iterator[_Layout]:
     """Yield the layouts to try, the best first."""
-    world, samples = nodes * gpus, settings["global_batch_size"]
+    world, samples, cp = nodes * gpus, settings["global_batch_size"], settings["context_parallel_degree"]
     chosen = "tensor_parallel_degree" in given
     tps = [settings["tensor_parallel_degree"]] if chosen else tensor_parallel_choices(gpus)
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
@@ -102,7 +102,7 @@ def _layouts(
     if "offload_activations" not in given and settings["activation_checkpointing"]:
         extras.append(("--offload_activations", "1"))
     # The job refuses more data-parallel processes than samples.
-    legal = tensor_parallel_choices(world, most_data=samples)
+    legal = tensor_parallel_choices(world, cp=cp, most_data=samples)
     tps = [tp for tp in tps if tp in legal]
     bf16 = settings["bf16"] is None or settings["bf16"]
     asked = workload(resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type="cuda")
@@ -111,7 +111,7 @@ def _layouts(
             work = dataclasses.replace(
                 asked.changed(offload_activations=True) if extra else asked, micro_batch_size=batch
             )
-            for mesh in legal_meshes(resolved, settings, given, world=world, local=gpus, tp=tp):
+            for mesh in legal_meshes(resolved, settings, given, world=world, local=gpus, tp=tp, cp=cp):
                 tokens = batch * settings["gradient_accumulation_steps"] * mesh.data.size * resolved.sequence_length
                 if tokens <= most_tokens or samples is not None:
                     yield _Layout(mesh, work, extra)

@@ -73,6 +73,9 @@ def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterato
         yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
     if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):
         yield f"--tensor_parallel_degree {twice.tp.size}", twice, work
+    if longer := mesh.with_context_parallelism(2 * mesh.cp.size):
+        split = longer.cp.size
+        yield f"--context_parallel_degree {split}", longer, work.changed(context_parallel_degree=split)
     if not on_cpu:  # processes of one host share its memory
         yield "twice as many processes and --sharding_strategy full_shard", mesh.fully_sharded(times=2), work
     shorter = dataclasses.replace(work, sequence_length=length // 2)

@@ -70,10 +70,10 @@ def check_fits(needed: dict[str, int], available: int, *, model: str, processes:
         )
 
 
-def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1) -> int | None:
-    """Return the fewest fully sharded processes, ``tp`` times a power of two, whose peak fits in ``available``."""
+def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1, cp: int = 1) -> int | None:
+    """Return the fewest fully sharded processes, ``tp * cp`` times a power of two, whose peak fits in ``available``."""
     for exponent in range(15):
-        mesh = lay_out(1, 2**exponent, tp)
+        mesh = lay_out(1, cp * 2**exponent, tp, cp)
         if peak_bytes(shape, mesh, work) <= available:
             return mesh.world_size
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +105,20 @@ class Workload:
     accumulation: int = 1
     moment: Moment = Moment.LAST_BLOCK
 
+    @functools.cached_property
+    def columns(self) -> int:
+        """Tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
+        parallel = self.settings[ParallelConfig]
+        ranks = parallel.context_parallel_degree
+        if ranks == 1:
+            return self.sequence_length
+        own = (2 if parallel.cp_load_balance else 1) * parallel.tensor_parallel_degree
+        return -(-self.sequence_length // (ranks * own)) * own
+
     @property
     def tokens(self) -> int:
-        """Tokens of the forward pass."""
-        return self.micro_batch_size * self.sequence_length
+        """Tokens of the forward pass on one rank."""
+        return self.micro_batch_size * self.columns
 
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""
@@ -140,7 +151,8 @@ def workload(
         compute_bytes=compute_bytes,
         settings=settings,
         device_type=device_type,
-        attention_matrix=model.attn_implementation == "eager",
+        # Ranks that split a sequence have kernels of their own.
+        attention_matrix=model.attn_implementation == "eager" and settings[ParallelConfig].context_parallel_degree == 1,
         forward_only=forward_only,
         checkpoint_copy=is_async and on_cpu and not forward_only,
         unused_heap=unused_heap(recomputes=settings[ActivationConfig].activation_checkpointing) if on_cpu else 0.0,

@@ -15,6 +15,7 @@ from smp.errors import UserError
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_tokens
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
+from smp.parallel.context.attention import splits_sequences
 from smp.parallel.technique import Setup, draws, model_blocks, no_problems
 
 Config = ActivationConfig
@@ -56,8 +57,11 @@ def choose(situation: Situation) -> Iterator[Choice]:
         yield Choice("activation_checkpointing_mode", "selective" if fits else "full", reason)
 
 
-def _policy() -> Callable[..., CheckpointPolicy]:
+def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
     """Save attention, reductions over ranks and every other matrix product; recompute the rest.
+
+    Args:
+        attention: whether that is saved; under context parallelism it is a sum of several results, and recomputed.
 
     Source: the per-operation policy of torchtitan, and Korthikanti et al., arXiv:2205.05198.
     """
@@ -69,7 +73,7 @@ def _policy() -> Callable[..., CheckpointPolicy]:
             products[context.is_recompute] += 1
             keep = bool(products[context.is_recompute] % 2)
         else:
-            keep = name in _REDUCTIONS or name.rpartition("::")[2] in _ATTENTION
+            keep = name in _REDUCTIONS or (attention and name.rpartition("::")[2] in _ATTENTION)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
@@ -87,8 +91,8 @@ def _blocks(model: nn.Module | Iterable[nn.Module], check_fn: Callable[[nn.Modul
     return blocks
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy())
+def _selective_contexts(attention: bool) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy(attention=attention))
 
 
 def checkpointed_blocks(model: nn.Module) -> list[nn.Module]:
@@ -115,7 +119,8 @@ def apply_activation_checkpointing(
         check_fn: tells the model's blocks, as for torch's function of this name:
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
         mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of reductions over
-            ranks and of every other matrix product.
+            ranks and of every other matrix product. Under context parallelism attention is recomputed, with its
+            exchanges.
         every: recompute every n-th block only, beginning with the first.
         preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
             nothing is drawn.
@@ -128,9 +133,10 @@ def apply_activation_checkpointing(
     if mode not in ("full", "selective") or every < 1:
         raise UserError(f"activation checkpointing takes mode full or selective and every >= 1, got {mode} and {every}")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    blocks = _blocks(model, check_fn)
     if mode == "selective":
-        options["context_fn"] = _selective_contexts
-    for index, block in enumerate(_blocks(model, check_fn)):
+        options["context_fn"] = functools.partial(_selective_contexts, not any(map(splits_sequences, blocks)))
+    for index, block in enumerate(blocks):
         setattr(block, _MARK, True)
         if index % every:
             continue
@@ -173,7 +179,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if moment is Moment.UPDATE:
         return {}
     # Tokens, labels and positions, 8 bytes each, and two tables of rotary angles in fp32.
-    inputs = 3 * 8 * work.tokens + 2 * 4 * work.sequence_length * (shape.attention or shape.hidden) // shape.heads
+    inputs = 3 * 8 * work.tokens + 2 * 4 * work.columns * (shape.attention or shape.hidden) // shape.heads
     if moment is Moment.EMBEDDING:
         return {"activations": 2 * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
@@ -204,11 +210,12 @@ def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
 
     Of the products query, value and the first of the MLP's, of which a gated one has another; or query, key and value
     in one. Attention's output and, per head and token, the logarithm of its sum in fp32. Under tensor parallelism two
-    sums over the ranks.
+    sums over the ranks. Under context parallelism not attention's.
     """
     tp = mesh.tp.size
     key_value = shape.key_value // (2 * shape.hidden) or shape.hidden
     products = shape.hidden + key_value + shape.intermediate + shape.hidden
-    split = (products + shape.hidden) * work.compute_bytes + 4 * shape.heads
+    attention = 0 if mesh.cp.size > 1 else shape.hidden * work.compute_bytes + 4 * shape.heads
+    split = products * work.compute_bytes + attention
     reduced = 2 * shape.hidden // (tp if splits_tokens(mesh, work) else 1) * work.compute_bytes if tp > 1 else 0
     return work.tokens * (split // tp + reduced)

@@ -49,7 +49,7 @@ _BACKENDS = [
     SDPBackend.MATH,
 ]
 _HOPPER = 9
-_WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
+WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
 
 
 def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
@@ -277,8 +277,30 @@ def _renamed(config: Any, name: str) -> Any:
     return config
 
 
+def _rename(model: nn.Module, name: str) -> None:
+    """Let the blocks call the attention function of another name."""
+    # Not in the model's own config, with which others may build a model that makes its mask in transformers.
+    config = cast(Any, model.config)
+    private = _renamed(config, name)
+    for module in model.modules():
+        if module is not model and getattr(module, "config", None) is config:
+            module.config = private
+
+
+def use(model: nn.Module, name: str) -> None:
+    """Let the blocks call an attention function that needs no mask, whatever is asked for.
+
+    Args:
+        name: in transformers' registry of attention functions, which has no mask function of that name.
+    """
+    _rename(model, name)
+    setattr(model, KIND, name)
+
+
 def apply(model: nn.Module, setup: Setup) -> None:
     """Switch the model to the attention function that is asked for, unless it was built with another than sdpa."""
+    if hasattr(model, KIND):  # by another technique
+        return
     config = cast(Any, model.config)
     name = getattr(config, "_attn_implementation", None)
     own = setup.family.whole_embedding  # the model makes its masks
@@ -289,11 +311,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
     renamed = wanted in ("fused", "flash_attention_3") and not attention_misfit(config, wanted)
     if name == "sdpa" and (renamed or not own):
         name = {"fused": MASKED if own else FUSED, "flash_attention_3": wanted}.get(wanted, SDPA)
-        # Not in the model's own config, with which others may build a model that makes its mask in transformers.
-        private = _renamed(config, name)
-        for module in model.modules():
-            if module is not model and getattr(module, "config", None) is config:
-                module.config = private
+        _rename(model, name)
     if own:
         _without_reading(model, str(name))
     else:
@@ -311,8 +329,8 @@ def _unfit(hf_config: Any, *, half: bool) -> str | None:
         return f"they have no attention dropout, and it is {dropout}"
     if not half:
         return "they compute in bf16, and --bf16 is 0"
-    if width is None or width % 8 or width > _WIDEST_HEAD:
-        return f"they take heads of a width that 8 divides, up to {_WIDEST_HEAD}, and it is {width or 'not the same'}"
+    if width is None or width % 8 or width > WIDEST_HEAD:
+        return f"they take heads of a width that 8 divides, up to {WIDEST_HEAD}, and it is {width or 'not the same'}"
     return None
 
 

@@ -52,6 +52,8 @@ Chooser = Callable[[Situation], Iterator[Choice]]
 def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) -> list[Choice]:
     """Return values for the settings that are ``auto``, in the order of ``choosers``; later ones see earlier ones'.
 
+    The first choice of a setting stays.
+
     On a CPU nothing is chosen: every setting has its plain value.
     """
     found: list[Choice] = []
@@ -62,7 +64,7 @@ def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) ->
         values = {choice.name: choice.value for choice in found}
         fits = functools.partial(situation.fits, **values)
         for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values), fits=fits)):
-            if choice.name in plain:
+            if choice.name in plain and choice.name not in values:
                 found.append(choice if SHOWN_ON_GPU else _unshown(choice, plain[choice.name]))
     return found
 

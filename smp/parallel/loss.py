@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,14 @@ from torch.autograd import Function
 
 from smp.config import LossConfig
 from smp.errors import UserError
-from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.host_copies import to_device
+from smp.loss import (
+    IGNORE_INDEX,
+    causal_lm_loss_sum,
+    check_labels,
+    loss_sum_,
+    shift_labels,
+)
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.family import LogitTransform
@@ -30,6 +37,7 @@ from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import has_product, local_tensor
+from smp.parallel.targets import Targets, targets_of
 from smp.parallel.technique import Setup
 
 Config = LossConfig
@@ -56,37 +64,6 @@ class SplitHead:
     reduce: Callable[[torch.Tensor], torch.Tensor]
 
 
-class Targets(NamedTuple):
-    """What the loss compares with, on the device.
-
-    Attributes:
-        labels: ``(batch, sequence)`` in Hugging Face's convention, of all tokens; or of the chosen ones, ``(tokens,)``.
-        chosen: row and column of each token that has a valid label after the shift, ``(2, tokens)``; None: all tokens.
-    """
-
-    labels: torch.Tensor
-    chosen: torch.Tensor | None = None
-
-
-def targets_of(labels: torch.Tensor, device: torch.device) -> Targets:
-    """Choose the tokens that need logits, where that is known without asking a GPU: where ``labels`` are on the host.
-
-    Where no label is ignored nothing is chosen: the last token of each sequence is not worth a copy of the others.
-
-    Args:
-        labels: ``(batch, sequence)`` in Hugging Face's convention.
-        device: where the loss is computed.
-    """
-    if labels.device.type != "cpu" or not (labels[:, 1:] == IGNORE_INDEX).any():
-        return Targets(labels.to(device, non_blocking=True))
-    shifted = shift_labels(labels)
-    chosen = (shifted != IGNORE_INDEX).nonzero().T.contiguous()
-    found = shifted[tuple(chosen)], chosen
-    if device.type == "cuda":
-        found = found[0].pin_memory(), found[1].pin_memory()  # else the copy would wait for the GPU
-    return Targets(*(tensor.to(device, non_blocking=True) for tensor in found))
-
-
 class _LinearLoss(Function):
     """Args of ``apply``: hidden states ``(batch, sequence, hidden)``, weight ``(vocabulary, hidden)``, bias or None,
     labels and chosen tokens of :class:`Targets`, tokens of a chunk, the split head or None, the factor of the z-loss,
@@ -103,7 +80,7 @@ class _LinearLoss(Function):
         if chosen is None:
             tokens = whole.reshape(-1, whole.shape[-1])
             # Under tensor parallelism sequences may have been padded.
-            labels = F.pad(shift_labels(labels), (0, whole.shape[1] - labels.shape[1]), value=IGNORE_INDEX).reshape(-1)
+            labels = F.pad(labels, (0, whole.shape[1] - labels.shape[1]), value=IGNORE_INDEX).reshape(-1)
         else:
             tokens = whole[tuple(chosen)]
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -302,7 +279,14 @@ def chunk_loss(
             vocabulary=projection.weight.shape[0], logits=transform,  # type: ignore[index,arg-type]
         )  # fmt: skip
 
-    def forward_with_loss(*args: Any, labels: torch.Tensor | Targets | None = None, **kwargs: Any) -> Any:
+    def forward_with_loss(
+        *args: Any,
+        labels: torch.Tensor | Targets | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if shift_labels is not None:
+            labels = targets_of(shift_labels, shift_labels.device, shifted=True)
         if labels is None:
             return forward(*args, **kwargs)
         items = kwargs.pop("num_items_in_batch", None)
@@ -327,7 +311,7 @@ def chunk_loss(
                 f"--loss_chunk_tokens 0"
             )
         if items is None:
-            items = (shift_labels(cast(torch.Tensor, labels)) != IGNORE_INDEX).sum()
+            items = _count(labels)
         # A new object: an attribute that is set later would come last in a tuple.
         found = type(found)(**{**found, "loss": taken[0] / items, "logits": None})
         return found.to_tuple() if as_tuple else found
@@ -338,19 +322,29 @@ def chunk_loss(
     return model
 
 
-def model_loss_sum(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
+def _count(labels: torch.Tensor | Targets) -> torch.Tensor:
+    """Count the valid tokens, 0-d."""
+    return ((labels.labels if isinstance(labels, Targets) else shift_labels(labels)) != IGNORE_INDEX).sum()
+
+
+def model_loss_sum(
+    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, *, shifted: bool = False
+) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
 
     Args:
         model: a causal language model of Hugging Face.
         inputs: its inputs by name, without labels.
         labels: as for :func:`linear_cross_entropy`.
+        shifted: each token's label is what it predicts.
     """
     device = inputs["input_ids"].device
     if hasattr(model, _MARK):
         # Made before the call: fully_shard copies all tensors that the model is given to the GPU, and waits for them.
-        return model(**inputs, labels=targets_of(labels, device), num_items_in_batch=1, use_cache=False).loss
-    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels.to(device, non_blocking=True))
+        targets = targets_of(labels, device, shifted=shifted)
+        return model(**inputs, labels=targets, num_items_in_batch=1, use_cache=False).loss
+    labels = to_device(labels, device)
+    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels, shifted=shifted)
 
 
 def choose(situation: Situation) -> Iterator[Choice]:

@@ -19,13 +19,24 @@ from smp.models.family import Family
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
-from smp.parallel import activation_checkpoint, allocator, attention, compile_blocks, loss, offload, sharding, tensor
+from smp.parallel import (
+    activation_checkpoint,
+    allocator,
+    attention,
+    compile_blocks,
+    context,
+    loss,
+    offload,
+    sharding,
+    tensor,
+)
 from smp.parallel.choices import Chooser
 from smp.parallel.technique import Setup, Technique
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
+    context,
     attention,
     tensor,
     activation_checkpoint,
@@ -36,6 +47,7 @@ TECHNIQUES: list[Technique] = [
 ]
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS: list[Chooser] = [
+    context.choose,
     attention.choose,
     compile_blocks.choose,
     activation_checkpoint.choose,

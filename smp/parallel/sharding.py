@@ -119,7 +119,7 @@ def shard_model(
     shard(model, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Both are needed: a factor of 1 alone still asks gloo for an operation it does not have.
-        if mesh.data.size > 1:  # a group of one rank would divide by it, into a copy
+        if mesh.loss.size > 1:  # a group of one rank would divide by it, into a copy
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         group = mesh.device_mesh.get_group("dp_shard")
@@ -129,12 +129,12 @@ def shard_model(
 
 
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """Divide the summed gradients of a sharded model by the number of data ranks.
+    """Divide the summed gradients of a sharded model by the number of ranks that have different tokens.
 
     By a hook, as torch divides by ``set_gradient_divide_factor`` twice where a sharding group has one rank.
     """
     for module in fsdp_modules(model):
-        module.set_all_reduce_hook(lambda gradients: gradients.div_(mesh.data.size))  # type: ignore[arg-type]
+        module.set_all_reduce_hook(lambda gradients: gradients.div_(mesh.loss.size))  # type: ignore[arg-type]
 
 
 def placement(parameter: nn.Parameter) -> Shard | None:
@@ -289,10 +289,10 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     copied = {
         Moment.LOSS: 0, Moment.LAST_BLOCK: 0 if shape.tied else last, Moment.FIRST_BLOCK: block, Moment.UPDATE: 0,
     }.get(moment, unreduced)  # fmt: skip
-    parts = 1 + (mesh.shard.size == 1 < mesh.data.size)  # a copy, into which torch divides
+    parts = 1 + (mesh.shard.size == 1 < mesh.loss.size)  # a copy, into which torch divides
     if work.device_type == "cpu" and work.settings[CommConfig].distributed_backend == "smddp":
         parts = max(parts, mesh.shard.size)  # in memory that all ranks of the host share
-    elif work.device_type == "cpu" and mesh.data.size > 1 and copied == unreduced:
+    elif work.device_type == "cpu" and mesh.loss.size > 1 and copied == unreduced:
         parts += 1  # gloo's receive buffers
     if deferred:
         unreduced = max(unreduced, held - reduced)
@@ -349,8 +349,9 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
     if backend == "smddp" and work.device_type == "cpu":
         # Measured: under tensor parallelism two groups of its ranks have one.
-        groups = (mesh.shard.size, mesh.replicas.size, mesh.tp.size, mesh.tp.size, mesh.data.size, mesh.world_size)
-        sizes = [size for size in groups if size > 1]
+        gathers = parallel.cp_comm_type == "all_gather"  # gloo does the others
+        roles = (mesh.shard, mesh.replicas, mesh.tp, mesh.tp, *([mesh.cp] if gathers else []), mesh.loss)
+        sizes = [size for size in (*(role.size for role in roles), mesh.world_size) if size > 1]
         arenas = sum(Layout(size, max(read_settings().scratch // SLOTS, smallest_slot(size))).total for size in sizes)
         return arenas + (0 if work.moment is Moment.UPDATE else gathered)
     last = gathered if work.moment is Moment.LOSS else 0

@@ -32,7 +32,7 @@ def ring_seconds(nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> flo
 def sent_bytes(exchange: Exchange, on_host: int) -> tuple[int, int]:
     """Return the bytes that a rank sends inside its host and between hosts, of a ring; on average over the ranks."""
     passes = 2 if exchange.kind == "all_reduce" else 1
-    sent = passes * exchange.nbytes * (exchange.ranks - 1) / exchange.ranks
+    sent = passes * exchange.nbytes * (1 if exchange.kind == "send" else (exchange.ranks - 1) / exchange.ranks)
     if on_host >= exchange.ranks:
         return round(sent), 0
     # Every rank talks to every other in an exchange of all with all; of a ring one link in `on_host` leaves the host.
@@ -44,6 +44,10 @@ def exchange_seconds(exchange: Exchange, on_host: int, row: DeviceRow) -> float:
     """Return the seconds of an exchange by a data sheet's links and network."""
     if exchange.kind == "all_reduce":  # a reduce-scatter and an all-gather
         return 2 * ring_seconds(exchange.nbytes, exchange.ranks, on_host, row) - START
+    if exchange.kind == "send":  # the last rank of a host sends to the next host alone
+        inside = on_host >= exchange.ranks
+        speed = row.links * row.efficiency.links if inside else row.network * row.efficiency.network
+        return START + exchange.nbytes / (speed * 1e9)
     if exchange.kind == "all_to_all" and on_host < exchange.ranks:
         between = sent_bytes(exchange, on_host)[1]
         return START + between / (row.network * row.efficiency.network * 1e9)

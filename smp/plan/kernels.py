@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_")
 _LOOK_UPS = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
 # Of a card's bf16 peak, roughly (A100 19.5 of 312, H100 67 of 989): smp leaves TF32 off, as torch does.
 SLOWER = {"float32": 1 / 16, "float64": 1 / 16}
+# The end of the name of an operation that is attention of all queries to all keys.
+UNMASKED = ".unmasked"
 # Multiply-adds of a backward pass of attention for each of the forward pass: five products for two.
 ATTENTION_BACKWARD = 2.5
 
@@ -89,18 +91,37 @@ def product(operation: Operation) -> Product | None:
 
 
 def attention(operation: Operation) -> Attention | None:
-    """Return the fused attention that an operation is, or None."""
+    """Return the fused attention that an operation is, or None; of packed sequences as if all were as long."""
     name = short_name(operation)
-    if "attention" not in name:
+    if "attention" not in name and "varlen_attn" not in name:
         return None
-    backward = "backward" in name
+    backward, whole = "backward" in name, operation.name.endswith(UNMASKED)
     heads = [t for t in operation.inputs if len(t.shape) == 4][int(backward) :]  # after the gradient of the output
-    if len(heads) < 2:
+    if len(heads) >= 2:
+        batch, count, length, width = heads[0].shape
+        keys = heads[1].shape[2]
+        hidden = 0.5 if length == keys and not whole else 1.0
+        return Attention(batch * count * length * keys * hidden, width, backward, heads[0].dtype)
+    heads = [t for t in operation.inputs if len(t.shape) == 3][int(backward) :]
+    bounds = next((t.shape[0] for t in operation.inputs if len(t.shape) == 1), 0)
+    if len(heads) < 2 or bounds < 2:
         return None
-    batch, count, queries, width = heads[0].shape
-    keys = heads[1].shape[2]
-    hidden = 0.5 if queries == keys else 1.0
-    return Attention(batch * count * queries * keys * hidden, width, backward, heads[0].dtype)
+    tokens, count, width = heads[0].shape
+    queries = tokens / (bounds - 1)  # of a sequence; the last query sees its last key
+    scores = queries * heads[1].shape[0] - (0.0 if whole else tokens * queries / 2)
+    return Attention(count * scores, width, backward, heads[0].dtype)
+
+
+def masks_nothing(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call is attention of all queries to all keys."""
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    masks = (given.get(name) for name in ("attn_mask", "attn_bias", "window_size_left", "window_size_right"))
+    return (
+        "is_causal" in names
+        and not given.get("is_causal")
+        and all(mask is None or (isinstance(mask, int) and mask == -1) for mask in masks)
+    )
 
 
 def _bytes(tensors: Iterable[TensorShape]) -> int:

@@ -131,6 +131,7 @@ class _Rank:
         every = config.activation_checkpointing_every if config.activation_checkpointing else 1
         period = math.lcm(own, every)
         margin = _MARGIN + (config.activation_loading_horizon if config.offload_activations else 0)
+        margin += self.job.mesh.cp.size > 1  # the first block makes what the attention of all asks for
         return period, -(-margin // period) * period  # so that the blocks at the end keep their place in the period
 
     def _trace(self, blocks: int) -> Trace:

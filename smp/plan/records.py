@@ -32,10 +32,11 @@ class Exchange(NamedTuple):
     """A collective of this rank.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``.
-        nbytes: of the larger side: the gathered output, or the input that is reduced.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, or ``send`` to the next
+            rank, from the one before.
+        nbytes: of the larger side: the gathered output, the input that is reduced, or what is sent.
         ranks: of the group.
-        axis: of the mesh that the group lies along: ``shard``, ``replicas``, ``data``, ``tp`` or ``world``.
+        axis: of the mesh that the group lies along: ``shard``, ``replicas``, ``data``, ``tp``, ``cp`` or ``world``.
         asynchronous: runs beside the computation, on a stream of its own.
     """
 

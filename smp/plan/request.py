@@ -24,8 +24,9 @@ from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
 from smp.plan.estimate import estimate
 from smp.plan.kernels import SLOWER
+from smp.plan.layouts import Layout, layouts
 from smp.plan.records import GIB, LayoutPlan
-from smp.plan.search import Found, Layout, instructive, layouts, search
+from smp.plan.search import Found, instructive, search
 from smp.plan.tables import title_of, words_of
 from smp.train.arguments import parse_args
 from smp.train.flops import model_flops_per_token
@@ -137,8 +138,8 @@ def answer(
             raise ConfigError(misfits)
         raise UserError(
             f"{request.model.name} cannot be split over {request.nodes} node(s) of {request.local} as asked: the "
-            f"sharding and tensor-parallel degrees must divide them, and each data-parallel process needs a sample; "
-            f"choose other degrees, or leave them out, or a larger batch"
+            f"sharding, context- and tensor-parallel degrees must divide them, and each data-parallel process needs a "
+            f"sample; choose other degrees, or leave them out, or a larger batch"
         )
 
     free = queue.SimpleQueue[Planner]()
@@ -221,7 +222,7 @@ def notes(request: Request, found: Found) -> Iterator[str]:
             yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
     if not found.plans:
         yield _more_devices(request, alone=found.legal == 1)
-    yield "Not tried, as smp does not have them: context, expert and pipeline degrees."
+    yield "Not tried, as smp does not have them: expert and pipeline degrees."
 
 
 def _more_devices(request: Request, *, alone: bool) -> str:
@@ -236,7 +237,8 @@ def _more_devices(request: Request, *, alone: bool) -> str:
         asked.work.changed(activation_checkpointing=True, activation_checkpointing_mode="full"),
         micro_batch_size=smallest.get("train_batch_size", asked.work.micro_batch_size),
     )
-    enough = processes_that_fit(request.shape, work, int(request.limit * USABLE), tp=asked.mesh.tp.size)
+    tp, cp = asked.mesh.tp.size, asked.mesh.cp.size
+    enough = processes_that_fit(request.shape, work, int(request.limit * USABLE), tp=tp, cp=cp)
     if enough is not None and enough <= request.devices and alone and asked.mesh.replicas.size > 1:
         return (
             f"By the closed form, full sharding over {enough} of these devices would hold it: give --sharding_strategy "

@@ -17,7 +17,7 @@ from smp.memory.categories import OTHER, copied_inside
 from smp.memory.profile import MemoryProfile, _Storage
 from smp.plan import fake_cuda, workspace, world
 from smp.plan.events import BEGIN, Birth, Change, Place, Trace
-from smp.plan.kernels import VIEWS, operation_of
+from smp.plan.kernels import UNMASKED, VIEWS, masks_nothing, operation_of
 from smp.plan.records import Exchange, Operation, TensorShape
 
 aten = torch.ops.aten
@@ -129,7 +129,8 @@ class StepTrace(MemoryProfile):
         if name.startswith(("c10d::", "smp::reduce_tokens", "symm_mem::")):
             self._collective(name, args, result)
         elif name.partition("::")[2] not in VIEWS and func.namespace not in ("prim", "profiler"):
-            self.events.setdefault(self.place, []).append(operation_of(str(func), (args, kwargs), result))
+            named = f"{func}{UNMASKED}" if masks_nothing(func, args, kwargs) else str(func)
+            self.events.setdefault(self.place, []).append(operation_of(named, (args, kwargs), result))
         return result
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,9 +138,9 @@ class StepTrace(MemoryProfile):
 
     def _number(self, dtype: torch.dtype) -> float | bool:
         """Return what is read from a fake tensor: labels have no gaps, masks no padding, no rank raises a flag."""
-        name = _caller()
+        name, function = _caller()
         if dtype is torch.bool:
-            return not name.endswith("smp/parallel/loss.py")
+            return function != "targets_of"
         if name.endswith("train/step.py"):
             return self._length
         return 1.0 if dtype.is_floating_point else 0 if "/faults/" in name else 1
@@ -148,7 +149,7 @@ class StepTrace(MemoryProfile):
 
     def _collective(self, name: str, args: Any, result: Any) -> None:
         kind = next((k for k in ("all_to_all", "alltoall", "reduce_scatter", "reduce_tokens", "gather", "all_reduce",
-                                 "allreduce", "broadcast") if k in name), None)  # fmt: skip
+                                 "allreduce", "broadcast", "send") if k in name), None)  # fmt: skip
         if kind is None:
             return
         tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
@@ -158,7 +159,8 @@ class StepTrace(MemoryProfile):
             kind = "reduce_scatter" if args[2] > 1 else "all_reduce"
         known = {"gather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
         if group is not None:
-            world.connect(group)
+            if kind not in ("send", "alltoall", "all_to_all"):  # which smddp leaves to gloo
+                world.connect(group)
             self.exchange(known.get(kind, kind), nbytes, group)
 
     def _group_of(self, args: Any) -> dist.ProcessGroup | None:
@@ -180,12 +182,12 @@ class StepTrace(MemoryProfile):
         self.events.setdefault(self.place, []).append(Exchange(kind, nbytes, group.size(), axis, beside))
 
 
-def _caller() -> str:
-    """Return the file of the innermost line of smp, transformers or torch's optimizers on the stack."""
+def _caller() -> tuple[str, str]:
+    """Return file and function of the innermost line of smp, transformers or torch's optimizers on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         if ("/smp/" in path and "/smp/plan/" not in path) or "/transformers/" in path:
-            return path
+            return path, frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return "", ""

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from smp.config import flag_text
 from smp.plan.cost import Cost
+from smp.plan.layouts import Layout, differences, parts
 from smp.plan.records import FITS, FLUSH, GIB, LayoutPlan, RankMemory
-from smp.plan.search import Found, Layout, differences, instructive, parts
+from smp.plan.search import Found, instructive
 from smp.train.hints import short
 
 _NAME, _BAR = 34, 24
@@ -119,9 +120,10 @@ def title_of(layout: Layout) -> str:
     found = parts(layout)
     replicas = layout.mesh.replicas.size
     copies = f" x {replicas} replicas" if replicas > 1 else ""
+    split = f" ({found['cp']} inside)" if layout.mesh.cp.size > 1 else ""
     offloaded = ", offloaded" if found["offloading"] == "offloaded" else ""
     return (
-        f"{found['shard']}{copies} x {found['tp']}, {found['batch']} x {layout.accumulation}, "
+        f"{found['shard']}{split}{copies} x {found['tp']}, {found['batch']} x {layout.accumulation}, "
         f"{found['recomputation']}{offloaded}"
     )
 
@@ -134,21 +136,24 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         devices: of the job.
         width: columns of the terminal.
     """
-    if found.plans:
+    shown = found.plans[:top]
+    splits = any(layout.mesh.cp.size > 1 for layout, _ in shown)
+    if shown:
         yield "the fastest that fit"
-        yield _row("", ("shard", "tp", "batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB"))
-    for number, (layout, plan) in enumerate(found.plans[:top], 1):
+        head = ("shard", "tp", "cp", "batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB")
+        yield _row("", head, splits=splits)
+    for number, (layout, plan) in enumerate(shown, 1):
         memory, step, words = plan.memory, plan.step, parts(layout)
         rate = "-" if step is None else f"{plan.tokens / step.seconds / devices:,.0f}"
         reserved = "-" if memory.reserved is None else gib(memory.reserved)
         offloaded = "+offload" if words["offloading"] == "offloaded" else ""
         cells = (
-            str(layout.mesh.shard.size), str(layout.mesh.tp.size),
+            *(str(role.size) for role in (layout.mesh.shard, layout.mesh.tp, layout.mesh.cp)),
             f"{layout.work.micro_batch_size} x {layout.accumulation}",
             words["recomputation"].split()[-1] + offloaded, "-" if step is None else seconds(step.seconds), rate,
             gib(memory.allocated), reserved,
         )  # fmt: skip
-        yield _row(str(number), cells)
+        yield _row(str(number), cells, splits=splits)
         yield from wrapped(words_of(layout.flags), width, indent=4)
     others = instructive(found)
     if others:
@@ -159,10 +164,10 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         yield f"  {', '.join(changes) or title_of(refused.layout)}: {refused.reason}"
 
 
-def _row(number: str, cells: Sequence[str]) -> str:
-    shard, tp, batch, recompute, *others = cells
+def _row(number: str, cells: Sequence[str], *, splits: bool) -> str:
+    shard, tp, cp, batch, recompute, *others = cells
     step, rate, allocated, reserved = others
-    left = f"{number:>2}  {shard:>5} {tp:>3} {batch:>7}  {recompute:<17}"
+    left = f"{number:>2}  {shard:>5} {tp:>3} {f'{cp:>3} ' if splits else ''}{batch:>7}  {recompute:<17}"
     return f"{left} {step:>7} {rate:>10} {allocated:>10} {reserved:>9}"
 
 

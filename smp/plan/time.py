@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from smp.plan.devices import DeviceRow
 from smp.plan.exchange import exchange_seconds, sent_bytes
-from smp.plan.kernels import product, sheet_seconds
+from smp.plan.kernels import attention, product, sheet_seconds
 from smp.plan.measured import measured
 from smp.plan.records import Exchange, Operation, Segment, StepTime
 
 COMPUTE, GATHERS, TENSOR = "compute", "exposed gathers", "tensor-parallel exchanges"
+CONTEXT = "context-parallel exchanges"
 OTHER, OPTIMIZER, HOST, OFFLOADING = "other exchanges", "optimizer", "host", "offloading"
-PARTS = (COMPUTE, GATHERS, TENSOR, OTHER, OPTIMIZER, HOST, OFFLOADING)
+PARTS = (COMPUTE, GATHERS, TENSOR, CONTEXT, OTHER, OPTIMIZER, HOST, OFFLOADING)
 
 
 class _Cost(NamedTuple):
@@ -80,30 +81,38 @@ class _Model:
         return seconds, *sent_bytes(exchange, on_host)
 
     def cost(self, segment: Segment) -> _Cost:
-        """Return what a segment costs."""
+        """Return what a segment costs.
+
+        What is sent to the next rank is on its way while what came before is attended to.
+        """
         exposed: dict[str, float] = defaultdict(float)
-        device = gathered = reduced = 0.0
+        device = gathered = reduced = sending = 0.0
         inside = between = operations = 0
         for event in segment.events:
             if isinstance(event, Operation):
-                device += self._operation(event, segment.phase)
+                device += (taken := self._operation(event, segment.phase))
                 operations += 1
+                if self._row.is_gpu and attention(event):
+                    sending = max(0.0, sending - taken)
                 continue
             seconds, *sent = self._exchange(event)
             inside, between = inside + sent[0], between + sent[1]
-            if event.asynchronous and event.kind == "all_gather":
+            if event.kind == "send":
+                sending += seconds
+            elif event.asynchronous and event.kind == "all_gather":
                 gathered += seconds
             elif event.asynchronous:
                 reduced += seconds
             else:
                 exposed[_part(event, segment.phase)] += seconds
+        exposed[CONTEXT] += sending
         return _Cost(device, exposed, gathered, reduced, operations * self._host, inside, between)
 
 
 def _part(exchange: Exchange, phase: str) -> str:
     """Return what a synchronous exchange counts as."""
-    if exchange.axis == "tp":
-        return TENSOR
+    if exchange.axis in ("tp", "cp"):
+        return TENSOR if exchange.axis == "tp" else CONTEXT
     of_parameters = exchange.axis in ("shard", "replicas", "data") and phase in ("begin", "forward", "backward")
     return GATHERS if of_parameters else OTHER
 

@@ -22,6 +22,7 @@ from smp.data.sampler import step_positions
 from smp.delayed_init import build_on_meta, materialize_
 from smp.mesh import Mesh
 from smp.models.registry import build_model
+from smp.parallel.context.batch import sharder
 from smp.parallel.linear import local_tensor
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup, model_blocks
@@ -125,7 +126,18 @@ def untraced_bytes(job: Job) -> int:
     rows = microbatch_rows(job)
     with torch.device("meta"):
         batch = _make_batch(job, rows[2:-1] if len(rows) > MOST_MICROBATCHES else [], 0)
-    return sum(tensor.nbytes for each in batch.microbatches for tensor in each.values())
+        kept = batch.microbatches
+        if job.mesh.cp.size > 1:  # beside the rows, what was cut out of them
+            kept = [*kept, *(_own_tokens(each, job.mesh, job.config.parallel) for each in kept)]
+    tensors = {id(t): t for each in kept for t in each.values() if isinstance(t, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _own_tokens(microbatch: dict[str, Any], mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return a rank's tokens; under context parallelism every row is one document, as its values are not known."""
+    if mesh.cp.size > 1:
+        microbatch = {name: microbatch[name] for name in ("input_ids", "labels")}
+    return sharder(mesh, parallel)(microbatch)
 
 
 def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: StepTrace) -> dict[int, int]:
@@ -155,16 +167,18 @@ def _replace_buffers(model: nn.Module, make: Callable[[torch.Tensor], torch.Tens
 
 def _name_groups(trace: StepTrace, mesh: Mesh) -> None:
     """Tell the trace the axis of each group."""
-    roles = {"data": mesh.data, "tp": mesh.tp, "replicas": mesh.replicas, "shard": mesh.shard}
+    roles = {"data": mesh.loss, "tp": mesh.tp, "replicas": mesh.replicas, "shard": mesh.shard}
+    if mesh.cp.size > 1:
+        roles["cp"] = mesh.cp
     groups = {axis: role.group for axis, role in roles.items()}
-    if mesh.data.size < mesh.world_size:
+    if mesh.loss.size < mesh.world_size:
         assert dist.group.WORLD is not None
         groups["world"] = dist.group.WORLD
     for axis, group in groups.items():
         trace.axes[group.group_name] = axis
         if group.size() > 1:
             trace.groups[axis] = (group.size(), world.local_ranks(dist.get_process_group_ranks(group)))
-    world.connect(groups.get("world", mesh.data.group))  # over it all ranks agree at every step
+    world.connect(groups.get("world", mesh.loss.group))  # over it all ranks agree at every step
 
 
 def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
@@ -206,6 +220,7 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
                 loss_group=mesh.loss.group,
                 defer_sync=config.parallel.defer_gradient_sync,
                 keep_gathered=not settings[ParallelConfig].reshard_between_microbatches,
+                shard=functools.partial(_own_tokens, mesh=mesh, parallel=config.parallel),
                 record=trace.mark,
                 enter=follower.enter,
             )

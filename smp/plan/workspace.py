@@ -48,7 +48,7 @@ def inside(name: str, tensors: Sequence[torch.Tensor]) -> int:
         if key.shape[1] != heads:
             expanded = 2 * batch * heads * key.shape[2] * value.shape[-1] * query.element_size()
         return accumulated + expanded
-    if name == "torch_attn::_varlen_attn_backward":
+    if name in ("torch_attn::_varlen_attn_backward", "aten::_flash_attention_backward"):
         _, query, key, *_ = tensors
         tokens, heads, width = query.shape
         accumulated = tokens * heads * (_round_up(width, 32) + 1) * _FP32

@@ -62,10 +62,10 @@ def run(plan: RunPlan, guard: Guard) -> int:
             record=functools.partial(memory.record, step=start.progress.step),
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
-        seed_everything(config.run.seed, mesh.data.rank)
+        seed_everything(config.run.seed, mesh.loss.rank)
         state = dataclasses.replace(start.progress)
         if start.checkpoint is not None and start.saved is not None:
-            seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{state.step}:{mesh.data.rank}"
+            seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{state.step}:{mesh.loss.rank}"
             restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
         saver = Saver(
             config.checkpoint,

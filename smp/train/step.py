@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 
 from smp.data.data_pipeline import StepBatch
 from smp.faults.nonfinite import spread_nonfinite
+from smp.host_copies import to_device
 from smp.loss import count_valid_tokens
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
@@ -19,9 +20,16 @@ from smp.parallel.loss import model_loss_sum
 from smp.parallel.sharding import set_gradient_sync
 from smp.train.optimizer import step_unless
 
+Shard = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 def nothing(tag: str) -> None:
     """Do nothing: stands in for a memory tracker's function."""
+
+
+def whole_rows(microbatch: dict[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch as it is: its rows are not split over ranks."""
+    return microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +71,7 @@ def train_step(
     loss_group: dist.ProcessGroup | None = None,
     defer_sync: bool = False,
     keep_gathered: bool = False,
+    shard: Shard = whole_rows,
     record: Callable[[str], None] = nothing,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
@@ -78,16 +87,18 @@ def train_step(
         loss_group: the ranks over which losses and token counts are summed; None: all.
         defer_sync: reduce gradients once, after the last micro-batch.
         keep_gathered: free gathered parameters once, after the last micro-batch.
+        shard: takes this rank's tokens out of a micro-batch.
         record: called with the name of each phase, for the memory tracker.
         enter: called with the name of each phase, for the watchdog.
     """
-    count = sum(count_valid_tokens(m["labels"]) for m in batch.microbatches)
+    microbatches = [shard(microbatch) for microbatch in batch.microbatches]
+    count = sum(map(valid_tokens, microbatches))
     valid = torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
     counted = dist.all_reduce(valid, group=loss_group, async_op=True)
     record("Before train step")
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
-    for index, microbatch in enumerate(batch.microbatches):
-        last = index == len(batch.microbatches) - 1
+    for index, microbatch in enumerate(microbatches):
+        last = index == len(microbatches) - 1
         set_gradient_sync(model, last=last, defer=defer_sync, keep=keep_gathered)
         enter("forward")
         loss = forward(model, microbatch, device)
@@ -108,13 +119,24 @@ def train_step(
     return StepResult(loss_sum, valid, grad_norm, norms, loss_group)
 
 
-def forward(model: nn.Module, microbatch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def valid_tokens(microbatch: dict[str, Any]) -> int:
+    """Count the predictions of a micro-batch that are in the loss."""
+    return count_valid_tokens(microbatch["labels"], shifted="shift_labels" in microbatch)
+
+
+def forward(model: nn.Module, microbatch: dict[str, Any], device: torch.device) -> torch.Tensor:
     """Return the sum of the token losses of one micro-batch, 0-d."""
     # The labels stay on the host, which chooses by them the tokens that need logits.
-    others = ("sample_ids", "labels")
-    tensors = {key: value.to(device, non_blocking=True) for key, value in microbatch.items() if key not in others}
-    inputs = cast(dict[str, Any], tensors)
+    others = ("sample_ids", "labels", "shift_labels")
+    inputs = {key: _moved(value, device) for key, value in microbatch.items() if key not in others}
     if "document_bounds" in microbatch:
         longest = int(microbatch["document_bounds"].diff().max())  # on the host
         inputs |= document_lengths(inputs.pop("document_bounds"), longest)
+    shifted = microbatch.get("shift_labels")
+    if shifted is not None:
+        return model_loss_sum(model, inputs, shifted, shifted=True)
     return model_loss_sum(model, inputs, microbatch["labels"])
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return to_device(value, device) if isinstance(value, torch.Tensor) else value

@@ -27,6 +27,7 @@ from smp.faults.nonfinite import nonfinite_gradients
 from smp.log import get_logger
 from smp.memory.tracker import MemoryTracker, memory_stats
 from smp.mesh import Mesh
+from smp.parallel.context.batch import sharder
 from smp.runtime import release_cache
 from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
@@ -178,6 +179,7 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
             loss_group=trainer.mesh.loss.group,
             defer_sync=config.parallel.defer_gradient_sync,
             keep_gathered=not plan.settings[ParallelConfig].reshard_between_microbatches,
+            shard=sharder(trainer.mesh, config.parallel),
             record=mark,
             enter=trainer.guard.enter,
         )

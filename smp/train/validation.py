@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp.loss import IGNORE_INDEX, count_valid_tokens
+from smp.loss import IGNORE_INDEX
 from smp.mesh import Mesh
+from smp.parallel.context.batch import sharder
 from smp.parallel.sharding import reshard
 from smp.train.run_plan import RunPlan
-from smp.train.step import forward
+from smp.train.step import forward, valid_tokens
 
 # Of a validation during training, unless --validation_batches is given.
 BATCHES = 10
@@ -44,13 +45,15 @@ def validate(plan: RunPlan, model: nn.Module, mesh: Mesh, *, enter: Callable[[st
     samples = plan.validation_data.samples_per_epoch
     limit = settings.validation_batches or (samples if settings.evaluate_only else BATCHES)
     batches = min(limit, -(-samples // rows))
+    shard = sharder(mesh, plan.config.parallel)
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=plan.device)
     for _, batch in zip(range(batches), plan.validation_data, strict=False):
         for microbatch in batch.microbatches:
             microbatch["labels"][microbatch["sample_ids"] >= samples] = IGNORE_INDEX
-            total[0] += forward(model, microbatch, plan.device)
-            total[1] += count_valid_tokens(microbatch["labels"])
+            own = shard(microbatch)
+            total[0] += forward(model, own, plan.device)
+            total[1] += valid_tokens(own)
         enter("validation")  # each batch has the time of a phase
     model.train()
     reshard(model)

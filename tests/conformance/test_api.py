@@ -322,7 +322,7 @@ def _bad_transforms():
     with pytest.raises(smp.UserError, match="mixture-of-experts"):
         smp.transform(model, config=object())
     with pytest.raises(smp.UserError, match="cp_comm_type"):
-        smp.transform(model, cp_comm_type="all_gather")
+        smp.transform(model, cp_comm_type="ring")
     assert smp.transform(model, dtype=torch.float32) is model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     for key, value in (("sm_activation_offloading", 3), ("activation_loading_horizon", 0), ("random_seed", -1)):

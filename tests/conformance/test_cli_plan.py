@@ -105,6 +105,18 @@ def test_the_fastest_that_fit_come_with_flags_to_copy(planner, call):
     assert planner.asked[-1][3] is True and not any(asked[3] for asked in planner.asked[:-1])
 
 
+def test_a_job_that_splits_sequences_is_planned(planner, call):
+    words = ["--max_context_width", 32768, "--train_batch_size", 1]
+    status, out, _ = call(*TINY, *words, "--context_parallel_degree", 2, "--search", 0)
+    assert status == 0 and "32,768 tokens a step" in out and "(cp 2 inside)" in out  # one sequence of two devices
+    assert planner.asked[-1][0].count("--context_parallel_degree") == 1
+    # One sequence a step, for two devices.
+    status, out, _ = call(*TINY, *words, "--global_batch_size", 1, "--tensor_parallel_degree", 1)
+    assert status == 0 and re.search("^ +shard +tp +cp +batch", out, re.M) and "--context_parallel_degree 2" in out
+    assert "context" not in next(line for line in out.splitlines() if line.startswith("Not tried"))
+    assert not re.search("^ +shard +tp +cp", call(*TINY)[1], re.M)
+
+
 def test_what_does_not_fit_says_because_of_what(planner, call):
     planner.factor = 21.0
     status, out, _ = call(*TINY)

@@ -253,6 +253,12 @@ def choose(words, *, nodes=1, memory=80.0):
     return " ".join(choice.arguments), "\n".join(choice.lines)
 
 
+def test_sizes_of_a_job_that_splits_sequences():
+    words, text = choose("--model llama3_8b --max_context_width 65536 --context_parallel_degree 4 --train_batch_size 1")
+    assert words == "--hybrid_shard_degree 4 --tensor_parallel_degree 1"
+    assert "dp_shard 4 (cp 4 inside)" in text and "131,072 tokens in each round" in text  # two sequences
+
+
 def test_sizes_follow_from_memory_and_what_was_given():
     sizes = "--hybrid_shard_degree {} --tensor_parallel_degree {} --train_batch_size {}"
     # SMP v2's own recipes for 40 GiB: 7B on 8 GPUs, batch 4; 70B on 256 GPUs, batch 2.

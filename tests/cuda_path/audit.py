@@ -45,6 +45,30 @@ def is_real(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+_pinned: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets the address
+_PINNED = "_audit_pinned"  # attribute of fake tensors, which have no memory
+
+
+def note_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Count the memory of a tensor as page-locked from now on; returns the tensor."""
+    if is_real(tensor):
+        storage = tensor.untyped_storage()
+        _pinned[storage.data_ptr()] = storage
+    else:
+        setattr(tensor, _PINNED, True)
+    return tensor
+
+
+def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
+    """Return whether a tensor's memory is page-locked."""
+    return tensor.untyped_storage().data_ptr() in _pinned if is_real(tensor) else hasattr(tensor, _PINNED)
+
+
+def pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Stand in for the method of tensors."""
+    return tensor if is_pinned(tensor) else note_pinned(tensor.clone())
+
+
 def is_cuda(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
 
@@ -67,6 +91,8 @@ class Audit(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self._fake = fake
+        tensor: Any = torch.Tensor
+        tensor.pin_memory, tensor.is_pinned = pin_memory, is_pinned  # in place of the shim's, which all memory passes
         self.clear()
 
     def clear(self) -> None:
@@ -101,6 +127,9 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
+        asked = name == "aten._to_copy.default" and is_cuda(kwargs) and kwargs.get("non_blocking")
+        if asked and args[0].device.type == "cpu" and not is_pinned(args[0]):  # CUDA waits, and says nothing
+            self.syncs[f"copy of memory that is not pinned @ {where()}"] += 1
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if any(is_real(each) for each in tensors):  # batches are
             if all(is_real(each) for each in tensors) and not is_cuda(kwargs):

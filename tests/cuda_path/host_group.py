@@ -11,15 +11,15 @@ from torch._C._distributed_c10d import Work
 NAME = "hostcuda"
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.ops.cuda_shim.on_host(value) if value.is_cuda else value
-    return [_on_host(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [on_host(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _forwarded(name: str) -> Any:
     def call(self: HostGroup, *arguments: Any, **options: Any) -> Work:
-        return getattr(self._gloo, name)(*map(_on_host, arguments), **options)
+        return getattr(self._gloo, name)(*map(on_host, arguments), **options)
 
     return call
 

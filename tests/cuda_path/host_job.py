@@ -32,6 +32,25 @@ def let_storages_resize() -> None:
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
+def let_flash_attention_run() -> None:
+    """Stand in for flash-attn's operators, which have no kernels for CPUs; as written here they take any dtype."""
+    import torch
+
+    from smp.parallel.context import kernels
+    from tests.cuda_path.host_group import on_host
+    from tests.unit.test_context_kernels import FlashAttention
+
+    kernels.GPU_DTYPES.append(torch.float32)
+    written = FlashAttention()
+    for name in ("forward", "backward"):
+        original = getattr(written, name)
+
+        def call(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            return tuple(tensor.to("cuda") for tensor in original(*map(on_host, args), **kwargs))
+
+        setattr(torch.ops.aten, f"_flash_attention_{name}", call)
+
+
 if __name__ == "__main__":
     fake_cuda.install(devices=8)
 
@@ -41,5 +60,6 @@ if __name__ == "__main__":
 
     host_group.register()
     let_storages_resize()
+    let_flash_attention_run()
     runtime.choose_backend = lambda comm, device: host_group.NAME
     sys.exit(job.main(sys.argv[2:]))

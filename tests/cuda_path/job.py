@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.plan import fake_cuda
 from smp.plan import world as planned_world
+from tests.cuda_path import audit
 
 
 def _replace(owner: Any, name: str, make: Any, *, static: bool = False) -> None:
@@ -31,6 +32,8 @@ def _let_fakes_pass() -> None:
         def tensor(data: Any, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
             with unset_fake_temporarily():
                 made = original(data, dtype=dtype, **kwargs)
+            if kwargs.get("pin_memory"):
+                audit.note_pinned(made)
             if device is None or torch.device(device).type == "cpu":
                 return made
             return made.to(device)  # from pageable memory: a blocking copy
@@ -92,7 +95,6 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     from smp.train import trainer
     from smp.train.arguments import parse_args
     from smp.train.run_plan import make_plan
-    from tests.cuda_path.audit import Audit
 
     world, wanted = settings.get("world", 8), settings.get("steps", 3)
     fake_cuda.install(devices=min(world, 8))
@@ -102,17 +104,17 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     mode = planned_world.fake_mode()
     _let_fakes_pass()
     _let_run_pass(mode)
-    audit, steps, optimizers = Audit(mode), [], []
+    audited_mode, steps, optimizers = audit.Audit(mode), [], []
 
     def audited(train_step: Any) -> Any:
         def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             optimizers[:] = [optimizer]
             if steps:
-                steps[-1] = audit.report()
+                steps[-1] = audited_mode.report()
             if len(steps) == wanted:
                 raise EnoughError
             steps.append({})
-            audit.clear()
+            audited_mode.clear()
             fake_cuda.Event.now += 1
             return train_step(model, optimizer, *args, **kwargs)
 
@@ -121,7 +123,7 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     def entered(prepare_model: Any) -> Any:
         def prepare(*args: Any, **kwargs: Any) -> Any:  # the mesh is made before, from real tensors
             modes.enter_context(mode)
-            modes.enter_context(audit)
+            modes.enter_context(audited_mode)
             return prepare_model(*args, **kwargs)
 
         return prepare

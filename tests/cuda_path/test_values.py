@@ -16,6 +16,7 @@ JOB = (
     *("--vocab_size", "128", "--max_context_width", "32", "--max_steps", "4", "--use_synthetic_data", "1"),
     *("--checkpoint_freq", "2", "--save_final_model", "0", "--bf16", "0"),
 )  # fmt: skip
+DOCUMENTS = "--document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer"
 
 
 def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[float, float]]:
@@ -37,7 +38,10 @@ def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[f
         "--tensor_parallel_degree 2",
         "--offload_activations 1 --activation_loading_horizon 1",
         "--cpu_offload 1",
-        "--checkpoint_type async_sharded --document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer",
+        "--context_parallel_degree 2 --cp_comm_type all_gather --gradient_accumulation_steps 2",
+        f"--context_parallel_degree 2 --cp_comm_type p2p {DOCUMENTS}",
+        "--context_parallel_degree 2 --cp_comm_type all_to_all --activation_checkpointing_mode selective",
+        f"--checkpoint_type async_sharded {DOCUMENTS}",
     ],
 )
 def test_values_are_those_of_the_cpu(flags, tmp_path):

@@ -20,6 +20,7 @@ TIED = ("--tie_word_embeddings", "1", "--activation_checkpointing", "0", "--loss
 FULL, ZERO2 = ("--sharding_strategy", "full_shard"), ("--sharding_strategy", "shard_grad_op")
 SELECTIVE, TP2 = ("--activation_checkpointing_mode", "selective"), ("--tensor_parallel_degree", "2")
 ACCUMULATED = ("--gradient_accumulation_steps", "4")
+CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
 OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
 
 # Processes, backend, flags.
@@ -41,6 +42,12 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "GPT-NeoX": (2, "gloo", (*NEOX, *FULL)),
     "GPT-NeoX over smddp, tied": (4, "smddp", (*NEOX, *TIED, *FULL)),
     "Mistral, selective": (2, "smddp", (*MISTRAL, *FULL, *SELECTIVE)),
+    "cp, gathered keys": (2, "smddp", (*LLAMA, *FULL, *CP2, "all_gather")),
+    "cp, ring, selective": (2, "smddp", (*LLAMA, *FULL, *CP2, "p2p", *SELECTIVE)),
+    "cp, heads": (2, "gloo", (*LLAMA, *FULL, *CP2, "all_to_all")),
+    "cp and tp, padded": (4, "smddp", (*LLAMA, *FULL, *TP2, *CP2, "all_gather", "--max_context_width", "61")),
+    "cp and sharding, accumulation": (4, "gloo", (*LLAMA, *FULL, *CP2, "p2p", "--gradient_accumulation_steps", "3")),
+    "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
 SMOKE = ("accumulation",)
 

@@ -97,8 +97,11 @@ def test_it_is_exported_or_refused_with_a_sentence(saved, tmp_path, capsys):
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_job_goes_on_from_it(name, tmp_path):
+SPLIT = ["--context_parallel_degree", "2"]  # a degree that their manifests do not have
+
+
+@pytest.mark.parametrize(("name", "more"), [*((name, []) for name in JOBS), ("job_sharded", SPLIT)])
+def test_a_job_goes_on_from_it(name, more, tmp_path):
     world, words = JOBS[name]
     run = pathlib.Path(shutil.copytree(DATA / name, tmp_path / name))
     expected = plain(run)
@@ -113,7 +116,7 @@ def test_a_job_goes_on_from_it(name, tmp_path):
 
         train_main.train = compared
 
-    words = [*FLAGS, *words, "--output_dir", run, "--max_steps", 4, "--resume_from_checkpoint", "latest"]
+    words = [*FLAGS, *words, *more, "--output_dir", run, "--max_steps", 4, "--resume_from_checkpoint", "latest"]
     run_job(*words, world_size=world, prepare=prepare).succeeded()
     metrics = read_metrics(run)
     assert len(metrics) == len(EXPECTED[name]) == 2

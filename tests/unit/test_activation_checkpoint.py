@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel import activation_checkpoint
 from smp.parallel.activation_checkpoint import _policy, apply_activation_checkpointing, checkpointed_blocks
+from smp.parallel.context.technique import split_sequences
 from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
 from tests.reference import build_reference, global_batch
@@ -159,7 +161,8 @@ def _kept(operation) -> bool:
 def test_what_selective_keeps_is_predicted(name, monkeypatch):
     contexts = []
     made = activation_checkpoint._selective_contexts
-    monkeypatch.setattr(activation_checkpoint, "_selective_contexts", lambda: contexts.append(made()) or contexts[-1])
+    noted = lambda *given: contexts.append(made(*given)) or contexts[-1]  # noqa: E731
+    monkeypatch.setattr(activation_checkpoint, "_selective_contexts", noted)
     model = build_reference(name, torch.float32)
     apply_activation_checkpointing(blocks_of(model), mode="selective")
     ids, _ = global_batch(0)
@@ -220,3 +223,19 @@ def _split_modes(sequence):
 @pytest.mark.parametrize("sequence", [True, False])
 def test_selective_keeps_exchanges(sequence):
     run_distributed(_split_modes, sequence, world_size=2, backend="smddp")
+
+
+def test_selective_recomputes_attention_that_is_a_sum_over_ranks():
+    """Its pieces would be saved one by one, more of them the more ranks there are."""
+    model = build_reference("llama_gqa", torch.float32)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    for split, kept in ((False, CheckpointPolicy.MUST_SAVE), (True, CheckpointPolicy.PREFER_RECOMPUTE)):
+        if split:
+            split_sequences(model, "p2p")
+        block = copy.deepcopy(model.model.layers[0])
+        with mock.patch.object(activation_checkpoint, "create_selective_checkpoint_contexts") as create:
+            apply_activation_checkpointing([block], mode="selective")
+            block.forward.keywords["context_fn"]()
+        decide = create.call_args.args[0]
+        assert decide(mock.Mock(is_recompute=False), kernel) is kept, split
+        assert decide(mock.Mock(is_recompute=False), torch.ops.aten.mm.default) is CheckpointPolicy.MUST_SAVE

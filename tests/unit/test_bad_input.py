@@ -14,10 +14,17 @@ import shutil
 import pytest
 
 import smp.cli
+from smp.config import ParallelConfig, Settings
+from smp.mesh import lay_out
+from smp.models.registry import family_of
+from smp.parallel import context
+from smp.parallel.technique import Setup
 from tests.job import LLAMA, NEOX, run_job
+from tests.zoo import tiny_config
 
 SYNTHETIC = ["--use_synthetic_data", "1", "--max_steps", "1"]
 ROW = json.dumps({"input_ids": [1, 2, 3]}) + "\n"
+SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
 
 
 def snapshot(folder: pathlib.Path) -> dict[str, tuple[int, bytes]]:
@@ -185,6 +192,106 @@ def test_tensor_parallel_degrees(processes, degree, words, patterns, refused):
     model = [] if "--model_type" in words else LLAMA
     model = model or [word for word in NEOX if word not in ("--model_type", "gpt_neox")]
     expect(refused(*model, *SYNTHETIC, *planned, *words), *patterns)
+
+
+SPLIT = ["--context_parallel_degree", 2]
+
+CONTEXT = [  # processes, settings, what is said
+    (4, [*SPLIT, "--attn_implementation", "eager"],
+     "--attn_implementation eager would have no effect: under --context_parallel_degree 2 .*: leave it out$"),
+    (4, [*SPLIT, "--sharding_strategy", "no_shard"], "degree of 1, .*: choose another --sharding_strategy, or"),
+    (4, ["--context_parallel_degree", 0], "--context_parallel_degree must be at least 1, got 0"),
+    (4, ["--context_parallel_degree", 3], "degree 3 does not divide the sharding degree of 4, .* from 1, 2, 4$"),
+    (4, ["--context_parallel_degree", 4, "--shard_degree", 2],
+     "degree 4 does not divide the sharding degree of 2, .*: choose --hybrid_shard_degree from 4, or .* from 1, 2$"),
+    (16, ["--context_parallel_degree", 16], "degree 16 does not divide .* of 8, .* --hybrid_shard_degree from 16, or"),
+    (4, [*SPLIT, "--shard_degree", 1], "degree of 1, .*: choose --hybrid_shard_degree from 2, 4, or choose .* from 1$"),
+    (4, [*SPLIT, "--tensor_parallel_degree", 4], "2 does not divide the sharding degree of 1, .* degree from 1$"),
+    (4, [*SPLIT, "--attn_pdrop", 0.1],
+     r"degree 2: attention dropout is 0.1, .*\(--attn_pdrop 0 leaves it out\): use --context_parallel_degree 1$"),
+    (4, [*SPLIT, "--compile", 1], "degree 2: the exchanges of attention cannot be compiled: leave --compile 1 out$"),
+    (4, [*SPLIT, "--attn_implementation", "sdpa"], "--attn_implementation sdpa would have no effect: .*: leave it"),
+    (4, [*SPLIT, "--cp_comm_type", "ring"], "--cp_comm_type takes auto, p2p, all_gather, all_to_all, got 'ring'"),
+    (8, ["--context_parallel_degree", 8, "--cp_comm_type", "all_to_all"],
+     "--cp_comm_type all_to_all gives each of the 8 ranks as many heads, .* has 4: use all_gather or p2p"),
+    (4, [*SPLIT, "--tensor_parallel_degree", 2, "--num_heads", 2, "--cp_comm_type", "all_to_all"],
+     "each of the 2 ranks as many heads, and a tensor-parallel rank has 1: use all_gather or p2p"),
+]  # fmt: skip
+
+
+def _full(cases, quick):
+    """Let the cases after the first ``quick`` ones be of ``make test-all`` alone."""
+    return [case if i < quick else pytest.param(*case, marks=pytest.mark.full) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("processes", "words", "pattern"), _full(CONTEXT, 2), ids=str)
+def test_sequences_split_over_ranks(processes, words, pattern, refused):
+    expect(refused(*LLAMA, *SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", processes, *words), pattern)
+
+
+# Types of transformers with something that attention over ranks does not know: changes, what is said.
+UNFIT = {
+    "gemma2": ({}, "its attention function takes softcap, which changes the scores"),
+    "gptj": ({}, "its blocks call none of the attention functions in transformers' registry"),
+    "bloom": ({}, "its blocks call none of the attention functions in transformers' registry"),
+    "falcon": ({"alibi": True}, "its blocks call none of the attention functions in transformers' registry"),
+    "stablelm": ({}, "its blocks do not hand on keywords to the attention function"),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"] * 2}, r"tokens meet outside of attention \(it has conv layers\)",
+    ),
+    "llama": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        r"its rotary embedding \(dynamic\) is another for each length of a rank's tokens",
+    ),
+    "phi3": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8, "original_max_position_embeddings": 32,
+            }
+        },
+        r"its rotary embedding \(longrope\) is another for each length of a rank's tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "sentence"), _full([(name, *told) for name, told in UNFIT.items()], 1)
+)
+def test_models_whose_sequences_cannot_be_split(model_type, change, sentence):
+    config = tiny_config(model_type)
+    config.update(change)
+    setup = Setup(family_of(config), lay_out(1, 4, 1, 2), Settings((ParallelConfig(context_parallel_degree=2),)))
+    expect(
+        context.problems(config, setup), f"^--context_parallel_degree 2: {sentence}: use --context_parallel_degree 1$"
+    )
+
+
+@pytest.mark.full
+def test_a_job_refuses_a_model_whose_sequences_cannot_be_split(refused, tmp_path):
+    tiny_config("gemma2").save_pretrained(tmp_path / "model")
+    words = ["--model", tmp_path / "model", *SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", 4, *SPLIT]
+    expect(refused(*words), "--context_parallel_degree 2: its attention function takes softcap, .*degree 1$")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_padding_on_the_left_under_context_parallelism(evaluates, tmp_path):
+    """Found in the data, by the ranks that read it: all end, with one sentence."""
+    rows = [{"input_ids": [*range(1, 9)], "attention_mask": [1] * 8}] * 6
+    rows.append({"input_ids": [*range(8)], "attention_mask": [0, 0, *[1] * 6]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*LLAMA, "--max_context_width", 8, "--shuffle_data", 0, "--train_batch_size", 1, "--val_batch_size", 1]
+    words += ["--max_steps", 7, *SPLIT, "--shard_degree", 2, "--data_cache_dir", tmp_path / "cache"]
+    words += ["--evaluate_only", 1, "--test_dir", tmp_path] if evaluates else ["--training_dir", tmp_path]
+    outcome = run_job(*words, "--output_dir", tmp_path / "run", world_size=4)
+    sentence = (
+        r"attention_mask hides a token before one that it shows, and context parallelism takes padding on the right"
+    )
+    assert len(re.findall(sentence, outcome.output)) == 1 and "Traceback" not in outcome.output, outcome.output
+    assert 2 in outcome.statuses and set(outcome.statuses) <= {1, 2}, outcome
+    run_job(*words, "--document_mask", 1, "--tokenizer_name_or_dir", SAMPLE / "tokenizer", "--vocab_size", 2048,
+            "--output_dir", tmp_path / "other", world_size=4).succeeded()  # fmt: skip
 
 
 def test_unknown_model_names_the_nearest(refused):

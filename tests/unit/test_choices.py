@@ -68,6 +68,12 @@ def test_later_choices_see_earlier_ones_also_in_the_memory_that_they_ask_for(sho
     assert asked == [{"compile": True, "offload_activations": True}, {"compile": False}]
 
 
+def test_the_first_choice_of_a_setting_stays(shown):
+    settings = undecided()
+    first, second = Choice(COMPILE, False, "it cannot be"), Choice(COMPILE, True, "a compiler is here")
+    assert choose(settings, situation(settings), [chooser(first), chooser(second)]) == [first]
+
+
 def test_until_a_gpu_has_shown_it_the_plain_value_is_chosen_and_says_so():
     settings = undecided()
     (choice,) = choose(settings, situation(settings), [chooser(*MADE)])
@@ -100,7 +106,8 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     monkeypatch.setattr(technique, "overlap_obstacle", lambda degree, device_type: "")
     may_be = {name for name, flag in FLAGS.items() if flag.field.metadata["plain"] is not None}
     plan = plan_of(["--sharding_strategy", "full_shard"], tmp_path)
-    plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, "--tensor_parallel_degree", 2]))
+    degrees = ["--tensor_parallel_degree", 2, "--context_parallel_degree", 2]
+    plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, *degrees]))
     seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config)
     made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(seen)]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be

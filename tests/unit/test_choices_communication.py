@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from smp.config import ParallelConfig, Settings
-from smp.parallel import sharding, tensor
+from smp.parallel import context, sharding, tensor
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.tensor import technique
 
 
-def situation(*, accumulation: int = 1, fits: bool = True, **parallel) -> Situation:
-    return Situation(None, Settings((ParallelConfig(**parallel),)), "cuda", accumulation, lambda **values: fits)
+def situation(*, accumulation: int = 1, fits: bool = True, model=None, **parallel) -> Situation:
+    return Situation(model, Settings((ParallelConfig(**parallel),)), "cuda", accumulation, lambda **values: fits)
 
 
 def test_parameters_stay_gathered_between_microbatches_where_they_fit():
@@ -39,3 +41,25 @@ def test_exchanges_overlap_where_gpus_read_each_other(why, change, chosen, reaso
     assert found == [Choice("tp_overlap", chosen, reason or why)]
     assert asked == ([] if "sequence_parallel" in change else [(8, "cuda")])
     assert [*tensor.choose(situation())] == []  # nothing is split
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "cp", "tp", "expected"),
+    [
+        (32, 8, 2, 1, "all_gather"),
+        (32, 8, 4, 1, "all_gather"),
+        (32, 8, 8, 1, "all_to_all"),
+        (32, 8, 8, 8, "all_gather"),  # four heads of a tensor-parallel rank for eight ranks
+        (32, 32, 2, 1, "all_gather"),  # as much either way
+        (32, 32, 4, 1, "all_to_all"),
+        (32, None, 4, 1, "all_to_all"),
+    ],
+)
+def test_heads_are_exchanged_where_that_moves_less_than_keys(heads, keys, cp, tp, expected):
+    model = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=keys)
+    choice, *others = context.choose(situation(model=model, context_parallel_degree=cp, tensor_parallel_degree=tp))
+    assert (choice.name, choice.value) == ("cp_comm_type", expected)
+    assert choice.reason == f"a key has {heads // (keys or heads)} queries, and a sequence is split over {cp} ranks"
+    # For which there is no choice: before others choose.
+    assert [(other.name, other.value) for other in others] == [("attn_implementation", "sdpa"), ("compile", False)]
+    assert [*context.choose(situation(model=model))] == []  # nothing is split

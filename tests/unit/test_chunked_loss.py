@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import smp
 from smp.config import LossConfig, Settings
 from smp.errors import UserError
+from smp.loss import shift_labels
 from smp.models.family import LogitTransform
 from smp.parallel import choices
 from smp.parallel.loss import Targets, chunk_loss, linear_cross_entropy, model_loss_sum
@@ -121,7 +122,7 @@ def test_ignored_tokens_get_no_logits(monkeypatch):
     found = gradients(labels)
     assert rows == [5] and valid.sum() == 5
     rows.clear()
-    expected = gradients(Targets(labels))  # all tokens, as where the labels are on a GPU
+    expected = gradients(Targets(shift_labels(labels)))  # all tokens, as where the labels are on a GPU
     assert rows == [5, 5, 5, 5, 1]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -131,7 +132,7 @@ def test_ignored_tokens_get_no_logits(monkeypatch):
 def test_without_ignored_tokens_nothing_is_chosen(monkeypatch):
     labels = inputs(torch.float64)[3].clamp(min=0)
     rows = counted(monkeypatch)
-    for one, other in zip(gradients(labels), gradients(Targets(labels)), strict=True):
+    for one, other in zip(gradients(labels), gradients(Targets(shift_labels(labels))), strict=True):
         assert torch.equal(one, other)
     assert rows == 2 * [5, 5, 5, 5, 1]
 

@@ -34,8 +34,11 @@ from smp.config import Settings
 from smp.errors import UserError
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
-from smp.models.registry import build_model
+from smp.models.registry import build_model, family_of
+from smp.parallel import context
+from smp.parallel.context.batch import sharder
 from smp.parallel.parallelize import prepare_model
+from smp.parallel.technique import Setup
 from smp.runtime import Launch, process_group
 from smp.train import garbage, trainer, validation
 from smp.train import step as one_step
@@ -416,3 +419,28 @@ def test_tensor_parallelism(tmp_path):
     kept = calls(*split, "--tp_save_gathered", 1)
     # Two of each block; the head's gradients are made in forward.
     assert sequence["all_gather"] - kept["all_gather"] == 2 * 2
+
+
+@check("context_parallel_degree", "cp_comm_type", "cp_load_balance")
+def test_context_parallelism():
+    def laid_out(*words):
+        config = parse([*LLAMA, *SYNTHETIC, "--sharding_strategy", "full_shard", *words])
+        return config, resolve_mesh(config.parallel, world_size=4, local_world_size=4)
+
+    def held(*words):
+        """The tokens of rank 0, and the attention function of its blocks."""
+        config, mesh = laid_out(*words)
+        ids = torch.arange(16)[None]
+        found = sharder(mesh, config.parallel)({"input_ids": ids, "labels": ids})
+        model = build_model(resolve_model(config.model).hf_config, attn_implementation="sdpa")
+        context.apply(model, Setup(family_of(model.config), mesh, Settings((config.parallel,))))
+        (attention,) = {block.self_attn.config._attn_implementation for block in model.model.layers}
+        return found["input_ids"][0].tolist(), attention, mesh.data.size
+
+    split = ["--context_parallel_degree", 2]
+    assert held() == ([*range(16)], "sdpa", 4)
+    assert held(*split) == ([0, 1, 2, 3, 12, 13, 14, 15], "smp_context_all_gather", 2)
+    assert held("--context_parallel_degree", 4) == ([0, 1, 14, 15], "smp_context_all_gather", 1)
+    for exchange in ("p2p", "all_gather", "all_to_all"):
+        assert held(*split, "--cp_comm_type", exchange)[1] == f"smp_context_{exchange}"
+    assert held(*split, "--cp_load_balance", 0)[0] == [*range(8)]

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from smp.config import ActivationConfig, LossConfig, Settings
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.memory.advice import advice_text, changes_that_help
 from smp.memory.plan import estimate_memory
@@ -377,7 +377,9 @@ def test_out_of_memory_is_known(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-SETTINGS = Settings((ActivationConfig(activation_checkpointing=False), LossConfig(loss_chunk_tokens=0)))
+SETTINGS = Settings(
+    (ParallelConfig(), ActivationConfig(activation_checkpointing=False), LossConfig(loss_chunk_tokens=0))
+)
 WORK = Workload(sequence_length=4096, micro_batch_size=2, compute_bytes=2, settings=SETTINGS)
 
 

@@ -1,18 +1,22 @@
 """Degrees by SMP v2's rules, and the order of ranks in the mesh."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from smp.config import ParallelConfig
 from smp.errors import ConfigError, UserError
-from smp.mesh import lay_out, resolve_mesh, sharding_choices
+from smp.mesh import lay_out, resolve_mesh, sharding_choices, tensor_parallel_choices
 from tests.distributed import run_distributed
 
 
-def degrees(strategy="hybrid_shard", degree=0, world=16, local=8, tp=1):
-    parallel = ParallelConfig(sharding_strategy=strategy, hybrid_shard_degree=degree, tensor_parallel_degree=tp)
+def degrees(strategy="hybrid_shard", degree=0, world=16, local=8, tp=1, cp=1):
+    parallel = ParallelConfig(
+        sharding_strategy=strategy, hybrid_shard_degree=degree, tensor_parallel_degree=tp, context_parallel_degree=cp
+    )
     found = resolve_mesh(parallel, world_size=world, local_world_size=local)
-    assert found.tp.size == tp and found.world_size == world
+    assert (found.tp.size, found.cp.size, found.world_size) == (tp, cp, world)
+    assert found.data.size * cp == found.loss.size == world // tp
     return found.replicas.size, found.shard.size, found.reshard_after_forward
 
 
@@ -193,3 +197,136 @@ def _check_data_group():
 
 def test_the_group_of_ranks_that_read_other_data():
     run_distributed(_check_data_group, world_size=4)
+
+
+# --- Context parallelism
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        # As without it: the ranks of a sequence are counted in the sharding degree.
+        ({"cp": 2}, (2, 8, True)),
+        ({"cp": 8}, (2, 8, True)),
+        ({"cp": 2, "tp": 2}, (2, 4, True)),
+        ({"cp": 4, "tp": 2, "degree": 4}, (2, 4, True)),
+        ({"cp": 2, "degree": 2}, (8, 2, True)),
+        ({"cp": 16, "strategy": "full_shard"}, (1, 16, True)),
+        ({"cp": 2, "strategy": "shard_grad_op"}, (1, 16, False)),
+        ({"cp": 2, "strategy": "_hybrid_shard_zero2"}, (2, 8, False)),
+        ({"cp": 3, "world": 12, "local": 6}, (2, 6, True)),
+        ({"cp": 2, "strategy": "auto", "tp": 8}, (1, 2, True)),
+    ],
+)
+def test_degree_rules_under_context_parallelism(change, expected):
+    assert degrees(**change) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"cp": 3},
+            r"--context_parallel_degree 3 does not divide the sharding degree of 8, .*: choose a .* 1, 2, 4, 8$",
+        ),
+        (
+            {"cp": 16},  # of one host
+            r"degree 16 .* degree of 8, .*: choose --hybrid_shard_degree from 16, or choose a .* from 1, 2, 4, 8$",
+        ),
+        (
+            {"cp": 4, "degree": 2},
+            r"degree 4 does not divide .* of 2, .*: choose --hybrid_shard_degree from 4, 8, 16, or .* from 1, 2$",
+        ),
+        ({"cp": 2, "degree": 1}, r"divide .* of 1, .*: choose --hybrid_shard_degree from 2, 4, 8, 16, or .* from 1$"),
+        ({"cp": 2, "strategy": "no_shard"}, r"divide .* of 1, .*: choose another --sharding_strategy, or .* from 1$"),
+        ({"cp": 2, "tp": 16}, r"--context_parallel_degree 2 does not divide .* counted: choose a context.* from 1$"),
+    ],
+)
+def test_sequences_that_cannot_be_split_over_so_many_ranks(change, sentence):
+    with pytest.raises(UserError, match=sentence):
+        degrees(**change)
+
+
+def roles_of(mesh):
+    return {name: (role.size, role.rank) for name in ROLES if (role := getattr(mesh, name))}
+
+
+ROLES = ("replicas", "shard", "tp", "cp", "data", "loss")
+
+
+def test_a_mesh_that_is_laid_out_knows_the_ranks_of_a_sequence():
+    parallel = ParallelConfig(hybrid_shard_degree=4, tensor_parallel_degree=2, context_parallel_degree=2)
+    mesh = resolve_mesh(parallel, world_size=16, local_world_size=16, rank=11)
+    # Rank 11: replica 1; in it the second of four that shard, the second half of a sequence; the second of tp.
+    assert roles_of(mesh) == {
+        "replicas": (2, 1), "shard": (4, 1), "tp": (2, 1), "cp": (2, 1), "data": (4, 2), "loss": (8, 5),
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="laid out"):
+        _ = mesh.cp.group
+    assert mesh.degrees == {"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2, "reshard_after_forward": True}
+    assert str(mesh) == "dp_replicate 2 x dp_shard 4 (cp 2 inside) x tp 2"
+    assert str(lay_out(2, 4, 2)) == "dp_replicate 2 x dp_shard 4 x tp 2"
+
+
+def test_every_layout_without_processes_agrees_with_its_degrees():
+    """For each rank: the same data on all ranks of a sequence, and other samples or tokens on all of a loss."""
+    for replicas, shard, tp, cp in ((2, 4, 2, 2), (1, 8, 1, 4), (3, 2, 1, 2), (1, 4, 2, 4)):
+        meshes = [lay_out(replicas, shard, tp, cp, rank=rank) for rank in range(replicas * shard * tp)]
+        assert {mesh.world_size for mesh in meshes} == {len(meshes)}
+        seen = {(mesh.data.rank, mesh.cp.rank, mesh.tp.rank) for mesh in meshes}
+        assert len(seen) == len(meshes)
+        assert {(mesh.replicas.rank, mesh.shard.rank, mesh.tp.rank) for mesh in meshes} == {
+            (r, s, t) for r in range(replicas) for s in range(shard) for t in range(tp)
+        }
+        for mesh in meshes:
+            assert mesh.loss.rank == mesh.data.rank * cp + mesh.cp.rank == mesh.replicas.rank * shard + mesh.shard.rank
+            assert mesh.shard.rank % cp == mesh.cp.rank  # neighbours inside a sharding group
+
+
+def test_other_layouts_keep_the_ranks_of_a_sequence():
+    mesh = lay_out(2, 4, 2, 2)
+    others = [(other.replicas.size, other.shard.size, other.cp.size) for other in mesh.alternatives()]
+    assert others == [(4, 2, 2), (2, 4, 2), (1, 8, 2)]
+    assert all(other.reshard_after_forward for other in mesh.alternatives())
+    assert mesh.fully_sharded() == lay_out(1, 8, 2, 2) and mesh.fully_sharded(times=2) == lay_out(1, 16, 2, 2)
+    assert mesh.with_tensor_parallelism(4) == lay_out(2, 2, 4, 2)
+    assert mesh.with_tensor_parallelism(8) is None  # one rank would be left for two parts of a sequence
+    assert lay_out(4, 2, 1, 2).with_tensor_parallelism(4) == lay_out(1, 2, 4, 2)
+    shards = sharding_choices(world_size=24, local_world_size=8, tp=2, cp=4)
+    assert [(other.replicas.size, other.shard.size) for other in shards] == [(3, 4), (1, 12)]
+    assert {other.cp.size for other in shards} == {4}
+    assert tensor_parallel_choices(16) == [1, 2, 4, 8, 16]
+    assert tensor_parallel_choices(16, cp=4) == [1, 2, 4]
+    assert tensor_parallel_choices(16, cp=4, most_data=2) == [2, 4]
+
+
+def _check_context_order(tp):
+    parallel = ParallelConfig(hybrid_shard_degree=4 // tp, tensor_parallel_degree=tp, context_parallel_degree=2)
+    mesh = resolve_mesh(parallel, world_size=8, local_world_size=8, rank=dist.get_rank()).join("cpu")
+    assert roles_of(mesh) == roles_of(resolve_mesh(parallel, world_size=8, local_world_size=8, rank=dist.get_rank()))
+    for name in ROLES:
+        role = getattr(mesh, name)
+        ranks = dist.get_process_group_ranks(role.group)
+        assert len(ranks) == role.size and ranks[role.rank] == dist.get_rank(), name
+    rank = dist.get_rank()
+    (sequence, half), inner = divmod(rank // tp, 2), rank % tp
+    assert dist.get_process_group_ranks(mesh.cp.group) == [2 * tp * sequence + inner, 2 * tp * sequence + tp + inner]
+    other_data = [2 * tp * each + tp * half + inner for each in range(4 // tp)]
+    assert dist.get_process_group_ranks(mesh.data.group) == other_data
+    assert dist.get_process_group_ranks(mesh.loss.group) == list(range(inner, 8, tp))
+    assert (mesh.data_rank, mesh.data_size) == (sequence, 4 // tp)
+    # None stands for all.
+    assert (mesh.data_group and dist.get_process_group_ranks(mesh.data_group)) == (
+        None if tp == 1 else list(range(inner, 8, 2))
+    )
+    assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
+    for group in (mesh.cp.group, mesh.data.group):
+        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=group)
+        assert total == sum(dist.get_process_group_ranks(group))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_ranks_of_a_sequence_are_neighbours(tp):
+    run_distributed(_check_context_order, tp, world_size=8, timeout=77)

@@ -33,9 +33,10 @@ def test_readme_has_the_counts_of_the_page():
     page, readme = ((ROOT / name).read_text() for name in ("docs/models.md", "README.md"))
     counts = {what: int(number) for what, number in re.findall(r"^\| ([a-z ]+) \| (\d+) \|$", page, re.MULTILINE)}
     rows = re.findall(r"^\| `\S+` \|(.*)\|$", page, re.MULTILINE)
-    trained = [row.split(" | ") for row in rows if row.count(" | ") == 3]
+    trained = [row.split(" | ") for row in rows if row.count(" | ") == 4]
     assert (counts["types"], counts["work sharded"]) == (len(rows), len(trained))
     assert counts["work tensor parallel"] == sum(row[1] == "✓" for row in trained)
+    assert counts["work context parallel"] == sum(row[2] == "✓" for row in trained)
     assert f"[{counts['work sharded']} types](docs/models.md)" in readme
     assert (
         f"{counts['work sharded']} of transformers' {counts['types']} types of causal language models, "
@@ -45,7 +46,7 @@ def test_readme_has_the_counts_of_the_page():
 
 def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
     works = ["works", ""]
-    parts = dict.fromkeys(("family", "shard", "tp", "files", "init"), works)
+    parts = dict.fromkeys(("family", "shard", "tp", "context", "files", "init"), works)
     results = [
         {"type": "good", **parts},
         {"type": "split", **parts, "tp": ["refused", "no plan | none"]},
@@ -63,13 +64,14 @@ def test_the_page_counts_what_works_and_gives_reasons(maker, tmp_path):
         "| types | 5 |",
         "| work sharded | 2 |",
         "| work tensor parallel | 2 |",
+        "| work context parallel | 3 |",
         "| work in every part | 1 |",
         "| are refused | 2 |",
         "| fail | 1 |",
         "| the type | mixture | 2 |",
-        "| `good` | ✓ | ✓ | ✓ | ✓ |",
-        "| `split` | ✓ | no plan \\| none | ✓ | ✓ |",
-        "| `wrong` | **fails**: the loss of step 0 differs by 1.0e+00 | ✓ | ✓ | ✓ |",
+        "| `good` | ✓ | ✓ | ✓ | ✓ | ✓ |",
+        "| `split` | ✓ | no plan \\| none | ✓ | ✓ | ✓ |",
+        "| `wrong` | **fails**: the loss of step 0 differs by 1.0e+00 | ✓ | ✓ | ✓ | ✓ |",
         "| `m2` | mixture (B(2)) |",
     ):
         assert row in text, row

@@ -26,6 +26,11 @@ CASES = {
     "every second block": (*LLAMA, "--activation_checkpointing_every", "2"),
     "offloading": (*LLAMA, "--offload_activations", "1", "--num_layers", "12"),
     "tp": (*LLAMA, "--tensor_parallel_degree", "2"),
+    "cp": (*LLAMA, "--context_parallel_degree", "2"),
+    "cp in a ring, selective": (
+        *(*LLAMA, "--context_parallel_degree", "4", "--cp_comm_type", "p2p"),
+        *("--activation_checkpointing_mode", "selective"),
+    ),
     "deferred": (
         *LLAMA, "--sharding_strategy", "shard_grad_op", "--gradient_accumulation_steps", "2",
         "--defer_gradient_sync", "1",

@@ -12,8 +12,10 @@ from smp.models.model_config import resolve_model
 from smp.plan.cost import cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import device_row
 from smp.plan.estimate import estimate
+from smp.plan.layouts import LONG, differences, layouts, parts
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
-from smp.plan.search import MOST_TRACES, Estimate, differences, instructive, layouts, parts, search
+from smp.plan.search import MOST_TRACES, Estimate, Found, instructive, search
+from smp.plan.tables import ranking, title_of
 from smp.train.arguments import parse_args
 from tests.job import LLAMA
 
@@ -94,6 +96,44 @@ def test_accumulation_keeps_the_global_batch():
     # Each data-parallel process needs a sample.
     assert {each.mesh.data.size for each in found_layouts("--global_batch_size", 32)} == {16, 32}
     assert {each.accumulation for each in found_layouts("--gradient_accumulation_steps", 3)} == {3}
+
+
+def degrees(layouts):
+    return {(each.mesh.cp.size, each.mesh.tp.size, each.mesh.shard.size) for each in layouts}
+
+
+def test_long_sequences_are_split_over_the_ranks_of_a_sharding_group():
+    assert {cp for cp, _, _ in degrees(some_layouts())} == {1}
+    every = found_layouts("--max_context_width", LONG, nodes=1)
+    assert {cp for cp, _, _ in degrees(every)} == {1, 2, 4}  # parts of no fewer than 4096 tokens
+    assert all(shard % cp == 0 and cp * tp <= 8 for cp, tp, shard in degrees(every))
+    four = next(each for each in every if each.mesh.cp.size == 4 and each.mesh.tp.size == 1)
+    assert four.flags["context_parallel_degree"] == 4 and four.work.tokens == LONG // 4
+    assert four.tokens == four.work.micro_batch_size * 2 * LONG  # two sequences at a time
+    assert "context_parallel_degree" not in next(each for each in every if each.mesh.cp.size == 1).flags
+    assert "(cp 4 inside)" in title_of(four)
+    # Not in fp32 on a GPU, whose kernels have none; nor another than what is given.
+    assert {cp for cp, _, _ in degrees(found_layouts("--max_context_width", LONG, "--bf16", 0))} == {1}
+    given = found_layouts("--context_parallel_degree", 2, nodes=1)
+    assert {cp for cp, _, _ in degrees(given)} == {2} and "context_parallel_degree" not in given[0].flags
+    sharded = found_layouts("--max_context_width", LONG, "--hybrid_shard_degree", 2, nodes=1)
+    assert {(cp, shard) for cp, _, shard in degrees(sharded)} == {(1, 2), (2, 2)}
+    # Each data-parallel process needs a sample.
+    few = degrees(found_layouts("--max_context_width", LONG, "--global_batch_size", 2, nodes=1))
+    assert few and all(8 // (cp * tp) <= 2 for cp, tp, _ in few)
+
+
+def test_the_table_has_a_column_of_context_parallelism_where_it_is_of_use():
+    every = found_layouts("--max_context_width", LONG, nodes=1)
+    one, two = (next(each for each in every if each.mesh.cp.size == cp) for cp in (1, 2))
+
+    def head(*chosen):
+        plans = [(layout, plan_of(layout, allocated=GIB, seconds=1.0)) for layout in chosen]
+        return [*ranking(Found(plans, [], None, 2, 2), 3, 8)][1:3]
+
+    assert all(" cp " not in line for line in head(one))
+    title, row = head(two, one)
+    assert title.split()[:3] == ["shard", "tp", "cp"] and row.split()[3] == "2"
 
 
 def test_the_trace_decides_among_what_the_closed_form_likes():

@@ -9,8 +9,8 @@ import pytest
 from smp.memory.shape import ModelShape
 from smp.plan.closed_time import ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, Tables
-from smp.plan.exchange import ring_seconds, sent_bytes
-from smp.plan.kernels import attention, moved_bytes, product, sheet_seconds
+from smp.plan.exchange import exchange_seconds, ring_seconds, sent_bytes
+from smp.plan.kernels import UNMASKED, attention, moved_bytes, product, sheet_seconds
 from smp.plan.measured import Measured, interpolated
 from smp.plan.records import Exchange, Operation, Segment, TensorShape
 from smp.plan.time import step_time
@@ -117,6 +117,65 @@ def test_a_ring_over_whole_hosts_uses_all_cards():
     assert sent_bytes(exchange._replace(kind="all_to_all"), 8) == (700, 800)
     found = seconds([(block("forward", exchange), 2)], groups={"shard": (16, 8)})
     assert (found.inside, found.between) == (2624, 376)
+
+
+def test_shifts_are_hidden_by_the_attention_that_follows():
+    keys = TensorShape((1, 1, 10**5, 50), "bfloat16")
+    attend = Operation(f"aten._scaled_dot_product_flash_attention.default{UNMASKED}", (keys,) * 3, ())
+    assert attention(attend).flops == 2e12  # two seconds
+
+    def shift(seconds):
+        return Exchange("send", round(seconds * 10e9), 2, "cp", False)
+
+    def waited(*events):
+        return seconds([(block("forward", *events), 1)], groups={"cp": (2, 2)}).parts.get("context-parallel exchanges")
+
+    assert waited(shift(1.5), attend) is None
+    assert waited(shift(2.5), attend) == pytest.approx(0.5, rel=1e-3)
+    assert waited(attend, shift(0.5), SECOND) == pytest.approx(0.5, rel=1e-3)  # other operations hide nothing
+    assert waited(gather(0.25, asynchronous=False, axis="cp")) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_shift_between_hosts_has_one_card():
+    shift = Exchange("send", 10**9, 16, "cp", False)
+    assert exchange_seconds(shift, 16, GPU) == pytest.approx(0.1, rel=1e-3)
+    assert exchange_seconds(shift, 8, GPU) == pytest.approx(1.0, rel=1e-3)
+    assert sent_bytes(shift, 16) == (10**9, 0) and sent_bytes(shift, 8) == (875_000_000, 125_000_000)
+
+
+def test_attention_of_packed_sequences():
+    bounds, heads = tensor(3, dtype="int32"), [tensor(20, 8, 64), *[tensor(60, 2, 64)] * 2]
+    # Two sequences of 10 queries, which see 30 keys, of which the last 10 are masked by half.
+    causal = operation("_flash_attention_forward", *heads, bounds, bounds)
+    assert attention(causal).scores == 8 * 2 * (10 * 30 - 10 * 10 / 2)
+    whole = causal._replace(name=causal.name + UNMASKED)
+    assert attention(whole).scores == 8 * 2 * 10 * 30
+    backward = operation("_flash_attention_backward", heads[0], *heads, heads[0], bounds, bounds)
+    assert attention(backward).flops == 2.5 * attention(causal).flops
+    documents = Operation("torch_attn._varlen_attn.default", (*[tensor(20, 8, 64)] * 3, bounds), ())
+    assert attention(documents).scores == 8 * 20 * 10 / 2
+
+
+def test_the_closed_form_splits_sequences():
+    shape = ModelShape(8 * 10**9, 0, 0, 32, 4096, 14336, 32, 128256, gated_mlp=True, key_value_heads=8)
+    row = DEVICES["h100"]
+    one = closed_step(shape, ClosedLayout(32768, 1, shard=8), row)
+
+    def split(cp, exchange="all_gather", **layout):
+        return closed_step(shape, ClosedLayout(32768, 1, shard=8, cp=cp, exchange=exchange, **layout), row)
+
+    assert one.parts["context-parallel exchanges"] == 0
+    for exchange in ("all_gather", "p2p", "all_to_all"):
+        four = split(4, exchange)
+        # A quarter, and the results of attention packed and merged.
+        assert 1 < four.parts["compute"] / (one.parts["compute"] / 4) < 1.2
+        assert 0 <= four.parts["context-parallel exchanges"] < 0.1 * four.seconds
+        again = split(4, exchange, recompute="full").parts["context-parallel exchanges"]
+        assert again >= four.parts["context-parallel exchanges"]
+    waited = {exchange: [split(cp, exchange).parts["context-parallel exchanges"] for cp in (2, 8)]
+              for exchange in ("all_gather", "all_to_all")}  # fmt: skip
+    # As what they move: 2.5 times an all_gather's at 2 ranks, 0.63 of it at 8.
+    assert waited["all_to_all"][0] > waited["all_gather"][0] and waited["all_to_all"][1] < waited["all_gather"][1]
 
 
 def test_operations():

@@ -111,7 +111,7 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
                     f"a 4-D attention_mask needs a sequence length that the {tp.size} tensor-parallel ranks "
                     f"divide, got {length}: pad the batch"
                 )
-        items = kwargs.pop("num_items_in_batch", None)
+        items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         as_tuple = kwargs.pop("return_dict", True) is False
         given = {"position_ids": positions} if positions is not None or not whole_embedding else {}
         with forked:
@@ -121,7 +121,9 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
         if not found.logits.numel():  # the head has computed the loss in chunks instead
             return found
         logits = _as_dtensor(found.logits[:, :length], config.vocab_size, tp)
-        loss = None if labels is None else _mean_loss(logits, labels, items)
+        if labels is not None and shifted is None:
+            shifted = shift_labels(labels)
+        loss = None if shifted is None else _mean_loss(logits, shifted, items)
         found = type(found)(loss=loss, logits=logits)  # a new object, for the order in a tuple
         return found.to_tuple() if as_tuple else found
 
@@ -137,6 +139,6 @@ def _as_dtensor(logits: torch.Tensor, vocabulary: int, tp: TPGroup) -> DTensor:
 
 
 def _mean_loss(logits: DTensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
-    """Return Hugging Face's loss: the mean over valid tokens, or the sum over ``num_items_in_batch``."""
-    count = (shift_labels(labels) != IGNORE_INDEX).sum() if items is None else items
-    return causal_lm_loss_sum(logits, labels) / count
+    """Return Hugging Face's loss, by shifted labels: the mean over valid ones, or the sum over the given items."""
+    count = (labels != IGNORE_INDEX).sum() if items is None else items
+    return causal_lm_loss_sum(logits, labels, shifted=True) / count

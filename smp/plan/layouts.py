@@ -1,0 +1,186 @@
+"""The legal layouts of a job: degrees, micro-batch, recomputation and offloading; what was given is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from smp.config import AUTO, ActivationConfig, ParallelConfig
+from smp.memory.shape import Workload, workload
+from smp.mesh import Mesh, context_parallel_choices, resolve_mesh, sharding_choices, tensor_parallel_choices
+from smp.models.family import tensor_parallel_problems
+from smp.models.model_config import ResolvedModel
+from smp.parallel.context.fit import misfit
+from smp.parallel.parallelize import settings_of
+
+# Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.
+MOST_TOKENS = 4 * 2**20
+# Shorter sequences are not split over ranks, nor into shorter parts: the exchanges would take more than they save.
+LONG, SHORTEST_PART = 16384, 4096
+_BATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A layout to plan.
+
+    Attributes:
+        mesh: laid out.
+        flags: the settings that were chosen, by name; those that the user has given are not among them.
+        work: of one forward pass.
+        accumulation: micro-batches of a step.
+        tokens: of a step over all ranks.
+    """
+
+    mesh: Mesh
+    flags: Mapping[str, Any]
+    work: Workload
+    accumulation: int
+    tokens: int
+
+
+def layouts(
+    resolved: ResolvedModel,
+    settings: Mapping[str, Any],
+    given: frozenset[str],
+    *,
+    nodes: int,
+    local: int,
+    device_type: str,
+    fixed: bool = False,
+) -> Iterator[Layout]:
+    """Yield the legal layouts; what was given is kept.
+
+    Args:
+        settings: all settings of the job, by name.
+        given: those that the user has chosen.
+        nodes, local: hosts, and ranks of each.
+        device_type: ``cpu`` or ``cuda``.
+        fixed: yield the one of ``settings`` alone.
+    """
+    if fixed:
+        given = frozenset(settings)
+    elif settings["sharding_strategy"] not in (AUTO, "hybrid_shard", "_hybrid_shard_zero2"):
+        given |= {"hybrid_shard_degree"}  # which may stand against it; the strategy decides
+    world, samples = nodes * local, settings["global_batch_size"]
+    tps = [settings["tensor_parallel_degree"]] if "tensor_parallel_degree" in given else tensor_parallel_choices(local)
+    cps = _context_degrees(resolved, settings, given, world=world, device_type=device_type)
+    # The job refuses more data-parallel processes than samples.
+    legal = {cp: tps if fixed else tensor_parallel_choices(world, cp=cp, most_data=samples) for cp in cps}
+    batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
+    bf16 = device_type != "cpu" if settings["bf16"] is None else settings["bf16"]
+    asked = workload(
+        resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type=device_type,
+        is_async=settings["checkpoint_type"].startswith("async_"),
+    )  # fmt: skip
+    saving = list(_savings(settings, given, device_type))
+    for cp, tp in ((cp, tp) for cp, tp in itertools.product(cps, tps) if tp in legal[cp]):
+        meshes = legal_meshes(resolved, settings, given, world=world, local=local, tp=tp, cp=cp)
+        for mesh, saved in itertools.product(meshes, saving):
+            split = {"context_parallel_degree": cp} if cp > 1 else {}
+            degrees = {"tensor_parallel_degree": tp, **split, "hybrid_shard_degree": mesh.shard.size}
+            flags = {name: value for name, value in {**degrees, **saved}.items() if name not in given}
+            one = asked.changed(**flags)
+            for batch in batches:
+                accumulation = _accumulation(settings, mesh, batch, chosen=len(batches) > 1)
+                tokens = (samples or batch * mesh.data.size * (accumulation or 0)) * resolved.sequence_length
+                if accumulation and (samples or tokens <= MOST_TOKENS or batch == batches[0]):
+                    sizes = {"train_batch_size": batch} if len(batches) > 1 else {}
+                    work = dataclasses.replace(one, micro_batch_size=batch, accumulation=accumulation)
+                    yield Layout(mesh, {**flags, **sizes}, work, accumulation, tokens)
+
+
+def _context_degrees(
+    resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, device_type: str
+) -> list[int]:
+    """Return the context-parallel degrees to try; of those that were not given, only where sequences are long."""
+    length = resolved.sequence_length
+    if "context_parallel_degree" in given:
+        return [settings["context_parallel_degree"]]
+    in_fp32 = device_type == "cuda" and settings["bf16"] is False
+    if length < LONG or in_fp32 or misfit(resolved.hf_config):
+        return [1]
+    return context_parallel_choices(world, most=length // SHORTEST_PART)
+
+
+def legal_meshes(
+    resolved: ResolvedModel,
+    settings: Mapping[str, Any],
+    given: frozenset[str],
+    *,
+    world: int,
+    local: int,
+    tp: int,
+    cp: int,
+) -> Iterator[Mesh]:
+    """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given."""
+    strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
+    keeps = strategy == "_hybrid_shard_zero2"
+    if "hybrid_shard_degree" in given:
+        fits_another = "tensor_parallel_degree" not in given and chosen > 0 and world % chosen == 0
+        if fits_another and world // tp % chosen:
+            return
+        parallel = ParallelConfig(
+            sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp,
+            context_parallel_degree=cp if "context_parallel_degree" in given else 1,
+        )  # fmt: skip
+        mesh = resolve_mesh(parallel, world_size=world, local_world_size=local)
+        split = mesh.with_context_parallelism(cp)
+        candidates = [split] if split else []
+    else:
+        candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, cp=cp, keep_gathered=keeps)
+    for mesh in candidates:
+        family, config = resolved.family, resolved.hf_config
+        if not tensor_parallel_problems(family, config, degree=tp, shard=mesh.shard.size):
+            yield mesh
+
+
+def _accumulation(settings: Mapping[str, Any], mesh: Mesh, batch: int, *, chosen: bool) -> int | None:
+    """Return the micro-batches of a step; None where a chosen ``batch`` does not divide the global one."""
+    samples = settings["global_batch_size"]
+    if samples is None:
+        return settings["gradient_accumulation_steps"]
+    each = batch * mesh.data.size
+    # With one sample a pass, the last of them may be of fewer ranks.
+    return None if samples % each and chosen and batch > 1 else -(-samples // each)
+
+
+def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: str) -> Iterator[dict[str, Any]]:
+    """Yield recomputation and offloading, what takes least time first."""
+    recomputing: list[dict[str, Any]] = [
+        {"activation_checkpointing": False},
+        {"activation_checkpointing_mode": "selective"},
+        {"activation_checkpointing_mode": "full"},
+    ]
+    if "activation_checkpointing_mode" in given or not settings["activation_checkpointing"]:
+        recomputing = [{}]
+    elif given & {"activation_checkpointing", "activation_checkpointing_every"}:
+        recomputing = recomputing[1:]
+    yield from recomputing
+    # On a CPU it takes a directory. Without recomputation it moves nearly everything.
+    if "offload_activations" not in given and device_type != "cpu" and settings["activation_checkpointing"]:
+        for chosen in recomputing:
+            if chosen.get("activation_checkpointing", True):
+                yield {**chosen, "offload_activations": True}
+
+
+def differences(layout: Layout, other: Layout) -> tuple[tuple[str, str], ...]:
+    """Return what ``layout`` has that ``other`` has not, by kind, in words."""
+    mine, theirs = parts(layout), parts(other)
+    return tuple((name, text) for name, text in mine.items() if theirs[name] != text)
+
+
+def parts(layout: Layout) -> dict[str, str]:
+    """Return the parts of a layout by kind, in words."""
+    config = layout.work.settings[ActivationConfig]
+    kept = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
+    return {
+        "shard": f"shard {layout.mesh.shard.size}",
+        "tp": f"tp {layout.mesh.tp.size}",
+        "cp": f"cp {layout.mesh.cp.size}",
+        "batch": f"batch {layout.work.micro_batch_size}",
+        "recomputation": f"recompute {kept}",
+        "offloading": "offloaded" if config.offload_activations else "not offloaded",
+    }
