@@ -19,7 +19,7 @@ import torch
 from smp.config import ActivationConfig
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems
-from smp.memory.plan import BASE_HOST_BYTES
+from smp.memory.plan import BASE_CPU_BYTES
 from smp.models.model_config import resolve_model
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.allocator import AllocatorConfig
@@ -149,7 +149,7 @@ class _Rank:
         else:
             unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
             private = found.peak.total - trace.shared  # what is shared is mapped, and no heap's
-            reserved, outside = None, BASE_HOST_BYTES + int(unused * private)
+            reserved, outside = None, BASE_CPU_BYTES + int(unused * private)
         return RankMemory(
             rank=self.job.launch.rank,
             peak=found.peak,

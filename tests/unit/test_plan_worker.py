@@ -22,7 +22,7 @@ from transformers import masking_utils
 
 from smp.environment.malloc import unused_heap
 from smp.errors import UserError
-from smp.memory.plan import BASE_HOST_BYTES
+from smp.memory.plan import BASE_CPU_BYTES
 from smp.parallel import sharding
 from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow
@@ -73,7 +73,7 @@ def test_shared_memory_leaves_no_free_blocks_in_the_heap():
         memory = plan(worker, [*WORDS, "--distributed_backend", "smddp"]).memory
     assert 0 < memory.shared < memory.peak.total
     private = memory.peak.total - memory.shared
-    assert memory.outside == BASE_HOST_BYTES + int(unused_heap(recomputes=True) * private)
+    assert memory.outside == BASE_CPU_BYTES + int(unused_heap(recomputes=True) * private)
 
 
 @pytest.mark.full
