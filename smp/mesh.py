@@ -162,9 +162,9 @@ class Mesh:
             reshard = self.reshard_after_forward and shard > 1
             yield lay_out(self.loss.size // shard, shard, self.tp.size, self.cp.size, reshard_after_forward=reshard)
 
-    def fully_sharded(self, *, times: int = 1) -> Mesh:
-        """Return the layout that shards over all ranks but tensor-parallel ones, of ``times`` as many processes."""
-        return lay_out(1, times * self.loss.size, self.tp.size, self.cp.size)
+    def fully_sharded(self, *, data: int | None = None) -> Mesh:
+        """Return the layout that shards over all ranks but tensor-parallel ones, of ``data`` data ranks or as many."""
+        return lay_out(1, (data or self.data.size) * self.cp.size, self.tp.size, self.cp.size)
 
     def with_tensor_parallelism(self, tp: int) -> Mesh | None:
         """Return the layout with ``tp`` tensor-parallel ranks, taken from sharding or else from replicas, or None."""

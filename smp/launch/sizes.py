@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smp.config import AUTO
+from smp.config import flag_text
 from smp.dry_run import degree_table
 from smp.errors import UserError
 from smp.memory.plan import GIB, USABLE, peak_bytes, processes_that_fit
-from smp.memory.shape import ModelShape, Workload, model_shape, workload
-from smp.mesh import Mesh, tensor_parallel_choices
+from smp.memory.shape import ModelShape, model_shape
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
-from smp.parallel.parallelize import settings_of
-from smp.plan.layouts import MOST_TOKENS, legal_meshes
+from smp.plan.layouts import MOST_TOKENS, Layout, layouts
 
-_BATCHES = (4, 2, 1)
+_MOST_SAMPLES = 4  # of a micro-batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +28,6 @@ class Choice:
 
     arguments: list[str]
     lines: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    mesh: Mesh
-    work: Workload
-    extra: tuple[str, ...]
-
-    def bytes(self, shape: ModelShape) -> int:
-        return peak_bytes(shape, self.mesh, self.work)
 
 
 def choose_sizes(
@@ -64,77 +51,54 @@ def choose_sizes(
     resolved = resolve_model(ModelConfig(**{name: value for name, value in settings.items() if name in fields}))
     shape = model_shape(resolved)
     budget, smallest = int(gpu_memory_gib * USABLE * GIB), None
-    if settings["sharding_strategy"] not in (AUTO, "hybrid_shard", "_hybrid_shard_zero2"):
-        given |= {"hybrid_shard_degree"}  # which may stand against it; the strategy decides
+    least = 0
     for layout in _layouts(resolved, settings, given, nodes=nodes, gpus=gpus):
-        needed = layout.bytes(shape)
+        needed = peak_bytes(shape, layout.mesh, layout.work)
         if needed <= budget:
-            return _choice(resolved, shape, layout, given, gpu_memory_gib=gpu_memory_gib, needed=needed)
-        smallest = min(smallest or layout, layout, key=lambda tried: tried.bytes(shape))
+            return _choice(resolved, shape, layout, gpu_memory_gib=gpu_memory_gib, needed=needed)
+        if smallest is None or needed < least:
+            smallest, least = layout, needed
     if smallest is None:
         samples = settings["global_batch_size"]
         fewer = (
             "" if samples is None else f", and each data-parallel process needs one of --global_batch_size {samples}"
         )
         raise UserError(
-            f"{resolved.name} cannot be split over {nodes} node(s) of {gpus} GPU(s) as asked: the sharding and "
-            f"tensor-parallel degrees must divide them{fewer}; choose other degrees, or leave them out"
+            f"{resolved.name} cannot be split over {nodes} node(s) of {gpus} GPU(s) as asked: the sharding, "
+            f"context- and tensor-parallel degrees must divide them{fewer}; choose other degrees, or leave them out"
             + (", or fewer nodes, or a larger batch" if fewer else "")
         )
-    enough = processes_that_fit(shape, smallest.work, budget, tp=smallest.mesh.tp.size, cp=smallest.mesh.cp.size)
+    enough = processes_that_fit(shape, smallest.mesh, smallest.work, budget)
     more = f"use {-(-enough // gpus)} nodes" if enough and enough > nodes * gpus else "use GPUs of more memory"
     raise UserError(
         f"{resolved.name} does not fit on {nodes} node(s) of {gpus} GPU(s) with {gpu_memory_gib:g} GiB: each needs at "
-        f"least {smallest.bytes(shape) / GIB:.1f} GiB and has {budget / GIB:.1f} GiB to use; {more}, or a shorter "
+        f"least {least / GIB:.1f} GiB and has {budget / GIB:.1f} GiB to use; {more}, or a shorter "
         f"--max_context_width"
     )
 
 
 def _layouts(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, nodes: int, gpus: int
-) -> Iterator[_Layout]:
-    """Yield the layouts to try, the best first."""
-    world, samples, cp = nodes * gpus, settings["global_batch_size"], settings["context_parallel_degree"]
-    chosen = "tensor_parallel_degree" in given
-    tps = [settings["tensor_parallel_degree"]] if chosen else tensor_parallel_choices(gpus)
-    batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
-    extras: list[tuple[str, ...]] = [()]
-    if "offload_activations" not in given and settings["activation_checkpointing"]:
-        extras.append(("--offload_activations", "1"))
-    # The job refuses more data-parallel processes than samples.
-    legal = tensor_parallel_choices(world, cp=cp, most_data=samples)
-    tps = [tp for tp in tps if tp in legal]
-    bf16 = settings["bf16"] is None or settings["bf16"]
-    asked = workload(resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type="cuda")
-    for extra, most_tokens in itertools.product(extras, (MOST_TOKENS, float("inf"))):
-        for tp, batch in itertools.product(tps, batches):
-            work = dataclasses.replace(
-                asked.changed(offload_activations=True) if extra else asked, micro_batch_size=batch
-            )
-            for mesh in legal_meshes(resolved, settings, given, world=world, local=gpus, tp=tp, cp=cp):
-                tokens = batch * settings["gradient_accumulation_steps"] * mesh.data.size * resolved.sequence_length
-                if tokens <= most_tokens or samples is not None:
-                    yield _Layout(mesh, work, extra)
+) -> Iterator[Layout]:
+    """Yield the layouts to try, the best first; recomputation and the ranks of a sequence are the user's choice."""
+    kept = given | {"activation_checkpointing", "activation_checkpointing_mode", "context_parallel_degree"}
+    legal = layouts(resolved, settings, kept, nodes=nodes, local=gpus, device_type="cuda")
+
+    def order(layout: Layout) -> tuple[bool, bool, int, int, int]:
+        offloads, tokens = "offload_activations" in layout.flags, 0 if settings["global_batch_size"] else layout.tokens
+        sizes = (layout.mesh.tp.size, -layout.work.micro_batch_size, layout.mesh.shard.size)
+        return (offloads, tokens > MOST_TOKENS, *sizes)
+
+    for layout in sorted(legal, key=order):
+        if layout.work.micro_batch_size <= _MOST_SAMPLES or "train_batch_size" in given:
+            yield layout
 
 
 def _choice(
-    resolved: ResolvedModel,
-    shape: ModelShape,
-    layout: _Layout,
-    given: frozenset[str],
-    *,
-    gpu_memory_gib: float,
-    needed: int,
+    resolved: ResolvedModel, shape: ModelShape, layout: Layout, *, gpu_memory_gib: float, needed: int
 ) -> Choice:
     mesh, work = layout.mesh, layout.work
-    chosen = {
-        "hybrid_shard_degree": mesh.shard.size,
-        "tensor_parallel_degree": mesh.tp.size,
-        "train_batch_size": work.micro_batch_size,
-    }
-    arguments = [
-        argument for name, value in chosen.items() if name not in given for argument in (f"--{name}", str(value))
-    ]
+    arguments = [word for name in sorted(layout.flags) for word in (f"--{name}", flag_text(layout.flags[name]))]
     tokens = work.micro_batch_size * work.sequence_length * mesh.data.size
     lines = [
         f"{resolved.name}: {shape.parameters:,} parameters, {work.sequence_length} tokens a sample, on "
@@ -142,4 +106,4 @@ def _choice(
         f"{tokens:,} tokens in each round of forward passes; predicted peak {needed / GIB:.1f} GiB of each GPU.",
         *degree_table(shape, work, mesh).splitlines(),
     ]
-    return Choice([*arguments, *layout.extra], lines)
+    return Choice(arguments, lines)

@@ -77,7 +77,8 @@ def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterato
         split = longer.cp.size
         yield f"--context_parallel_degree {split}", longer, work.changed(context_parallel_degree=split)
     if not on_cpu:  # processes of one host share its memory
-        yield "twice as many processes and --sharding_strategy full_shard", mesh.fully_sharded(times=2), work
+        twice_as_many = mesh.fully_sharded(data=2 * mesh.data.size)
+        yield "twice as many processes and --sharding_strategy full_shard", twice_as_many, work
     shorter = dataclasses.replace(work, sequence_length=length // 2)
     yield f"--max_context_width {length // 2} (trains on shorter sequences)", mesh, shorter
 

@@ -10,7 +10,7 @@ import dataclasses
 
 from smp.errors import UserError
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
-from smp.mesh import Mesh, lay_out
+from smp.mesh import Mesh
 from smp.parallel import parallelize
 
 GIB = 1024**3
@@ -73,13 +73,13 @@ def check_fits(needed: dict[str, int], available: int, *, model: str, processes:
         )
 
 
-def processes_that_fit(shape: ModelShape, work: Workload, available: int, *, tp: int = 1, cp: int = 1) -> int | None:
-    """Return the fewest fully sharded processes, ``tp * cp`` times a power of two, whose peak fits in ``available``."""
-    for exponent in range(15):
-        mesh = lay_out(1, cp * 2**exponent, tp, cp)
-        if peak_bytes(shape, mesh, work) <= available:
-            return mesh.world_size
-    return None
+def processes_that_fit(shape: ModelShape, mesh: Mesh, work: Workload, available: int) -> int | None:
+    """Return the fewest fully sharded processes whose peak fits in ``available``, or None.
+
+    Their data ranks are a power of two; within a sample they share the work as those of ``mesh`` do.
+    """
+    meshes = (mesh.fully_sharded(data=2**exponent) for exponent in range(15))
+    return next((each.world_size for each in meshes if peak_bytes(shape, each, work) <= available), None)
 
 
 def memory_table(needed: dict[str, int], available: int | None) -> str:

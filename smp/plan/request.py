@@ -237,8 +237,7 @@ def _more_devices(request: Request, *, alone: bool) -> str:
         asked.work.changed(activation_checkpointing=True, activation_checkpointing_mode="full"),
         micro_batch_size=smallest.get("train_batch_size", asked.work.micro_batch_size),
     )
-    tp, cp = asked.mesh.tp.size, asked.mesh.cp.size
-    enough = processes_that_fit(request.shape, work, int(request.limit * USABLE), tp=tp, cp=cp)
+    enough = processes_that_fit(request.shape, asked.mesh, work, int(request.limit * USABLE))
     if enough is not None and enough <= request.devices and alone and asked.mesh.replicas.size > 1:
         return (
             f"By the closed form, full sharding over {enough} of these devices would hold it: give --sharding_strategy "

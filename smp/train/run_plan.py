@@ -303,13 +303,12 @@ def _host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] 
 
 def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
     """Advise on a job that is too large: here, and on a cluster."""
-    tp, cp = job.mesh.tp.size, job.mesh.cp.size
-    enough = processes_that_fit(shape, work, available, tp=tp, cp=cp)
+    enough = processes_that_fit(shape, job.mesh, work, available)
     parts = [f"use {enough} such processes with full sharding"] if enough else []
     parts.append(f"{'' if parts else 'use '}a smaller model, batch or sequence")
     if preset := _preset_that_fits(job, available):
         parts.append(f"--model {preset}, which fits here")
-    world = processes_that_fit(shape, work, _GPU_BYTES, tp=tp, cp=cp) or 1024
+    world = processes_that_fit(shape, job.mesh, work, _GPU_BYTES) or 1024
     nodes, gpus = -(-world // _GPUS_OF_A_HOST), min(world, _GPUS_OF_A_HOST)
     command = plan_command(job, nodes=nodes, gpus=gpus, without=("sharding_strategy", "hybrid_shard_degree"))
     shown = f"what {nodes * gpus} GPUs of 80 GiB would hold, and which layout is best"

@@ -224,8 +224,8 @@ def test_sequence_parallelism_and_kept_inputs_show():
 def test_advice_keeps_the_tensor_parallel_degree():
     _, shape = shape_of("llama70b")
     available = sum(estimate_memory(shape, lay_out(1, 8, 8), WORK).values())
-    assert processes_that_fit(shape, WORK, available, tp=8) == 64
-    assert processes_that_fit(shape, WORK, available, tp=1) is None  # gathered units and logits are whole then
+    assert processes_that_fit(shape, lay_out(tp=8), WORK, available) == 64
+    assert processes_that_fit(shape, lay_out(), WORK, available) is None  # gathered units and logits are whole then
 
 
 def test_refusal_says_what_is_needed_and_what_there_is():
@@ -234,9 +234,9 @@ def test_refusal_says_what_is_needed_and_what_there_is():
     check_fits(needed, 10**12, model="m", processes=1, advice="none")
     with pytest.raises(UserError, match=r"m on 2 process.* needs about \d+\.\d GiB .* there are 0\.5 GiB for each: go"):
         check_fits(needed, GIB // 2, model="m", processes=2, advice="go")
-    enough = processes_that_fit(shape, WORK, sum(estimate_memory(shape, lay_out(1, 8), WORK).values()))
+    enough = processes_that_fit(shape, lay_out(), WORK, sum(estimate_memory(shape, lay_out(1, 8), WORK).values()))
     assert enough == 8
-    assert processes_that_fit(shape, WORK, GIB // 10) is None
+    assert processes_that_fit(shape, lay_out(), WORK, GIB // 10) is None
 
 
 def test_available_memory_is_shared_by_the_host():
