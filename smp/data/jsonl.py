@@ -211,7 +211,7 @@ def text_of(row: dict[str, Any], key: str, where: str) -> str:
             f"the first one has, or every row input_ids (python -m smp.data.prepare --text_key KEY reads another key)"
         )
     if not isinstance(row[key], str):
-        raise UserError(f"{where}: {key} must be a string, it is a {type(row[key]).__name__}; leave the row out")
+        raise UserError(f"{where}: {key} must be a string, its type is {type(row[key]).__name__}; leave the row out")
     return row[key]
 
 

@@ -150,7 +150,7 @@ BAD_LINES = [
     (ROW + IDS, "a.jsonl, line 2: has no text; keys found: input_ids; every row"),
     (IDS + ROW, "a.jsonl, line 2: has no input_ids; keys found: text; every row"),
     ('{"body": "x"}\n', "a.jsonl, line 1: has no input_ids; keys found: body; .* or every row a text"),
-    (ROW + '{"text": 5}\n', "a.jsonl, line 2: text must be a string, it is a int; leave the row out"),
+    (ROW + '{"text": 5}\n', "a.jsonl, line 2: text must be a string, its type is int; leave the row out"),
     (ROW + '{"text": null}\n', "a.jsonl, line 2: text must be a string"),
     (ROW + '{"text": "\\ud800"}\n', r"a.jsonl, line 2: the text is no Unicode \(surrogates not allowed\)"),
     (ROW + '{"text": "\udcff"}\n', "a.jsonl, line 2: not UTF-8"),
