@@ -47,7 +47,7 @@ def _batch(job: Job) -> StepBatch:
 
     def microbatch() -> dict[str, torch.Tensor]:
         ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
-        return {"input_ids": ids, "labels": ids.clone()}
+        return {"input_ids": ids, "labels": ids.clone(), "sample_ids": torch.arange(size)}
 
     count = job.config.run.gradient_accumulation_steps
     return StepBatch([microbatch() for _ in range(count)], torch.arange(size * count))

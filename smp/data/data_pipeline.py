@@ -199,6 +199,12 @@ class _Order:
             start += len(ahead) * self.global_batch_size
 
 
+def _consumed(microbatches: list[dict[str, Tensor]]) -> Tensor:
+    """Return the stream positions of a step's rows, without padding rows."""
+    ids = torch.cat([each["sample_ids"] for each in microbatches])
+    return ids[ids != PADDING]
+
+
 class DataPipeline:
     """Endless steps of data, from any position of the stream at once.
 
@@ -262,8 +268,7 @@ class DataPipeline:
         for microbatch in self._served(self._loader(step)):
             microbatches.append(microbatch)
             if len(microbatches) == len(step):
-                ids = torch.cat([each["sample_ids"] for each in microbatches])
-                yield StepBatch(microbatches, ids[ids != PADDING])
+                yield StepBatch(microbatches, _consumed(microbatches))
                 microbatches = []
 
     @staticmethod

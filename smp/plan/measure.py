@@ -307,11 +307,11 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
 
 def measure(device: torch.device, budget: float) -> Tables:
     """Measure everything; the process group runs."""
-    before = probe(device)
     bench = Bench(device, budget)
     gc.disable()
     backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
     exchanged = [line for backend in backends for line in exchanges(bench, backend)]
+    before = probe(device)  # not at once: the parent has just started this process, and is not idle yet
     found = Tables(
         list(products(bench)), list(elementwise(bench)), list(attentions(bench)), list(updates(bench)), exchanged,
         {}, {},

@@ -108,6 +108,7 @@ def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
 
     def microbatch(size: int) -> dict[str, torch.Tensor]:
         made = {name: torch.empty(size, length, dtype=integer) for name in ("input_ids", "labels")}
+        made["sample_ids"] = torch.empty(size, dtype=integer)
         if job.config.data.document_mask:
             made["position_ids"] = torch.empty(size, length, dtype=integer)
             made["document_bounds"] = torch.empty(size + 1, dtype=torch.int32)
@@ -136,7 +137,7 @@ def untraced_bytes(job: Job) -> int:
 def _own_tokens(microbatch: dict[str, Any], mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
     """Return a rank's tokens; under context parallelism every row is one document, as its values are not known."""
     if mesh.cp.size > 1:
-        microbatch = {name: microbatch[name] for name in ("input_ids", "labels")}
+        microbatch = {name: microbatch[name] for name in ("input_ids", "labels", "sample_ids")}
     return sharder(mesh, parallel)(microbatch)
 
 
@@ -170,10 +171,9 @@ def _name_groups(trace: StepTrace, mesh: Mesh) -> None:
     roles = {"data": mesh.loss, "tp": mesh.tp, "replicas": mesh.replicas, "shard": mesh.shard}
     if mesh.cp.size > 1:
         roles["cp"] = mesh.cp
-    groups = {axis: role.group for axis, role in roles.items()}
-    if mesh.loss.size < mesh.world_size:
-        assert dist.group.WORLD is not None
-        groups["world"] = dist.group.WORLD
+    assert dist.group.WORLD is not None
+    groups = {"world": dist.group.WORLD} if mesh.loss.size < mesh.world_size else {}
+    groups |= {axis: role.group for axis, role in roles.items()}  # last: a role of all ranks has the world's group
     for axis, group in groups.items():
         trace.axes[group.group_name] = axis
         if group.size() > 1:

@@ -267,10 +267,7 @@ def test_a_tiny_job_is_planned_and_trained(tmp_path, capsys):
     assert plan["layouts"][0]["method"] in ("blocks", "exact") and plan["cluster"]["gpus_per_node"] == 2
     found = json.loads((tmp_path / "run" / ledger.ERROR).read_text())
     del found["categories"][OTHER]  # the job's processes are forked from one in which other tests have run
-    predicted, measured = (
-        sum(each[name] for each in found["categories"].values()) for name in ("predicted", "measured")
-    )
-    assert predicted == pytest.approx(measured, rel=0.01)
+    assert [name for name, each in found["categories"].items() if each["predicted"] != each["measured"]] == []
     assert smp.cli.main(["plan", "--ledger", str(tmp_path)]) == 0
     assert "run" in capsys.readouterr().out
 

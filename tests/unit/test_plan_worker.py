@@ -68,12 +68,23 @@ def test_a_plan_leaves_nothing_behind_and_is_made_again():
 
 
 @pytest.mark.full
+def test_exchanges_over_all_ranks_are_named_by_the_axis_that_has_them():
+    row = DeviceRow("cpu", peak=0.1, bandwidth=0.02, links=4.0, network=1.0)
+    words = [*WORDS, "--tensor_parallel_degree", "2", "--distributed_backend", "gloo"]
+    with Worker() as worker:
+        step = worker.plan(words, nodes=1, local=2, device=row).step
+    assert step.parts["tensor-parallel exchanges"] > 0
+
+
+@pytest.mark.full
 def test_shared_memory_leaves_no_free_blocks_in_the_heap():
     with Worker() as worker:
         memory = plan(worker, [*WORDS, "--distributed_backend", "smddp"]).memory
     assert 0 < memory.shared < memory.peak.total
     private = memory.peak.total - memory.shared
     assert memory.outside == BASE_CPU_BYTES + int(unused_heap(recomputes=True) * private)
+    assert memory.heap[0] < memory.heap[1] == memory.outside - BASE_CPU_BYTES
+    assert memory.least == memory.needed - memory.heap[1] + memory.heap[0]
 
 
 @pytest.mark.full
