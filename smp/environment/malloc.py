@@ -18,6 +18,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _INT_MAX = 2**31 - 1
 _GIVEN_BACK = 4 * 2**20  # bytes: a threshold up to here gives nearly all tensors back
 
+# The least of what `unused_heap` is about.
+LEAST_UNUSED = 0.14
+
 
 def is_glibc() -> bool:
     """Tell whether this process runs on glibc."""
@@ -45,11 +48,12 @@ def keep_freed_memory() -> None:
 def unused_heap(*, recomputes: bool) -> float:
     """Return how much malloc holds in free blocks at the peak of a process, of its tensors' bytes, as it is set now.
 
-    Measured over 24 runs (18 jobs of ``benchmarks/plan.py bytes``, some twice): 0.19 to 0.36, and up to 0.64 with
+    Measured over 24 runs (18 jobs of ``benchmarks/plan.py bytes``, some twice): 0.19 to 0.36, and 0.14 to 0.64 with
     recomputation, as much when freed memory is kept as by glibc's own rule; none where large blocks are given back at
-    once. Small allocations, as nodes of what is recomputed, lie in large blocks that were freed, into which no tensor
-    of their size fits then: a job's tensors alone, allocated and freed by the same malloc in the same order, leave a
-    tenth to a half of that. The same job differs by 4 % of its resident memory from run to run. The most is counted.
+    once, with which a step takes 1.3 times the time, also on huge pages. Small allocations, as nodes of what is
+    recomputed, lie in large blocks that were freed, into which no tensor of their size fits then: a job's tensors
+    alone, allocated and freed by the same malloc in the same order, leave a tenth to a half of that. The same job
+    differs by 9 % of its resident memory from run to run. The most is counted.
 
     Args:
         recomputes: whether blocks are recomputed in backward.

@@ -23,6 +23,7 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
         "allocated": memory.allocated,
         "reserved": memory.reserved,
         "outside": memory.outside,
+        "heap": list(memory.heap),
         "limit": memory.limit,
         "room": memory.room,
         "shared": memory.shared,

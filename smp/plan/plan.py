@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from smp.config import ActivationConfig
-from smp.environment.malloc import unused_heap
+from smp.environment.malloc import LEAST_UNUSED, unused_heap
 from smp.errors import ConfigError, Problems
 from smp.memory.plan import BASE_CPU_BYTES
 from smp.models.model_config import resolve_model
@@ -140,7 +140,7 @@ class _Rank:
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
-        gpu = self.row.is_gpu
+        gpu, heap = self.row.is_gpu, (0, 0)
         found = account(whole, shared=trace.shared, waiting=0 if gpu else untraced_bytes(self.job))
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
@@ -149,7 +149,8 @@ class _Rank:
         else:
             unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
             private = found.peak.total - trace.shared  # what is shared is mapped, and no heap's
-            reserved, outside = None, BASE_CPU_BYTES + int(unused * private)
+            heap = (int(min(LEAST_UNUSED, unused) * private), int(unused * private))
+            reserved, outside = None, BASE_CPU_BYTES + heap[1]
         return RankMemory(
             rank=self.job.launch.rank,
             peak=found.peak,
@@ -158,6 +159,7 @@ class _Rank:
             outside=outside,
             limit=self.limit,
             shared=trace.shared,
+            heap=heap,
             timeline=found.timeline,
         )
 

@@ -88,6 +88,7 @@ class RankMemory:
         outside: bytes outside the allocator: context and communicators; on a CPU the process without a model.
         limit: bytes of the device; None if it is not known.
         shared: of the peak, bytes that the ranks of a host share (counted once a host).
+        heap: free blocks of the C library's heap on a CPU, at least and at most, which are counted in ``outside``.
         timeline: total bytes after each change of the step, thinned; for drawing.
     """
 
@@ -98,6 +99,7 @@ class RankMemory:
     outside: int
     limit: int | None
     shared: int = 0
+    heap: tuple[int, int] = (0, 0)
     timeline: Sequence[tuple[str, Mapping[str, int]]] = ()
 
     @property
@@ -109,6 +111,11 @@ class RankMemory:
     def needed(self) -> int:
         """Bytes that the device must have for no flush: reserved ones, or else allocated ones, and those outside."""
         return max(self.reserved or 0, self.allocated) + self.outside
+
+    @property
+    def least(self) -> int:
+        """Bytes that the device has to have where the heap has least free blocks; else as ``needed``."""
+        return self.needed - self.heap[1] + self.heap[0]
 
     @property
     def room(self) -> int | None:

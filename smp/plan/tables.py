@@ -64,10 +64,14 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     if memory.reserved is not None:
         sums |= {"reserved by the allocator": memory.reserved, "outside the allocator": memory.outside}
     else:
-        sums["the process without a model"] = memory.outside
+        sums |= {"the process without a model": memory.outside - memory.heap[1]}
+        sums |= {"free blocks of the heap, at most": memory.heap[1]} if memory.heap[1] else {}
     if memory.limit is not None and memory.room is not None:
         sums |= {"limit": memory.limit, "room" if memory.room >= 0 else "missing": abs(memory.room)}
     yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items())
+    if memory.heap[1]:
+        least, most = memory.least / unit, memory.needed / unit
+        yield f"  resident: {least:,.2f} to {most:,.2f} {word}, as the heap differs from run to run"
     if memory.shared:
         yield f"  {gib(memory.shared)} GiB of it are shared by the ranks of a host"
     yield f"  the peak is in: {memory.peak.where}"
