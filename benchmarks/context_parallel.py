@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -63,8 +64,6 @@ VARIANTS = {
     "p2p": Variant("smp, p2p, over gloo", "p2p", "gloo"),
     "all_to_all": Variant("smp, all_to_all, over gloo", "all_to_all", "gloo"),
     "all_gather_smddp": Variant("smp, all_gather, over smddp", "all_gather", "smddp"),
-    "p2p_smddp": Variant("smp, p2p, over smddp", "p2p", "smddp"),
-    "all_to_all_smddp": Variant("smp, all_to_all, over smddp", "all_to_all", "smddp"),
 }
 
 
@@ -87,15 +86,18 @@ class Result:
         kept: bytes that autograd holds between forward and backward, of each variant, on rank 0.
         alone: the same bytes of one process with the whole sequence.
         difference: the largest of a parameter's gradient from one process's, relative, of each variant.
+        leaks: positions of a second document whose logits change with a token of the first, of each variant, all ranks.
     """
 
     seconds: dict[str, list[float]]
     kept: dict[str, int]
     alone: int
     difference: dict[str, float]
+    leaks: dict[str, int]
 
 
 Step = Callable[[], None]  # forward and backward, which adds to the gradients
+Cut = Callable[[dict[str, Tensor]], dict[str, Any]]  # of a batch, the arguments of a rank's model
 
 
 def _plain_model() -> nn.Module:
@@ -120,18 +122,12 @@ def _step(model: nn.Module, inputs: dict[str, Any], length: int) -> Step:
     return step
 
 
-def _whole(length: int) -> tuple[nn.Module, Step]:
-    """Build the plain model with the whole sequence."""
-    batch = _batch(length)
-    inputs = {
-        "input_ids": batch["input_ids"], "position_ids": torch.arange(length)[None],
-        "shift_labels": shift_labels(batch["labels"]),
-    }  # fmt: skip
-    model = _plain_model()
-    return model, _step(model, inputs, length)
+def _whole(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments of the plain model, which has the whole sequence."""
+    return {"input_ids": batch["input_ids"], "shift_labels": shift_labels(batch["labels"])}
 
 
-def _deepspeed(case: Case, rank: int) -> tuple[nn.Module, Step]:
+def _deepspeed(case: Case, rank: int) -> tuple[nn.Module, Cut]:
     """Build DeepSpeed's recipe for Hugging Face models: consecutive tokens, its attention in place of ``sdpa``."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -142,19 +138,40 @@ def _deepspeed(case: Case, rank: int) -> tuple[nn.Module, Step]:
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=case.processes,
         micro_batch_size=1, seq_length=case.length, seq_length_is_variable=False,
     )  # fmt: skip
-    batch = _batch(case.length)
     ((first, last),) = split_columns(case.length, case.processes, balanced=False).held[rank]
-    own = {
-        "input_ids": batch["input_ids"][:, first:last], "position_ids": torch.arange(first, last)[None],
-        "shift_labels": shift_labels(batch["labels"])[:, first:last],
-    }  # fmt: skip
-    return model, _step(model, own, case.length)
+
+    def cut(batch: dict[str, Tensor]) -> dict[str, Any]:
+        whole = {"position_ids": torch.arange(case.length)[None], **batch}
+        if "labels" in batch:
+            whole["shift_labels"] = shift_labels(batch["labels"])
+        return {name: whole[name][:, first:last] for name in ("input_ids", "position_ids", "shift_labels")}
+
+    return model, cut
 
 
-def _smp(case: Case, exchange: str, mesh: Mesh) -> tuple[nn.Module, Step]:
+def _smp(exchange: str, mesh: Mesh) -> tuple[nn.Module, Cut]:
     model = _plain_model()
     split_sequences(model, exchange)
-    return model, _step(model, shard_batch(_batch(case.length), mesh), case.length)
+    return model, functools.partial(shard_batch, mesh=mesh)
+
+
+def _leaks(model: nn.Module, cut: Cut, length: int) -> int:
+    """Count the positions of a second document in a row whose logits change with a token of the first."""
+    first, ids = length // 3, _batch(length)["input_ids"]
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)])[None]
+    second = (torch.arange(length) >= first).long()[None]  # goes the labels' way, to tell where a position is
+    other = ids.clone()
+    other[0, 3] = (other[0, 3] + 1) % CONFIG["vocab_size"]
+    logits = []
+    for each in (ids, other):
+        inputs = cut({"input_ids": each, "position_ids": positions, "shift_labels": second})
+        held = inputs.pop("shift_labels") == 1
+        inputs.pop("labels", None)
+        with torch.no_grad():
+            logits.append(model(**inputs).logits)
+    count = (logits[0] != logits[1]).any(-1)[held].sum()
+    dist.all_reduce(count)
+    return int(count)
 
 
 def _kept(model: nn.Module, step: Step) -> int:
@@ -186,14 +203,17 @@ def _worker(rank: int, case: Case, folder: str, barrier: Any) -> None:
     mesh = resolve_mesh(parallel, world_size=case.processes, local_world_size=case.processes, rank=rank).join("cpu")
     shared = Role(case.processes, rank, dist.new_group(backend="smddp"))
     meshes = {"gloo": mesh, "smddp": dataclasses.replace(mesh, cp=shared)}
-    model, step = _whole(case.length)  # before DeepSpeed replaces `sdpa`
+    model = _plain_model()  # before DeepSpeed replaces `sdpa`
+    step = _step(model, _whole(_batch(case.length)), case.length)
     alone = _kept(model, step)
     wanted = _gradients(model)
     steps: dict[str, Step] = {}
-    kept, difference = {}, {}
+    kept, difference, leaks = {}, {}, {}
     for name in case.variants:
         _, exchange, backend = VARIANTS[name]
-        model, steps[name] = _smp(case, exchange, meshes[backend]) if exchange else _deepspeed(case, rank)
+        model, cut = _smp(exchange, meshes[backend]) if exchange else _deepspeed(case, rank)
+        steps[name] = _step(model, cut(_batch(case.length)), case.length)
+        leaks[name] = _leaks(model, cut, case.length)
         kept[name] = _kept(model, steps[name])
         found = _gradients(model)
         for gradient in found:
@@ -211,7 +231,7 @@ def _worker(rank: int, case: Case, folder: str, barrier: Any) -> None:
         if rank == 0:
             shown = ", ".join(f"{name} {times[-1]:.2f}" for name, times in seconds.items())
             print(f"{case.length} x{case.processes} [round {number + 1} of {case.rounds}] s: {shown}", file=sys.stderr)
-    report = Result(seconds, kept, alone, difference)
+    report = Result(seconds, kept, alone, difference, leaks)
     Path(folder, f"{rank}.json").write_text(json.dumps(dataclasses.asdict(report)))
     barrier.wait()
     os._exit(0)  # DeepSpeed's groups do not end with the process group
@@ -255,19 +275,20 @@ def _ratio(result: Result, name: str, other: str) -> str:
     return f"**{statistics.median(ratios):.3f}** ({low:.3f}-{high:.3f})"
 
 
-def table(result: Result) -> list[str]:
+def table(result: Result, length: int) -> list[str]:
     """Format a markdown table of one case's variants."""
+    second = length - length // 3
     lines = [
         "| variant | seconds, median | min-max | speed over DeepSpeed's | over its own over gloo | "
-        "kept for backward, MiB (of one process's) | gradients differ by |",
-        "|---|---:|---:|---|---|---:|---:|",
+        f"kept for backward, MiB (of one process's) | gradients differ by | leaks, of {second} |",
+        "|---|---:|---:|---|---|---:|---:|---:|",
     ]
     for name, times in result.seconds.items():
         kept = f"{result.kept[name] / 2**20:.1f} ({result.kept[name] / result.alone:.3f})"
         own = _ratio(result, name, name.removesuffix("_smddp"))
         lines.append(
             f"| {VARIANTS[name].name} | {statistics.median(times):.3f} | {min(times):.3f}-{max(times):.3f} | "
-            f"{_ratio(result, name, PEER)} | {own} | {kept} | {result.difference[name]:.0e} |"
+            f"{_ratio(result, name, PEER)} | {own} | {kept} | {result.difference[name]:.0e} | {result.leaks[name]} |"
         )
     return lines
 
@@ -285,11 +306,12 @@ def report(results: dict[tuple[int, int], Result], arguments: argparse.Namespace
         "median of the rounds, in brackets its 95 % interval by order statistics (with fewer than 6 rounds the",
         "range). Kept: distinct storages that autograd saves, logits and what the loss saves among them,",
         "parameters not. Gradients are beside one process's, of all parameters the worst, relative; beyond",
-        f"{TOLERANCE:g} this page would not be.",
+        f"{TOLERANCE:g} this page would not be. Leaks: of a row of two documents, told apart by `position_ids`,",
+        "positions of the second whose logits change with one token of the first.",
         *remarks,
     ]  # fmt: skip
     for (length, processes), result in results.items():
-        lines += ["", f"## {length} tokens, {processes} processes", "", *table(result)]
+        lines += ["", f"## {length} tokens, {processes} processes", "", *table(result, length)]
     return "\n".join(lines) + "\n"
 
 
