@@ -33,8 +33,8 @@ class Choice:
 def choose_sizes(
     settings: Mapping[str, Any], given: frozenset[str], *, nodes: int, gpus: int, gpu_memory_gib: float
 ) -> Choice:
-    """Choose what was not given: the smallest tensor-parallel degree, the largest micro-batch up to 4, the smallest
-    sharding degree, in this order, that fit, with a global batch of at most 4 Mi tokens where that can be.
+    """Choose what was not given: the smallest context- and tensor-parallel degrees, the largest micro-batch up to 4,
+    the smallest sharding degree, in this order, that fit, with a global batch of at most 4 Mi tokens where that can be.
 
     Activation offloading is added where nothing fits without it.
 
@@ -80,13 +80,13 @@ def choose_sizes(
 def _layouts(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, nodes: int, gpus: int
 ) -> Iterator[Layout]:
-    """Yield the layouts to try, the best first; recomputation and the ranks of a sequence are the user's choice."""
-    kept = given | {"activation_checkpointing", "activation_checkpointing_mode", "context_parallel_degree"}
+    """Yield the layouts to try, the best first; recomputation is as it was given, or full."""
+    kept = given | {"activation_checkpointing", "activation_checkpointing_mode"}
     legal = layouts(resolved, settings, kept, nodes=nodes, local=gpus, device_type="cuda")
 
-    def order(layout: Layout) -> tuple[bool, bool, int, int, int]:
+    def order(layout: Layout) -> tuple[int, ...]:
         offloads, tokens = "offload_activations" in layout.flags, 0 if settings["global_batch_size"] else layout.tokens
-        sizes = (layout.mesh.tp.size, -layout.work.micro_batch_size, layout.mesh.shard.size)
+        sizes = (layout.mesh.cp.size, layout.mesh.tp.size, -layout.work.micro_batch_size, layout.mesh.shard.size)
         return (offloads, tokens > MOST_TOKENS, *sizes)
 
     for layout in sorted(legal, key=order):

@@ -257,6 +257,10 @@ def test_sizes_of_a_job_that_splits_sequences():
     words, text = choose("--model llama3_8b --max_context_width 65536 --context_parallel_degree 4 --train_batch_size 1")
     assert words == "--hybrid_shard_degree 4 --tensor_parallel_degree 1"
     assert "dp_shard 4 (cp 4 inside)" in text and "131,072 tokens in each round" in text  # two sequences
+    # Of a longer one the smallest degree is chosen that fits, before anything is offloaded.
+    long = "--model llama3_8b --max_context_width 262144 --tensor_parallel_degree 1"
+    assert choose(long)[0] == "--context_parallel_degree 4 --hybrid_shard_degree 4 --train_batch_size 1"
+    assert " --offload_activations 1 " in choose(f"{long} --context_parallel_degree 2")[0]
 
 
 def test_sizes_follow_from_memory_and_what_was_given():
@@ -294,7 +298,7 @@ def test_each_data_parallel_process_has_a_sample():
 
 
 def test_what_fits_only_with_offloading_and_what_does_not_fit():
-    long = "--model llama70b --tensor_parallel_degree 1 --max_context_width 32768"
+    long = "--model llama70b --tensor_parallel_degree 1 --context_parallel_degree 1 --max_context_width 32768"
     assert " --offload_activations 1 " in choose(long, nodes=4)[0]
     with pytest.raises(UserError, match="use 4 nodes"):
         choose(long, nodes=2)
