@@ -119,7 +119,8 @@ class DeviceRow:
         """Return the seconds to expect, lowest and highest, for one predicted second."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
-        return (0.9, 1.1) if self.source == MEASURED else (0.75, 1.25)
+        # Of a row measured on two cores: what 18 quiet runs of benchmarks/plan.py steps took.
+        return (0.9, 1.3) if self.source == MEASURED else (0.75, 1.25)
 
     @property
     def described(self) -> str:
