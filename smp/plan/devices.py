@@ -119,7 +119,7 @@ class DeviceRow:
         """Return the seconds to expect, lowest and highest, for one predicted second."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
-        # Of a row measured on two cores: what 18 quiet runs of benchmarks/plan.py steps took.
+        # Measured on two cores: quiet runs took 0.92 to 1.26 of it (benchmarks/plan.py steps, three calibrations).
         return (0.9, 1.3) if self.source == MEASURED else (0.75, 1.25)
 
     @property

@@ -7,13 +7,23 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smp.config import AUTO, ActivationConfig, ParallelConfig
+import torch
+
+from smp.config import AUTO, ActivationConfig, ParallelConfig, Settings
 from smp.memory.shape import Workload, workload
-from smp.mesh import Mesh, context_parallel_choices, resolve_mesh, sharding_choices, tensor_parallel_choices
+from smp.mesh import (
+    Mesh,
+    context_parallel_choices,
+    lay_out,
+    resolve_mesh,
+    sharding_choices,
+    tensor_parallel_choices,
+)
 from smp.models.family import tensor_parallel_problems
-from smp.models.model_config import ResolvedModel
-from smp.parallel.context.fit import misfit
+from smp.models.model_config import ModelConfig, ResolvedModel
+from smp.parallel.context.technique import problems
 from smp.parallel.parallelize import settings_of
+from smp.parallel.technique import Setup
 
 # Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.
 MOST_TOKENS = 4 * 2**20
@@ -96,13 +106,20 @@ def _context_degrees(
     resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, device_type: str
 ) -> list[int]:
     """Return the context-parallel degrees to try; of those that were not given, only where sequences are long."""
-    length = resolved.sequence_length
     if "context_parallel_degree" in given:
         return [settings["context_parallel_degree"]]
-    in_fp32 = device_type == "cuda" and settings["bf16"] is False
-    if length < LONG or in_fp32 or misfit(resolved.hf_config):
+    if resolved.sequence_length < LONG:
         return [1]
-    return context_parallel_choices(world, most=length // SHORTEST_PART)
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    model = ModelConfig(**{name: value for name, value in settings.items() if name in fields})
+    asked = Settings((*settings_of(settings).sections, model))
+    dtype = torch.float32 if settings["bf16"] is False else None
+
+    def legal(cp: int) -> bool:  # as the job says
+        setup = Setup(resolved.family, lay_out(shard=cp, cp=cp), asked, dtype, device_type)
+        return not problems(resolved.hf_config, setup)
+
+    return [cp for cp in context_parallel_choices(world, most=resolved.sequence_length // SHORTEST_PART) if legal(cp)]
 
 
 def legal_meshes(

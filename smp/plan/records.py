@@ -85,10 +85,11 @@ class RankMemory:
         peak: the moment of the highest sum.
         own_peaks: each category's own highest bytes.
         reserved: bytes of the caching allocator's segments; None on a CPU.
-        outside: bytes outside the allocator: context and communicators; on a CPU the process without a model.
+        outside: bytes outside the allocator: context and communicators; on a CPU the process without a model,
+            and at most what ``heap`` says.
         limit: bytes of the device; None if it is not known.
         shared: of the peak, bytes that the ranks of a host share (counted once a host).
-        heap: free blocks of the C library's heap on a CPU, at least and at most, which are counted in ``outside``.
+        heap: free blocks of the C library's heap on a CPU, at least and at most.
         timeline: total bytes after each change of the step, thinned; for drawing.
     """
 

@@ -261,6 +261,10 @@ def test_sizes_of_a_job_that_splits_sequences():
     long = "--model llama3_8b --max_context_width 262144 --tensor_parallel_degree 1"
     assert choose(long)[0] == "--context_parallel_degree 4 --hybrid_shard_degree 4 --train_batch_size 1"
     assert " --offload_activations 1 " in choose(f"{long} --context_parallel_degree 2")[0]
+    shorter = long.replace("262144", "131072")
+    assert choose(shorter)[0].startswith("--context_parallel_degree 2 ")
+    for refused in ("--compile 1", "--attn_implementation sdpa", "--attn_pdrop 0.1"):  # with a degree, by the job
+        assert choose(f"{shorter} {refused}")[0].startswith("--hybrid_shard_degree 4 --offload_activations 1 ")
 
 
 def test_sizes_follow_from_memory_and_what_was_given():
