@@ -30,12 +30,14 @@ from train_step import WARMUP_STEPS, Result, measure
 from smp.environment import malloc
 
 # Name in the tables -> GLIBC_TUNABLES of the processes; None: unset, so that smp sets its own process by mallopt.
+_SET = malloc.TUNABLES.split(":")
 SETTINGS: dict[str, str | None] = {
     "glibc's own": "",
     "blocks from 1 MiB given back": "glibc.malloc.mmap_threshold=1048576",
-    "kept, by thresholds": malloc.TUNABLES.rpartition(":")[0],
+    "kept, by thresholds": ":".join(_SET[:2]),
     "kept, by mallopt (smp alone)": None,
-    "kept, huge pages (smp.launch.local)": malloc.TUNABLES,
+    "kept, huge pages": ":".join(_SET[:3]),
+    "kept, huge pages, no caches (smp.launch.local)": malloc.TUNABLES,
 }
 COMPARED = ("smp", "floor", "one_process")
 # The row of the account that a range names by its beginning; the innermost one counts.

@@ -11,15 +11,21 @@ import ctypes
 import os
 import re
 
-# Huge pages besides, which a running process cannot ask for by itself.
-TUNABLES = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.hugetlb=1"
+# Besides, what a running process cannot ask for by itself: huge pages, and no caches of small blocks. Around an aligned
+# block, as a tensor's, lie two small ones; while these are in a cache they do not become one with it again when it is
+# freed, and no tensor of its size fits there (glibc's bug 14581, mended in 2.39).
+_KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+_NOT_CACHED = "glibc.malloc.tcache_count=0"
+TUNABLES = f"{_KEPT}:glibc.malloc.hugetlb=1:{_NOT_CACHED}"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _INT_MAX = 2**31 - 1
 _GIVEN_BACK = 4 * 2**20  # bytes: a threshold up to here gives nearly all tensors back
 
 # The least of what `unused_heap` is about.
-LEAST_UNUSED = 0.14
+LEAST_UNUSED = 0.10
+# The most, of jobs that keep what backward needs and of those that recompute it.
+_UNUSED, _UNUSED_CACHED = (0.30, 0.36), (0.38, 0.72)
 
 
 def is_glibc() -> bool:
@@ -48,12 +54,11 @@ def keep_freed_memory() -> None:
 def unused_heap(*, recomputes: bool) -> float:
     """Return how much malloc holds in free blocks at the peak of a process, of its tensors' bytes, as it is set now.
 
-    Measured over 42 runs of the 18 jobs of ``benchmarks/plan.py bytes``: 0.19 to 0.36, and 0.14 to 0.71 with
-    recomputation, as much when freed memory is kept as by glibc's own rule; none where large blocks are given back at
-    once, with which a step takes 1.3 times the time, also on huge pages. Small allocations, as nodes of what is
-    recomputed, lie in large blocks that were freed, into which no tensor of their size fits then: a job's tensors
-    alone, allocated and freed by the same malloc in the same order, leave a tenth to a half of that. The same job
-    differs by 9 % of its resident memory from run to run. The most is counted.
+    Measured on the jobs of ``benchmarks/plan.py bytes``: 0.11 to 0.27, and with recomputation to 0.32; with glibc's
+    caches of small blocks up to 0.36 and 0.71, as much when freed memory is kept as by glibc's own rule; none where
+    large blocks are given back at once, with which a step takes 1.3 times the time, also on huge pages. Small
+    allocations, as nodes of what is recomputed, lie in large blocks that were freed, into which no tensor of their size
+    fits then. The same job differs by some hundredths from run to run. The most is counted.
 
     Args:
         recomputes: whether blocks are recomputed in backward.
@@ -62,4 +67,6 @@ def unused_heap(*, recomputes: bool) -> float:
         return 0.0
     settings = f"{os.environ.get('GLIBC_TUNABLES', '')}:mmap_threshold={os.environ.get('MALLOC_MMAP_THRESHOLD_', '')}"
     thresholds = [int(size, 0) for size in re.findall(r"mmap_threshold=(0x[0-9a-fA-F]+|\d+)", settings)]
-    return 0.0 if any(size <= _GIVEN_BACK for size in thresholds) else 0.72 if recomputes else 0.38
+    if any(size <= _GIVEN_BACK for size in thresholds):
+        return 0.0
+    return (_UNUSED if _NOT_CACHED in settings else _UNUSED_CACHED)[recomputes]

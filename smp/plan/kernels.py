@@ -82,10 +82,8 @@ def product(operation: Operation) -> Product | None:
     """Return the product that an operation is, or None."""
     if short_name(operation) not in _PRODUCTS:
         return None
-    matrices = [t for t in operation.inputs if len(t.shape) >= 2]
-    if len(matrices) < 2:
-        return None
-    left, right = matrices[-2:]
+    # Before the matrices stands what they are added to, after them what the result is written to (mm.out).
+    left, right = operation.inputs["add" in short_name(operation) :][:2]
     *batch, rows, inner = left.shape
     return Product(rows, inner, right.shape[-1], math.prod(batch), left.dtype)
 

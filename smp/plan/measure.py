@@ -1,7 +1,8 @@
 """Measure what operations, exchanges and the host cost, in each of the processes that ``smp.plan.calibrate`` starts.
 
-All processes measure the same thing at once, as they share the memory's bandwidth in a job. Operands and results are
-rotated through more memory than the last cache holds, as a step's own come from memory. Times are lower quartiles of
+All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
+the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
+more memory than the last cache holds. Times are lower quartiles of
 the wall's seconds: what disturbs a machine now and then is not the machine. Where processes outnumber the cores they
 are means, as a process that waits for a core is then part of it.
 """
@@ -13,7 +14,7 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.fsdp import SharedAllGather, SharedReduceScatter
 from smp.comm.gloo import DirectAllGather, DirectReduceScatter
 from smp.comm.group import SmddpGroup
@@ -35,20 +37,20 @@ from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.devices import Tables
 from smp.plan.kernels import VIEWS, attention, moved_bytes, operation_of, short_name
-from smp.plan.measured import Measured
+from smp.plan.measured import OF_ACTIVATIONS, Measured
 from smp.plan.records import Exchange, Operation
 from smp.runtime import choose_device, own_arguments, process_group
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
-ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
+ROTATED = 128 * 2**20  # bytes; more than any last cache holds
 SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
 LINEAR = (
     (128, 128, 128), (1024, 160, 432), (256, 512, 512), (512, 512, 1408), (1024, 768, 768), (1024, 768, 2048),
     (512, 512, 8192), (256, 768, 16384),
 )  # fmt: skip
-HEADS = ((4, 256, 40), (4, 512, 40), (8, 256, 64), (8, 512, 64), (12, 1024, 64))  # heads, tokens, width
+HEADS = ((4, 256, 40), (4, 512, 40), (8, 256, 64), (16, 512, 64), (12, 1024, 64))  # heads, tokens, width
 ADAMW = (2**14, 2**18, 2**20, 2**22)
 PARTS = tuple(2**n for n in (12, 16, 20, 22, 24))  # bytes of a rank in an exchange
 RECOMPUTED = {
@@ -118,28 +120,34 @@ class Bench:
         one = self.usual(found)
         return max(one - self.tiny, 0.1 * one)
 
-    def rotated(self, make: Callable[[], tuple[Tensor, ...]], run: Callable[..., Any]) -> float:
-        """Return the seconds of ``run``, each time on other operands; its results live for one round."""
+    def copies(self, make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """Return operands, and as many more of their kind as the caches do not hold."""
         first = make()
-        copies = max(2, min(64, -(-ROTATED // sum(t.nbytes for t in first))))
-        operands = itertools.cycle([first, *(make() for _ in range(copies - 1))])
-        kept: list[Any] = [None] * copies
-        slots = itertools.cycle(range(copies))
+        count = max(2, min(64, -(-ROTATED // sum(t.nbytes for t in first))))
+        return [first, *(make() for _ in range(count - 1))]
+
+    def rotated(self, copies: Sequence[tuple[Tensor, ...]], run: Callable[..., Any]) -> float:
+        """Return the seconds of ``run``, each time on other operands; its results live for one round."""
+        operands = itertools.cycle(copies)
+        kept: list[Any] = [None] * len(copies)
+        slots = itertools.cycle(range(len(copies)))
 
         def call() -> None:
-            kept[next(slots)] = run(*next(operands))
+            slot = next(slots)
+            kept[slot] = None  # first, so that the result takes its place instead of fresh pages
+            kept[slot] = run(*next(operands))
 
-        for _ in range(copies):
+        for _ in range(2 * len(copies)):
             call()
         return self.seconds(call)
 
 
 def probe(device: torch.device) -> dict[str, float]:
     """Return the seconds of a fixed addition and a fixed product: how fast the machine is just now."""
-    bench = Bench(device, 0.2)
-    a, b = torch.ones(2**20, device=device), torch.ones(2**20, device=device)
+    bench = Bench(device, 0.5)
+    a, b, c = (torch.ones(2**20, device=device) for _ in range(3))
     x, w = torch.ones(1024, 768, device=device), torch.ones(2048, 768, device=device)
-    return {"add": bench.seconds(lambda: a + b), "product": bench.seconds(lambda: x @ w.t())}
+    return {"add": bench.seconds(lambda: torch.add(a, b, out=c)), "product": bench.seconds(lambda: x @ w.t())}
 
 
 def products(bench: Bench) -> Iterator[tuple[str, str, int, int, int, float]]:
@@ -150,15 +158,20 @@ def products(bench: Bench) -> Iterator[tuple[str, str, int, int, int, float]]:
         shapes = [(torch.float32, *s) for s in LINEAR] + [(torch.bfloat16, *s) for s in LINEAR[3:6:2]]
     for dtype, tokens, inner, columns in shapes:
 
-        def pair(first: tuple[int, int], second: tuple[int, int], dtype: Any = dtype) -> tuple[Tensor, ...]:
-            return tuple(bench.values(*shape, dtype=dtype) for shape in (first, second))
+        def operand(*shape: int, dtype: Any = dtype) -> tuple[Tensor]:
+            return (bench.values(*shape, dtype=dtype),)
 
-        x, w, g = (tokens, inner), (columns, inner), (tokens, columns)
-        name = str(dtype).removeprefix("torch.")
-        forward = bench.rotated(functools.partial(pair, x, w), lambda a, b: a @ b.t())
-        yield name, "nt", tokens, inner, columns, forward
-        yield name, "nn", tokens, columns, inner, bench.rotated(functools.partial(pair, g, w), torch.mm)
-        yield name, "tn", columns, tokens, inner, bench.rotated(functools.partial(pair, g, x), lambda a, b: a.t() @ b)
+        (x,), (g,), name = operand(tokens, inner), operand(tokens, columns), str(dtype).removeprefix("torch.")
+        weights = bench.copies(functools.partial(operand, columns, inner))
+        yield name, "nt", tokens, inner, columns, bench.rotated(weights, lambda w, x=x: x @ w.t())
+        yield name, "nn", tokens, columns, inner, bench.rotated(weights, lambda w, g=g: g @ w)
+        saved = bench.copies(functools.partial(operand, tokens, inner))
+        yield name, "tn", columns, tokens, inner, bench.rotated(saved, lambda x, g=g: g.t() @ x)
+
+
+def _layer_norm_backward(a: Tensor, b: Tensor) -> Any:
+    each, weight = b[:, :1], b[0]  # the value of a row's mean, or of a weight, costs nothing
+    return torch.ops.aten.native_layer_norm_backward(a, b, (512,), each, each, weight, weight, [True] * 3)
 
 
 def _elementwise() -> dict[str, Callable[[Tensor, Tensor], Any]]:
@@ -172,6 +185,7 @@ def _elementwise() -> dict[str, Callable[[Tensor, Tensor], Any]]:
         "_to_copy": lambda a, b: a.to(torch.bfloat16), "zero_": lambda a, b: a.zero_(), "add_": lambda a, b: a.add_(b),
         "_log_softmax": lambda a, b: a.log_softmax(-1), "native_layer_norm": lambda a, b: F.layer_norm(a, (512,)),
         "mul_": lambda a, b: a.mul_(1.0), "mul broadcast": lambda a, b: a * b[:, :1],
+        "native_layer_norm_backward": _layer_norm_backward,
         "_foreach_norm": lambda a, b: torch._foreach_norm([a, b]),
         "_foreach_mul_": lambda a, b: torch._foreach_mul_([a, b], 1.0),
     }  # fmt: skip
@@ -184,34 +198,52 @@ def elementwise(bench: Bench) -> Iterator[tuple[str, int, float]]:
         def make(numel: int = numel) -> tuple[Tensor, ...]:
             return tuple(bench.values(numel // 512, 512) for _ in range(2))
 
+        pairs = bench.copies(make)
+        first = pairs[0][0]
         for name, run in _elementwise().items():
             with Log() as log:
-                run(*make())
+                run(*pairs[0])
             moved = sum(
                 moved_bytes(operation) for operation in log.operations if short_name(operation) == name.split()[0]
             )
-            yield name, moved, bench.rotated(make, run)
+            if name.endswith("_"):  # into a parameter's or a buffer's memory
+                yield name, moved, bench.rotated(pairs, run)
+            else:
+                yield name, moved, bench.rotated([(b,) for _, b in pairs], functools.partial(run, first))
 
 
 def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
     """Measure fused causal attention, forward, and backward through autograd."""
-    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
-    scale = 4 if bench.device.type == "cuda" else 1
-    for heads, length, width in HEADS:
-        shape = (1, heads, length * scale, width)
-        q, k, v = (torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True) for _ in range(3))
-        with Log() as log:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        gradient = torch.randn_like(out)
-        scores = next(found.scores for operation in log.operations if (found := attention(operation)))
+    on_gpu = bench.device.type == "cuda"
+    shapes = [(torch.bfloat16 if on_gpu else torch.float32, *shape) for shape in HEADS]
+    if not on_gpu:
+        shapes.append((torch.bfloat16, *HEADS[-1]))
+    for dtype, heads, length, width in shapes:
+        scale = 4 if on_gpu else 1
+        shape = (1, length * scale, heads, width)
 
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+        def made(shape: Sequence[int] = shape, dtype: torch.dtype = dtype) -> Tensor:
+            # Heads side by side in a token's row, as a linear layer writes them.
+            return torch.randn(shape, device=bench.device, dtype=dtype).transpose(1, 2)
+
+        def heads_of(made: Any = made) -> tuple[Tensor, ...]:
+            return tuple(made().requires_grad_() for _ in range(3))
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)
 
-        def backward(out: Tensor = out, inputs: Any = (q, k, v), gradient: Tensor = gradient) -> Any:
+        def backward(out: Tensor, gradient: Tensor, *inputs: Tensor) -> Any:
             return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
-        yield str(dtype)[6:], int(scores), width, bench.seconds(forward), bench.seconds(backward)
+        rows = bench.copies(heads_of)
+        with Log() as log:
+            forward(*rows[0])
+        scores = next(found.scores for operation in log.operations if (found := attention(operation)))
+        ahead = bench.rotated(rows, forward)
+        attended = [
+            (F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in rows
+        ]
+        yield str(dtype)[6:], int(scores), width, ahead, bench.rotated(attended, backward)
 
 
 def updates(bench: Bench) -> Iterator[tuple[int, float]]:
@@ -250,6 +282,9 @@ def exchanges(bench: Bench, backend: str) -> Iterator[tuple[str, str, int, float
             "all_gather": functools.partial(gather, gathered, own, group),
             "reduce_scatter": functools.partial(scatter, reduced, whole, group=group, op=dist.ReduceOp.SUM),
             "all_reduce": functools.partial(dist.all_reduce, whole, group=group),
+            # As tensor and context parallelism call them: torch's own, which over gloo are rings.
+            f"all_gather{OF_ACTIVATIONS}": functools.partial(all_gather_single, gathered, own, group=group),
+            f"reduce_scatter{OF_ACTIVATIONS}": functools.partial(reduce_scatter_single, reduced, whole, group=group),
         }
         for name, call in calls.items():
             yield backend, name, part * size, _together(bench, call)

@@ -11,6 +11,7 @@ from smp.plan.devices import DeviceRow, Tables
 from smp.plan.kernels import SLOWER, Product, attention, moved_bytes, product, short_name
 from smp.plan.records import Exchange, Operation
 
+OF_ACTIVATIONS = " of activations"  # ends a measured exchange's kind
 NEAREST = 4  # measured products that one is interpolated from
 
 
@@ -80,7 +81,8 @@ class Measured:
         if len({tensor.shape for tensor in operation.inputs}) > 1 and f"{name} broadcast" in self._elementwise:
             name = f"{name} broadcast"  # a scale of rows, a weight of columns: twice as slow by the byte
         like = "copy_" if "copy" in name or "cat" in name else "add"
-        points = self._elementwise.get(name) or self._elementwise.get(like, [])
+        known = next((each for each in (name, name.rstrip("_"), like) if each in self._elementwise), None)
+        points = self._elementwise[known] if known else []
         return interpolated(points, float(moved_bytes(operation)))
 
     def _product(self, found: Product, layout: str) -> float:
@@ -105,7 +107,10 @@ class Measured:
 
     def exchange(self, exchange: Exchange) -> float:
         """Return an exchange's seconds; one of a kind that was not measured by an all-gather's."""
-        points = self._exchanges.get(exchange.kind) or self._exchanges.get("all_gather", [])
+        kinds = [exchange.kind, "all_gather"]
+        if exchange.axis in ("tp", "cp"):
+            kinds.insert(0, f"{exchange.kind}{OF_ACTIVATIONS}")
+        points: Sequence[tuple[float, float]] = next(filter(None, map(self._exchanges.get, kinds)), [])
         # The smallest one is all latency: a smaller one takes as long.
         return interpolated(points, max(float(exchange.nbytes), points[0][0] if points else 0.0))
 

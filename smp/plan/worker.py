@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from smp.environment import malloc
 from smp.errors import UserError
 from smp.plan.devices import DeviceRow
 from smp.plan.fork import end_with_parent, in_child
@@ -76,6 +77,8 @@ class Worker:
 def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
     command = python_with(build_shim(), _MODULE) if device.is_gpu else [sys.executable, "-m", _MODULE]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    if not device.is_gpu:
+        hidden |= malloc.tunables()  # as the launcher sets the job's
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with(hidden), preexec_fn=_begin
     )

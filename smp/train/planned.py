@@ -66,7 +66,8 @@ def _even(job: Job) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    return environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    own = os.environ.get("GLIBC_TUNABLES", "")  # also where there is none: this job was not launched with ours
+    return environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": own})
 
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:

@@ -183,6 +183,8 @@ def test_operations():
     assert product(linear).flops == 2 * 3 * 5 * 7
     batched = operation("bmm", tensor(4, 3, 5), tensor(4, 5, 7), outputs=[tensor(4, 3, 7)])
     assert product(batched).flops == 4 * 2 * 3 * 5 * 7 and product(operation("add", tensor(3), tensor(3))) is None
+    written = Operation("aten.mm.out", (tensor(3, 5), tensor(5, 7), tensor(3, 7)), (tensor(3, 7),))
+    assert product(written).flops == 2 * 3 * 5 * 7
     heads = [tensor(2, 8, 128, 64)] * 3
     forward = attention(operation("_scaled_dot_product_flash_attention", *heads))
     backward = attention(operation("_scaled_dot_product_flash_attention_backward", heads[0], *heads))
@@ -220,7 +222,7 @@ TABLES = Tables(
     elementwise=[("add", 100, 1.0), ("add", 10_000, 10.0), ("silu", 100, 5.0)],
     attention=[("float32", 1000, 64, 1.0, 2.0), ("float32", 4000, 64, 4.0, 8.0)], adamw=[(100, 1.0), (1000, 10.0)],
     exchanges=[("smddp", "all_gather", 1000, 1.0), ("smddp", "all_gather", 4000, 2.0),
-        ("gloo", "all_gather", 1000, 9.0)],
+        ("gloo", "all_gather", 1000, 9.0), ("gloo", "all_gather of activations", 1000, 11.0)],
     host={"none": 1e6, "full": 2e6, "selective": 3e6}, probe={},
 )  # fmt: skip
 CPU = DeviceRow("cpu", source=MEASURED, on="a test", tables={2: TABLES})
@@ -239,6 +241,7 @@ def test_interpolation():
     assert found.seconds(operation("silu", tensor(25), outputs=[tensor(25)]), "nt") == pytest.approx(5)
     other = operation("gelu", tensor(25), outputs=[tensor(25)])
     assert found.seconds(other, "nt") == pytest.approx(1)  # as an addition
+    assert found.seconds(operation("silu_", tensor(25), outputs=[tensor(25)]), "nt") == pytest.approx(5)
     scaled = Measured(TABLES._replace(elementwise=[("mul", 100, 1.0), ("mul broadcast", 100, 3.0)]), "smddp")
     nothing = [tensor(0)]
     assert scaled.seconds(operation("mul", tensor(25), tensor(25), outputs=nothing), "nt") == pytest.approx(1)
@@ -247,7 +250,10 @@ def test_interpolation():
     assert found.seconds(operation("_scaled_dot_product_flash_attention_for_cpu", *heads), "nt") == pytest.approx(5)
     assert found.seconds(operation("_fused_adamw_", *[tensor(500, **single)] * 4), "nt") == pytest.approx(5, rel=1e-2)
     assert found.exchange(Exchange("all_gather", 2000, 2, "shard", False)) == pytest.approx(math.sqrt(2))
-    assert Measured(TABLES, "gloo").exchange(Exchange("broadcast", 1000, 2, "shard", False)) == 9
+    gloo = Measured(TABLES, "gloo")
+    assert gloo.exchange(Exchange("broadcast", 1000, 2, "shard", False)) == 9
+    gathers = {axis: gloo.exchange(Exchange("all_gather", 1000, 2, axis, False)) for axis in ("shard", "tp", "cp")}
+    assert gathers == {"shard": 9, "tp": 11, "cp": 11}
 
 
 def test_on_a_cpu_everything_takes_its_turn():
