@@ -119,7 +119,7 @@ class DeviceRow:
         """Return the seconds to expect, lowest and highest, for one predicted second."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
-        # Measured on two cores: quiet runs took 0.92 to 1.26 of it (benchmarks/plan.py steps, three calibrations).
+        # Measured on two cores: runs took 0.92 to 1.26 of it (benchmarks/plan.py steps, four calibrations).
         return (0.9, 1.3) if self.source == MEASURED else (0.75, 1.25)
 
     @property

@@ -43,7 +43,7 @@ from smp.runtime import choose_device, own_arguments, process_group
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
-ROTATED = 128 * 2**20  # bytes; more than any last cache holds
+ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
 SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
 LINEAR = (
@@ -217,7 +217,7 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
     on_gpu = bench.device.type == "cuda"
     shapes = [(torch.bfloat16 if on_gpu else torch.float32, *shape) for shape in HEADS]
     if not on_gpu:
-        shapes.append((torch.bfloat16, *HEADS[-1]))
+        shapes += [(torch.bfloat16, *shape) for shape in HEADS[-2:]]
     for dtype, heads, length, width in shapes:
         scale = 4 if on_gpu else 1
         shape = (1, length * scale, heads, width)
@@ -240,9 +240,7 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
             forward(*rows[0])
         scores = next(found.scores for operation in log.operations if (found := attention(operation)))
         ahead = bench.rotated(rows, forward)
-        attended = [
-            (F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in rows
-        ]
+        attended = [(F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in rows]
         yield str(dtype)[6:], int(scores), width, ahead, bench.rotated(attended, backward)
 
 
