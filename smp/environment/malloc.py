@@ -43,6 +43,11 @@ def tunables() -> dict[str, str]:
     return {} if set_by_environment() else {"GLIBC_TUNABLES": TUNABLES}
 
 
+def as_here() -> dict[str, str]:
+    """Return the environment variable for a process that plans this one: also what is not set stays so."""
+    return {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "")}
+
+
 def keep_freed_memory() -> None:
     """Set the malloc of this process; do nothing if the environment sets it, or without glibc."""
     if is_glibc() and not set_by_environment():

@@ -21,6 +21,7 @@ from torch import nn
 
 from smp.checkpoint.manifest import versions
 from smp.config import ActivationConfig
+from smp.environment import malloc
 from smp.log import get_logger
 from smp.memory.profile import profile_memory
 from smp.memory.tracker import peak_rss_bytes
@@ -66,8 +67,7 @@ def _even(job: Job) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    own = os.environ.get("GLIBC_TUNABLES", "")  # also where there is none: this job was not launched with ours
-    return environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": own})
+    return environment_with({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **malloc.as_here()})
 
 
 def predict(job: Job, *, seconds: float = SECONDS) -> dict[str, Any] | None:
