@@ -29,8 +29,8 @@ from train_step import WARMUP_STEPS, Result, measure
 
 from smp.environment import malloc
 
-# Name in the tables -> GLIBC_TUNABLES of the processes; None: unset, so that smp sets its own process by mallopt.
 _SET = malloc.TUNABLES.split(":")
+# Name in the tables -> GLIBC_TUNABLES of the processes; None: unset, so that smp sets its own process by mallopt.
 SETTINGS: dict[str, str | None] = {
     "glibc's own": "",
     "blocks from 1 MiB given back": "glibc.malloc.mmap_threshold=1048576",
