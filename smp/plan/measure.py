@@ -2,9 +2,9 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-more memory than the last cache holds. Times are lower quartiles of
-the wall's seconds: what disturbs a machine now and then is not the machine. Where processes outnumber the cores they
-are means, as a process that waits for a core is then part of it.
+more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum, without the slowest
+tenth: what disturbs a machine now and then is not the machine. Where processes outnumber the cores all count, as a
+process that waits for a core is then part of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.fsdp import SharedAllGather, SharedReduceScatter
@@ -44,6 +45,8 @@ from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
 ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
+TOUCHED = 512 * 2**20  # bytes of the heap
+WARM = 0.1  # seconds, at most, of calls before those that count
 SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
 LINEAR = (
@@ -105,7 +108,8 @@ class Bench:
 
     def usual(self, found: list[float]) -> float:
         """Return the seconds to expect of several that were measured."""
-        return sum(found) / len(found) if self.crowded else sorted(found)[len(found) // 4]
+        counted = found if self.crowded else sorted(found)[: len(found) * 9 // 10]
+        return sum(counted) / len(counted)
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Return a call's seconds, without what any operation costs."""
@@ -123,23 +127,31 @@ class Bench:
     def copies(self, make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """Return operands, and as many more of their kind as the caches do not hold."""
         first = make()
-        count = max(2, min(64, -(-ROTATED // sum(t.nbytes for t in first))))
-        return [first, *(make() for _ in range(count - 1))]
+        return [first, *(make() for _ in range(_times(first) - 1))]
 
     def rotated(self, copies: Sequence[tuple[Tensor, ...]], run: Callable[..., Any]) -> float:
         """Return the seconds of ``run``, each time on other operands; its results live for one round."""
-        operands = itertools.cycle(copies)
-        kept: list[Any] = [None] * len(copies)
-        slots = itertools.cycle(range(len(copies)))
+        start, result, between = self.now(), run(*copies[0]), self.now()
+        # With larger results fewer operands fill the caches; what computes for long does not wait for the memory.
+        count = min(len(copies), _times([*copies[0], result]), max(1, int(WARM / (between - start))))
+        del result
+        operands = itertools.cycle(copies[:count])
+        kept: list[Any] = [None] * count
+        slots = itertools.cycle(range(count))
 
         def call() -> None:
             slot = next(slots)
             kept[slot] = None  # first, so that the result takes its place instead of fresh pages
             kept[slot] = run(*next(operands))
 
-        for _ in range(2 * len(copies)):
+        for _ in range(count):
             call()
         return self.seconds(call)
+
+
+def _times(operands: Any) -> int:
+    """Return how many of such operands fill what is rotated through."""
+    return max(2, min(64, -(-ROTATED // sum(t.nbytes for t in tree_leaves(operands) if isinstance(t, Tensor)))))
 
 
 def probe(device: torch.device) -> dict[str, float]:
@@ -236,11 +248,13 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
             return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
         rows = bench.copies(heads_of)
+        few = -(-3 * len(rows) // 8)  # backward reads and writes eight tensors of the size of these three
         with Log() as log:
             forward(*rows[0])
         scores = next(found.scores for operation in log.operations if (found := attention(operation)))
         ahead = bench.rotated(rows, forward)
-        attended = [(F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in rows]
+        heads = rows[:few]
+        attended = [(F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in heads]
         yield str(dtype)[6:], int(scores), width, ahead, bench.rotated(attended, backward)
 
 
@@ -293,7 +307,7 @@ def _together(bench: Bench, call: Callable[[], Any]) -> float:
     call()
     dist.barrier()
     found = []
-    for _ in range(12):
+    for _ in range(6 if bench.crowded else 12):
         start = bench.now()
         call()
         found.append(bench.now() - start)
@@ -301,19 +315,23 @@ def _together(bench: Bench, call: Callable[[], Any]) -> float:
 
 
 def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
-    """Return the host's microseconds for an operation: what a small step takes beyond operations and exchanges."""
+    """Return the host's microseconds for an operation: what a small step takes beyond operations and exchanges.
+
+    The step is large enough to push the host's own data out of the caches, as any real one does: one that leaves them
+    there takes the host half as long for an operation.
+    """
     launch, device = read_launch(), bench.device
     tables, result = Measured(found, backend), {}
     small = ModelConfig(
-        model_type="mistral", max_context_width=32, hidden_width=64, num_layers=4, num_heads=2, intermediate_size=128,
-        vocab_size=256,
+        model_type="mistral", max_context_width=256, hidden_width=256, num_layers=4, num_heads=8,
+        intermediate_size=512, vocab_size=256,
     )  # fmt: skip
     model = resolve_model(small)
     mesh = resolve_mesh(
         ParallelConfig(), world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
     ).join(device.type)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ids = torch.arange(32).reshape(1, 32)
+    ids = torch.arange(256).reshape(1, 256)
     batch = StepBatch([{"input_ids": ids, "labels": ids.clone()}], torch.arange(1))
     for mode, activation in RECOMPUTED.items():
         settings = Settings((ParallelConfig(), activation, LossConfig()))
@@ -332,8 +350,12 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
         if device.type == "cpu":
             known = sum(tables.seconds(operation, "nt") for operation in log.operations)
             # A gather forward, one backward and a reduction of each unit; the count of tokens, the norm, the flag.
-            calls = 3 * (small.num_layers + 2) + 3 if launch.world_size > 1 and small.num_layers else 0
-            known += calls * tables.exchange(Exchange("all_gather", 1, launch.world_size, "shard", False))
+            units = model.hf_config.num_hidden_layers + 2
+            unit = sum(p.numel() for p in prepared.parameters()) * dtype.itemsize // units
+            for kind, nbytes, calls in (
+                ("all_gather", unit, 2 * units), ("reduce_scatter", unit, units), ("all_reduce", 1, 3)
+            ) if launch.world_size > 1 else ():  # fmt: skip
+                known += calls * tables.exchange(Exchange(kind, nbytes, launch.world_size, "shard", False))
         result[mode] = 1e6 * (_together(bench, step) - known) / len(log.operations)
     return result
 
@@ -341,6 +363,7 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
 def measure(device: torch.device, budget: float) -> Tables:
     """Measure everything; the process group runs."""
     bench = Bench(device, budget)
+    bench.values(TOUCHED // 4)  # and freed: what is measured then finds pages that were touched, as a second step does
     gc.disable()
     backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
     exchanged = [line for backend in backends for line in exchanges(bench, backend)]
