@@ -253,8 +253,8 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
             forward(*rows[0])
         scores = next(found.scores for operation in log.operations if (found := attention(operation)))
         ahead = bench.rotated(rows, forward)
-        heads = rows[:few]
-        attended = [(F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in heads]
+        fewer = rows[:few]
+        attended = [(F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in fewer]
         yield str(dtype)[6:], int(scores), width, ahead, bench.rotated(attended, backward)
 
 
