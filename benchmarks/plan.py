@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pages import Bystanders, origin, publish
 
 from smp.data.data_pipeline import StepBatch
-from smp.environment import read_launch
+from smp.environment import malloc, read_launch
 from smp.errors import Problems
 from smp.memory.profile import profile_memory
 from smp.memory.shape import ModelShape
@@ -249,6 +249,7 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
     """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
     launch, config = read_launch(), parse_args(list(words))
     device, problems = torch.device("cpu"), Problems()
+    malloc.keep_freed_memory()
     job = make_job(config, launch, device, resolve_model(config.model), problems)
     with process_group(config.comm, launch, device):
         mesh = job.mesh.join("cpu")
