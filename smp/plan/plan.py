@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from smp.config import ActivationConfig
-from smp.environment.malloc import LEAST_UNUSED, unused_heap
+from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems
 from smp.memory.plan import BASE_CPU_BYTES
 from smp.models.model_config import resolve_model
@@ -149,7 +149,7 @@ class _Rank:
         else:
             unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
             private = found.peak.total - trace.shared  # what is shared is mapped, and no heap's
-            heap = (int(min(LEAST_UNUSED, unused) * private), int(unused * private))
+            heap = (0, int(unused * private))
             reserved, outside = None, BASE_CPU_BYTES + heap[1]
         return RankMemory(
             rank=self.job.launch.rank,
