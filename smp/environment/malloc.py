@@ -29,7 +29,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _INT_MAX = 2**31 - 1
 _GIVEN_BACK = 4 * 2**20  # bytes: a threshold up to here gives nearly all tensors back
 
-# The most of what `unused_heap` is about with a stock of small blocks; and without, of jobs that keep what backward needs and that recompute it.
+# The most of what `unused_heap` is about: with a stock of small blocks; without, of jobs that keep what backward needs
+# and that recompute it.
 _UNUSED_STOCKED, _UNUSED = 0.20, (0.38, 0.72)
 
 
@@ -85,9 +86,9 @@ def _stock_small_blocks() -> None:
 def unused_heap(*, recomputes: bool) -> float:
     """Return how much malloc holds in free blocks at the peak of a process, of its tensors' bytes, as it is set now.
 
-    The most that was measured on the jobs of ``benchmarks/plan.py bytes``. With a stock of small blocks up to 0.20; else up to 0.36 and with
-    recomputation 0.71, as much when freed memory is kept as by glibc's own rule; none where large blocks are given back
-    at once, with which a step takes 1.3 times the time, also on huge pages.
+    The most that was measured on the jobs of ``benchmarks/plan.py bytes``. With a stock of small blocks up to 0.20; else
+    up to 0.36 and with recomputation 0.71, as much when freed memory is kept as by glibc's own rule; none where large
+    blocks are given back at once, with which a step takes 1.3 times the time, also on huge pages.
 
     Args:
         recomputes: whether blocks are recomputed in backward.

@@ -99,3 +99,33 @@ def test_the_prediction_counts_the_setting_in_force(environment, given_back, tmp
     with running_job(*words) as job:
         table = job.wait().succeeded().output
     assert ("free blocks of the heap" not in table) == given_back
+
+
+STOCKED = """
+import ctypes
+from smp.environment import malloc
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", *"abcdefghi")]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype, libc.malloc.restype, libc.aligned_alloc.restype = Info, ctypes.c_void_p, ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+libc.aligned_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+{stock}
+def tensors(): return [libc.aligned_alloc(64, 2**20) for _ in range(100)]
+taken, before = tensors(), libc.mallinfo2().arena
+for _ in range(10):
+    small = [libc.malloc(32) for _ in range(300)]  # which stay
+    for number in range(0, 100, 2): libc.free(taken[number])
+    for number in range(0, 100, 2): taken[number] = libc.aligned_alloc(64, 2**20)
+print(libc.mallinfo2().arena - before)
+"""
+
+
+@pytest.mark.parametrize(("stock", "grows"), [("malloc.keep_freed_memory()", False), ("", True)])
+def test_a_freed_tensors_place_fits_the_next_beside_small_blocks(stock, grows):
+    done = subprocess.run(
+        [sys.executable, "-c", STOCKED.format(stock=stock)], env=os.environ | {"GLIBC_TUNABLES": malloc.TUNABLES},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 20 * 2**20) == grows, done.stdout
