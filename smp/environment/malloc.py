@@ -86,7 +86,7 @@ def _stock_small_blocks() -> None:
 def unused_heap(*, recomputes: bool) -> float:
     """Return how much malloc holds in free blocks at the peak of a process, of its tensors' bytes, as it is set now.
 
-    The most that was measured on the jobs of ``benchmarks/plan.py bytes``. With a stock of small blocks up to 0.20; else
+    The most that was measured on the jobs of ``benchmarks/plan.py bytes``. With a stock of small blocks to 0.20; else
     up to 0.36 and with recomputation 0.71, as much when freed memory is kept as by glibc's own rule; none where large
     blocks are given back at once, with which a step takes 1.3 times the time, also on huge pages.
 
