@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from smp.runtime import devices_folder
 
 PROCESSES = (1, 2, 4)
 SECONDS = 0.03  # for one number
+BUSY = 0.1  # of the speed
 _PATIENCE = 900.0
 
 
@@ -53,6 +54,12 @@ def _measure(processes: int, seconds: float, folder: Path, *, gpus: bool) -> Tab
             f"data sheet's row, --device {next(iter(DEVICES))}"
         )
     return Tables(**json.loads(output.read_text()))
+
+
+def _moved(probe: Mapping[str, float]) -> float:
+    """Return by how much longer, or shorter, a fixed addition or product took after measuring than before."""
+    pairs = [(probe[name], probe.get(f"{name} after", probe[name])) for name in ("add", "product")]
+    return max(abs(after / before - 1) for before, after in pairs)
 
 
 def _summary(row: DeviceRow) -> DeviceRow:
@@ -117,6 +124,9 @@ def calibrate(
         for count in processes or usual:
             say(f"measuring with {count} process{'es' if count > 1 else ''}")
             tables[count] = _measure(count, seconds, Path(folder), gpus=row.is_gpu)
+            moved = _moved(tables[count].probe)
+            if moved > BUSY:
+                say(f"the machine's own speed moved by {moved:.0%} meanwhile: repeat this when nothing else runs")
     date = datetime.date.today().isoformat()
     measured = dataclasses.replace(row, source=MEASURED, date=date, tables=tables, factor=1.0, runs=0)
     path = path or devices_folder() / f"{row.name}.json"

@@ -356,7 +356,8 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
                 ("all_gather", unit, 2 * units), ("reduce_scatter", unit, units), ("all_reduce", 1, 3)
             ) if launch.world_size > 1 else ():  # fmt: skip
                 known += calls * tables.exchange(Exchange(kind, nbytes, launch.world_size, "shard", False))
-        result[mode] = 1e6 * (_together(bench, step) - known) / len(log.operations)
+        # On a busy machine what was measured before may exceed the step.
+        result[mode] = max(0.0, 1e6 * (_together(bench, step) - known) / len(log.operations))
     return result
 
 

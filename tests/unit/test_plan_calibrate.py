@@ -44,6 +44,14 @@ def test_the_row_is_found_by_name(folder, monkeypatch):
     ) and row.efficiency.attention_backward == pytest.approx(0.25)
 
 
+def test_a_machine_that_was_busy(monkeypatch):
+    probe = {"add": 1e-3, "product": 2e-3, "add after": 1.05e-3, "product after": 1.24e-3}
+    monkeypatch.setattr(calibrating, "_measure", lambda *args, **kwargs: TABLES._replace(probe=probe))
+    told = []
+    calibrate(processes=[1], say=told.append)
+    assert told[1:] == ["the machine's own speed moved by 38% meanwhile: repeat this when nothing else runs"]
+
+
 def test_processes_that_fail(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(
@@ -83,8 +91,9 @@ def test_this_machine_is_measured(folder, tmp_path_factory, monkeypatch):
     tables = row.tables[2]
     assert {line[1] for line in tables.products} == {"nt", "nn", "tn"}
     assert {line[0] for line in tables.exchanges} == {"smddp", "gloo"}
-    every = [line[-1] for lines in tables[:5] for line in lines] + [*tables.host.values(), *tables.probe.values()]
+    every = [line[-1] for lines in tables[:5] for line in lines] + [*tables.probe.values()]
     assert min(every) > 0 and set(tables.probe) == {"add", "product", "add after", "product after"}
+    assert set(tables.host) == {"none", "full", "selective"} and min(tables.host.values()) >= 0
     assert row.peak > 0.001 and row.bandwidth > 0.0001
     single = TensorShape((512, 512), "float32")
     events = (
@@ -92,4 +101,5 @@ def test_this_machine_is_measured(folder, tmp_path_factory, monkeypatch):
         Exchange("all_gather", 2**20, 2, "shard", False),
     )
     found = step_time([(Segment("forward", 0, 0, events), 3)], row, local=2, groups={})
-    assert set(found.parts) == {"compute", "exposed gathers", "host"} and 0 < found.seconds < 60
+    # Beside other work the host's part may come out as 0.
+    assert set(found.parts) | {"host"} == {"compute", "exposed gathers", "host"} and 0 < found.seconds < 60
