@@ -29,7 +29,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _INT_MAX = 2**31 - 1
 _GIVEN_BACK = 4 * 2**20  # bytes: a threshold up to here gives nearly all tensors back
 
-# The most of what `unused_heap` is about: with a stock; without, of jobs that keep what backward needs
+# The most of what `unused_heap` is about: with a stock; without one, of jobs that keep what backward needs
 # and that recompute it.
 _UNUSED_STOCKED, _UNUSED = 0.20, (0.38, 0.72)
 

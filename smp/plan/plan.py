@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from smp.config import ActivationConfig
-from smp.environment.malloc import unused_heap
+from smp.environment.malloc import stocks_small_blocks, unused_heap
+from smp.environment.threads import available_cores
 from smp.errors import ConfigError, Problems
 from smp.memory.plan import BASE_CPU_BYTES
 from smp.models.model_config import resolve_model
@@ -30,6 +31,7 @@ from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, s
 from smp.plan.devices import DeviceRow
 from smp.plan.events import Trace
 from smp.plan.fork import in_child
+from smp.plan.heap import heap_bytes
 from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
@@ -147,9 +149,7 @@ class _Rank:
             reserved: int | None = reserved_bytes(whole, expandable=expandable)
             outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * len(trace.groups)
         else:
-            unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
-            private = found.peak.total - trace.shared  # what is shared is mapped, and no heap's
-            heap = (0, int(unused * private))
+            heap = self._unused_heap(whole, found.peak.total, trace.shared)
             reserved, outside = None, BASE_CPU_BYTES + heap[1]
         return RankMemory(
             rank=self.job.launch.rank,
@@ -162,6 +162,16 @@ class _Rank:
             heap=heap,
             timeline=found.timeline,
         )
+
+    def _unused_heap(self, whole: Step, peak: int, shared: int) -> tuple[int, int]:
+        """Return the least and the most that a process on CPUs holds beyond its tensors' bytes at the peak."""
+        if stocks_small_blocks():  # else small blocks of the process, which no plan knows, decide
+            threads, several = max(1, available_cores() // self.local), self.job.launch.world_size > 1
+            found = heap_bytes(whole, backend=self.backend if several else "", shared=shared, threads=threads)
+            if found is not None:
+                return max(0, found[0] - peak), max(0, found[1] - peak)
+        unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
+        return 0, int(unused * (peak - shared))  # what is shared is mapped, and no heap's
 
     def _time(self, trace: Trace, repeated: Repeat) -> StepTime | None:
         if not self.row.bandwidth:  # a CPU that nobody has measured

@@ -89,7 +89,8 @@ class RankMemory:
             and at most what ``heap`` says.
         limit: bytes of the device; None if it is not known.
         shared: of the peak, bytes that the ranks of a host share (counted once a host).
-        heap: free blocks of the C library's heap on a CPU, at least and at most.
+        heap: what a process on CPUs holds beyond its tensors at the peak, at least and at most: free blocks of the C
+            library's heap, operands that products have packed, shared buffers that are not in use.
         timeline: total bytes after each change of the step, thinned; for drawing.
     """
 
@@ -115,7 +116,7 @@ class RankMemory:
 
     @property
     def least(self) -> int:
-        """Bytes that the device has to have where the heap has least free blocks; else as ``needed``."""
+        """Bytes that the device has to have where the heap is least; else as ``needed``."""
         return self.needed - self.heap[1] + self.heap[0]
 
     @property

@@ -65,7 +65,7 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
         sums |= {"reserved by the allocator": memory.reserved, "outside the allocator": memory.outside}
     else:
         sums |= {"the process without a model": memory.outside - memory.heap[1]}
-        sums |= {"free blocks of the heap, at most": memory.heap[1]} if memory.heap[1] else {}
+        sums |= {"heap beyond the tensors, at most": memory.heap[1]} if memory.heap[1] else {}
     if memory.limit is not None and memory.room is not None:
         sums |= {"limit": memory.limit, "room" if memory.room >= 0 else "missing": abs(memory.room)}
     yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items())
