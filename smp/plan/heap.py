@@ -25,7 +25,7 @@ _LIBRARIES = (5522080, 2179744, 1786528)  # bytes, at most, in which a thread of
 _ALIGNED = 64  # bytes, as torch aligns tensors
 _HIGH = 13  # of the sorted samples: the 85th percentile
 _MORE = 1.03  # of it, as the jobs of benchmarks/plan.py were above
-_TOUCHED = 4  # one byte of so many, of what groups share for short messages
+_TOUCHED = 2  # one byte of so many, of what groups share for short messages and of a buffer more
 _GLOO = 2**23  # bytes of the heaps of its threads
 _PAGE = 4096
 _NEW = 2**22  # bytes that no free block of an interpreter has, so that they are the heap's last
@@ -63,8 +63,8 @@ def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[
     found.sort()
     others = (threads - 1) * sum(_packed(largest)) + (_GLOO if backend == "gloo" else 0)
     others += sum(pool.sizes) + shared // _TOUCHED
-    # A rank that comes late makes the others take one buffer more.
-    return found[0] + others, int(_MORE * found[_HIGH]) + others + max(pool.sizes)
+    # A rank that comes late makes the others take another buffer.
+    return found[0] + others, int(_MORE * found[_HIGH]) + others + max(pool.sizes) // _TOUCHED
 
 
 def _largest(step: Step) -> int:
