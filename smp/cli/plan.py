@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and its last rank, too")
     add("--json", metavar="FILE", help="write the plan there as JSON; -: print it instead of the tables")
     add("--plot", metavar="FILE.png", help="draw the best layout's memory over the step")
-    add("--calibrate", action="store_true", help="measure this machine, some minutes, and keep its row")
+    add("--calibrate", action="store_true", help="measure this machine, about a minute, and keep its row")
     add("--ledger", nargs="+", metavar="DIR", help="tabulate the plan_error.json below, and refit the devices' factors")
 
 

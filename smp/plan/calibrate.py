@@ -87,7 +87,8 @@ def _device() -> tuple[DeviceRow, Sequence[int]]:
     if not torch.cuda.is_available():
         memory = available_memory(torch.device("cpu"), 1) or 0
         where = f"{available_cores()} cores ({platform.machine()}), {versions}"
-        return DeviceRow("cpu", memory=round(memory / GIB, 1), on=where), PROCESSES
+        counts = sorted({min(count, available_cores()) for count in PROCESSES})  # each with a core of its own
+        return DeviceRow("cpu", memory=round(memory / GIB, 1), on=where), counts
     properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
     base = sheet_row(properties.name) or DeviceRow(plain_name(properties.name))
     row = dataclasses.replace(
@@ -107,7 +108,7 @@ def calibrate(
     """Measure the device at hand, and write its row.
 
     Args:
-        processes: how many at once; default: 1, 2 and 4 on CPUs, 1 and all on GPUs.
+        processes: how many at once; default: 1, 2 and 4 on as many cores, 1 and all GPUs.
         seconds: for one number; some hundreds are measured.
         path: of the row; default: its name in the user's folder, where ``--device`` finds it.
         say: told of the progress.

@@ -8,28 +8,25 @@ each beside other small blocks. The processes that repeat it hold nothing else a
 from __future__ import annotations
 
 import array
-import collections
-import ctypes
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:  # a process that repeats starts in milliseconds, as it imports nothing of these
-    from smp.plan.blocks import Step
+from smp.memory.categories import COMMUNICATION, OPTIMIZER
+from smp.plan.blocks import Step
+from smp.plan.events import UPDATE
+
+_REPLAY = Path(__file__).with_name("malloc_replay.py")
 
 _SAMPLES = 16
 _TURNS = 3  # steps; later ones need no more
 _LIBRARIES = (5522080, 2179744, 1786528)  # bytes, at most, in which a thread of MKL packs a product's operands
-_ALIGNED = 64  # bytes, as torch aligns tensors
 _HIGH = 13  # of the sorted samples: the 85th percentile
 _MORE = 1.03  # of it, as the jobs of benchmarks/plan.py were above
-_TOUCHED = 2  # one byte of so many, of what groups share for short messages and of a buffer more
+_TOUCHED = 2  # one byte of so many, of what groups share for short messages and of an additional buffer
 _GLOO = 2**23  # bytes of the heaps of its threads
 _PAGE = 4096
-_NEW = 2**22  # bytes that no free block of an interpreter has, so that they are the heap's last
-_PR_SET_THP_DISABLE = 41
 
 
 def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[int, int] | None:
@@ -44,9 +41,7 @@ def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[
     Returns:
         At least and at most; None where malloc does not tell its bytes, or has not as many.
     """
-    pooled = {
-        s for s, category in enumerate(step.categories) if backend == "smddp" and category == "communication buffers"
-    }
+    pooled = {s for s, category in enumerate(step.categories) if backend == "smddp" and category == COMMUNICATION}
     pool, requests, largest = _Pool(), array.array("q"), _largest(step)
     for storage, nbytes in _requests(step):
         if storage in pooled:
@@ -55,7 +50,7 @@ def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[
             requests.extend((storage, nbytes))
     found = []
     for sample in range(_SAMPLES):
-        command = [sys.executable, "-I", "-S", __file__, str(sample)]
+        command = [sys.executable, "-I", "-S", str(_REPLAY), str(sample)]
         done = subprocess.run(command, input=requests.tobytes(), capture_output=True)
         if done.returncode:
             return None
@@ -70,7 +65,7 @@ def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[
 def _largest(step: Step) -> int:
     """Return the bytes of the largest parameter."""
     initial = step.changes[: step.initial]
-    return max(nbytes for _, storage, nbytes in initial if step.categories[storage] != "optimizer state")
+    return max(nbytes for _, storage, nbytes in initial if step.categories[storage] != OPTIMIZER)
 
 
 def _packed(largest: int) -> list[int]:
@@ -82,17 +77,17 @@ def _requests(step: Step) -> Iterator[tuple[int, int]]:
     """Yield storages with the bytes they shall have, as a job asks for them: 0 frees."""
     sizes, other = [0] * len(step.categories), len(step.categories)
     before, during = step.changes[: step.initial], step.changes[step.initial :]
-    late = [(storage, nbytes) for _, storage, nbytes in before if step.categories[storage] == "optimizer state"]
+    late = [(storage, nbytes) for _, storage, nbytes in before if step.categories[storage] == OPTIMIZER]
     for _, storage, nbytes in before:
         sizes[storage] = nbytes
-        if step.categories[storage] != "optimizer state":
+        if step.categories[storage] != OPTIMIZER:
             yield storage, nbytes
     yield other, _largest(step)  # a parameter is drawn whole before it is cut
     yield other, 0
     yield from enumerate(_packed(_largest(step)), other + 1)
     for _ in range(_TURNS):
         for place, storage, change in during:
-            if place.phase == "update":  # that of the first step makes the state
+            if place.phase == UPDATE:  # that of the first step makes the state
                 yield from late
                 late = []
             sizes[storage] += change
@@ -123,40 +118,3 @@ class _Pool:
             if found is not None:
                 self._buffers.remove(found)
             self._buffers.append((found[0] if found else -(-nbytes // _PAGE) * _PAGE, storage))
-
-
-def _repeat(requests: array.array[int], seed: int) -> int:
-    """Make requests of malloc, small blocks between them; return the bytes up to the end of the last place."""
-    libc, place = ctypes.CDLL(None), ctypes.c_void_p()
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
-    libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
-    libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)  # else a page that malloc writes to is 2 MiB
-    chance, small = random.Random(seed), collections.deque[int]()
-    places: list[int | None] = [None] * (max(requests[::2]) + 1)
-    parts = [libc.malloc(chance.randrange(120, 100_000)) for _ in range(40)]  # of which every second one is free
-    for part in parts[::2]:
-        libc.free(part)
-    start = end = libc.malloc(_NEW)
-    libc.free(start)
-    for storage, nbytes in zip(requests[::2], requests[1::2], strict=True):
-        libc.free(places[storage])
-        places[storage] = None
-        if nbytes:
-            if libc.posix_memalign(ctypes.byref(place), _ALIGNED, nbytes):
-                raise MemoryError
-            places[storage] = place.value
-            end = max(end, (place.value or 0) + nbytes)
-        if chance.random() < 0.1:
-            small.append(libc.malloc(chance.randrange(120, 4000)))
-        if len(small) > 100:
-            small.rotate(chance.randrange(100))
-            libc.free(small.pop())
-    return int(end) - int(start)
-
-
-if __name__ == "__main__":
-    print(_repeat(array.array("q", sys.stdin.buffer.read()), int(sys.argv[1])))

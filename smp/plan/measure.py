@@ -3,8 +3,7 @@
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
 more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum, without the slowest
-tenth: what disturbs a machine now and then is not the machine. Where processes outnumber the cores all count, as a
-process that waits for a core is then part of it.
+tenth: what disturbs a machine now and then is not the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from smp.comm.group import SmddpGroup
 from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.environment import read_launch
-from smp.environment.threads import available_cores
 from smp.mesh import resolve_mesh
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel.parallelize import prepare_model
@@ -90,7 +88,6 @@ class Bench:
 
     def __init__(self, device: torch.device, budget: float):
         self.device, self.budget = device, budget
-        self.crowded = device.type == "cpu" and dist.get_world_size() > available_cores()
         self.tiny = 0.0
         a, b = torch.ones(4, device=device), torch.ones(4, device=device)
         # What any operation costs, whatever it computes: part of the host's microseconds, not of the kernels'.
@@ -106,9 +103,10 @@ class Bench:
         """Return a tensor: on a GPU of random numbers, whose products take more power than those of equal ones."""
         return (torch.randn if self.device.type == "cuda" else torch.ones)(shape, device=self.device, dtype=dtype)
 
-    def usual(self, found: list[float]) -> float:
+    @staticmethod
+    def usual(found: list[float]) -> float:
         """Return the seconds to expect of several that were measured."""
-        counted = found if self.crowded else sorted(found)[: len(found) * 9 // 10]
+        counted = sorted(found)[: len(found) * 9 // 10]
         return sum(counted) / len(counted)
 
     def seconds(self, call: Callable[[], Any]) -> float:
@@ -307,7 +305,7 @@ def _together(bench: Bench, call: Callable[[], Any]) -> float:
     call()
     dist.barrier()
     found = []
-    for _ in range(6 if bench.crowded else 12):
+    for _ in range(12):
         start = bench.now()
         call()
         found.append(bench.now() - start)

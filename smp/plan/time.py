@@ -186,7 +186,9 @@ def step_time(
             parts[OFFLOADING] = max(0.0, 2 * offloaded / (row.host_link * row.efficiency.links * 1e9) - parts[COMPUTE])
     else:
         parts[GATHERS] += sum(cost.gathered + cost.reduced for _, cost in costs)
-    parts = {name: seconds / row.factor for name, seconds in parts.items() if seconds}
+    # Of more processes than were measured each has a smaller share of the cores.
+    crowd = max(1.0, local / max(row.tables)) if row.tables and not row.is_gpu else 1.0
+    parts = {name: crowd * seconds / row.factor for name, seconds in parts.items() if seconds}
     seconds, (low, high) = sum(parts.values()), row.range
     inside, between = (sum(getattr(cost, side) for _, cost in costs) for side in ("inside", "between"))
     return StepTime(seconds, low * seconds, high * seconds, parts, inside, between, row.described)

@@ -31,6 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_row_is_found_by_name(folder, monkeypatch):
     monkeypatch.setattr(calibrating, "_measure", lambda count, seconds, folder, *, gpus: TABLES)
+    monkeypatch.setattr(calibrating, "available_cores", lambda: 64)
     told = []
     assert calibrate(say=told.append) == folder / "cpu.json"
     assert told == ["measuring with 1 process", "measuring with 2 processes", "measuring with 4 processes"]
@@ -42,6 +43,13 @@ def test_the_row_is_found_by_name(folder, monkeypatch):
     assert row.efficiency.attention_forward == pytest.approx(
         0.5
     ) and row.efficiency.attention_backward == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
+def test_every_process_has_a_core(cores, counts, monkeypatch):
+    monkeypatch.setattr(calibrating, "_measure", lambda *args, **kwargs: TABLES)
+    monkeypatch.setattr(calibrating, "available_cores", lambda: cores)
+    assert sorted(device_row(str(calibrate())).tables) == counts
 
 
 def test_a_machine_that_was_busy(monkeypatch):

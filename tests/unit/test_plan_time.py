@@ -262,7 +262,7 @@ def test_on_a_cpu_everything_takes_its_turn():
     found = seconds([(block("forward", add, exchange), 2)], CPU, local=2)
     assert found.parts == {"compute": 2.0, "exposed gathers": 2.0, "host": 2.0}
     assert found.low == pytest.approx(0.9 * 6) and "measured" in found.source
-    assert seconds([(block("forward", add), 1)], CPU, local=4, recompute="full").parts["host"] == 2.0
+    assert seconds([(block("forward", add), 1)], CPU, local=1, recompute="full").parts["host"] == 2.0
 
 
 def test_a_weights_gradient_is_known_by_the_sum_over_tokens():
@@ -326,3 +326,14 @@ def test_published_runs_do_not_get_worse(benchmark):
         assert found.runs >= 61 and found.blind <= blind and found.held_out <= held_out, (hardware, found)
         assert found.ranking >= ranking, (hardware, found)
         assert DEVICES[hardware].factor == pytest.approx(found.factor, abs=0.01)
+
+
+def test_more_processes_than_were_measured_share_the_cores():
+    table = Tables([["float32", "nt", 512, 512, 512, 1e-3]], [], [], [], [], {"none": 100.0}, {})
+    row = DeviceRow("cpu", bandwidth=1.0, source=MEASURED, tables={1: table, 2: table})
+    single = tensor(512, 512, dtype="float32")
+    step = [(block("forward", operation("mm", single, single, outputs=[single])), 1)]
+    two, four = (seconds(step, row, local=local) for local in (2, 4))
+    assert two.parts == {"compute": pytest.approx(1e-3), "host": pytest.approx(1e-4)}
+    assert four.parts == {name: 2 * value for name, value in two.parts.items()}
+    assert seconds(step, row, local=1).seconds == two.seconds
