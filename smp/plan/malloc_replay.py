@@ -14,6 +14,7 @@ import sys
 
 _ALIGNED = 64  # bytes, as torch aligns tensors
 _NEW = 2**22  # bytes that no free block of an interpreter has, so that they are the heap's last
+_LEFT = 100_000  # bytes of the largest block that is free before
 _PR_SET_THP_DISABLE = 41
 
 
@@ -26,11 +27,12 @@ def repeat(requests: array.array[int], seed: int) -> int:
     libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)  # else a page that malloc writes to is 2 MiB
     chance, small = random.Random(seed), collections.deque[int]()
     places: list[int | None] = [None] * (max(requests[::2]) + 1)
-    parts = [libc.malloc(chance.randrange(120, 100_000)) for _ in range(40)]  # of which every second one is free
-    for part in parts[::2]:
-        libc.free(part)
     start = end = libc.malloc(_NEW)
     libc.free(start)
+    for size in range(_LEFT, 16, -16):  # take what the interpreter has left free, on which the result would hang
+        while (left := libc.malloc(size)) < start:
+            pass
+        libc.free(left)
     for storage, nbytes in zip(requests[::2], requests[1::2], strict=True):
         libc.free(places[storage])
         places[storage] = None
