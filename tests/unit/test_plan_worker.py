@@ -53,6 +53,7 @@ def looked_at():
     }
 
 
+@pytest.mark.full
 def test_a_plan_leaves_nothing_behind_and_is_made_again():
     """The second, after another model's, an illegal one and one that is no layout, is the first."""
     before = looked_at()
