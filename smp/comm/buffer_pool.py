@@ -53,6 +53,16 @@ def control_bytes(ranks: int) -> int:
     return -(-(_PAGE + 4 * _BUFFERS * ranks) // _PAGE) * _PAGE
 
 
+def fits(capacity: int, nbytes: int) -> bool:
+    """Tell whether so many bytes may have a buffer of that capacity."""
+    return nbytes <= capacity <= 2 * max(nbytes, _PAGE)
+
+
+def capacity_of(nbytes: int) -> int:
+    """Return the capacity of a buffer that is made for so many bytes."""
+    return -(-max(nbytes, 1) // _PAGE) * _PAGE
+
+
 class BufferPool:
     """The shared buffers of one group on one host.
 
@@ -119,7 +129,7 @@ class BufferPool:
         futex.wake(self.segment.address + _DECIDED)
 
     def _fitting(self, nbytes: int) -> list[_Buffer]:
-        return [b for b in self._buffers if nbytes <= b.capacity <= 2 * max(nbytes, _PAGE)]
+        return [b for b in self._buffers if fits(b.capacity, nbytes)]
 
     def _free(self, nbytes: int) -> _Buffer | None:
         everyone = range(self.peers.size)
@@ -140,7 +150,7 @@ class BufferPool:
         return self.segment.words[self._released(buffer.number, rank)] == self._uses[buffer.number] & _WORD
 
     def _make(self, nbytes: int) -> _Buffer | None:
-        capacity = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        capacity = capacity_of(nbytes)
         if len(self._buffers) == _BUFFERS or self._end + capacity > self.segment.size:
             return None
         buffer = _Buffer(len(self._buffers), self._end, capacity)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from smp.comm.buffer_pool import capacity_of, fits
 from smp.memory.categories import COMMUNICATION, OPTIMIZER
 from smp.plan.blocks import Step
 from smp.plan.events import UPDATE
@@ -23,10 +24,9 @@ _SAMPLES = 16
 _TURNS = 3  # steps; later ones need no more
 _LIBRARIES = (5522080, 2179744, 1786528)  # bytes, at most, in which a thread of MKL packs a product's operands
 _HIGH = 13  # of the sorted samples: the 85th percentile
-_MORE = 1.02  # of it, as the jobs of benchmarks/plan.py were above
+_MORE = 1.02  # of it: by so much the jobs of benchmarks/plan.py were above
 _TOUCHED = 2  # one byte of so many, of what groups share for short messages and of an additional buffer
 _GLOO = 2**23  # bytes of the heaps of its threads
-_PAGE = 4096
 
 
 def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[int, int] | None:
@@ -113,8 +113,7 @@ class _Pool:
         """Take a storage's buffer back, and give it one of other bytes."""
         self._buffers = [(capacity, None if owner == storage else owner) for capacity, owner in self._buffers]
         if nbytes:
-            most = 2 * max(nbytes, _PAGE)
-            found = next((b for b in self._buffers if b[1] is None and nbytes <= b[0] <= most), None)
+            found = next((b for b in self._buffers if b[1] is None and fits(b[0], nbytes)), None)
             if found is not None:
                 self._buffers.remove(found)
-            self._buffers.append((found[0] if found else -(-nbytes // _PAGE) * _PAGE, storage))
+            self._buffers.append((found[0] if found else capacity_of(nbytes), storage))
