@@ -11,10 +11,10 @@ buffer may be given out again only when nobody holds it any more. Therefore
   parameters keep alive), and is counted in a word per buffer and rank;
 - a buffer is given out only when all these counts equal the times it was given out.
 
-A buffer that is still held anywhere is passed over: another is taken, or made. Of one size two are made without
-hesitation, so that ranks need not wait for the slowest to drop the last one; before a third, the first rank waits a
-little for what it has dropped itself. What would exceed the limit is private memory, on all ranks alike, and the
-collective is the ordinary one.
+A buffer that is still held anywhere is passed over: another is taken, or made. Before one is made, the first rank waits
+a little for the others to drop what it has dropped itself: they would meet in the collective all the same, and how
+many buffers there are does not hang on which rank is late. What would exceed the limit is private memory, on all ranks
+alike, and the collective is the ordinary one.
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ class BufferPool:
     def _freed_soon(self, nbytes: int) -> _Buffer | None:
         """Wait for peers that are late in dropping what this rank has dropped. It cannot last: they need nothing from
         this rank for it, unless they keep it, and then another buffer is made."""
-        fitting = self._fitting(nbytes)
-        if len(fitting) < 2 or not any(self._dropped(b, self.peers.local) for b in fitting):
+        if not any(self._dropped(b, self.peers.local) for b in self._fitting(nbytes)):
             return None
         end = time.monotonic() + _PATIENCE
         while (buffer := self._free(nbytes)) is None and time.monotonic() < end:

@@ -43,6 +43,7 @@ from smp.parallel.technique import Setup
 Config = LossConfig
 
 CHUNK_TOKENS = 1024
+_ROWS = 2048  # of the head, whose gradients are added to the sum at one time
 _MARK = "_smp_loss_in_chunks"
 SPLIT_HEAD = "_smp_split_head"  # attribute of a split model: its SplitHead
 
@@ -179,8 +180,9 @@ def _add_product(into: torch.Tensor, slopes: torch.Tensor, tokens: torch.Tensor)
         into.addmm_(slopes.T, tokens)
     elif _converts(slopes, into.dtype):
         torch.addmm(into, slopes.T, tokens, out_dtype=into.dtype, out=into)
-    else:
-        into += slopes.T @ tokens
+    else:  # in parts: torch copies what it adds into the dtype of the sum
+        for part, columns in zip(into.split(_ROWS), slopes.T.split(_ROWS), strict=True):
+            part += columns @ tokens
 
 
 def _times(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -389,6 +391,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if work.moment is not Moment.LOSS:
         return {}
     needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
-    if chunk:  # in fp32, and on a CPU the product in bf16 and, measured, up to twice as much inside it
-        needed["gradients before reduction"] = gradient * (fp32 + (3 * low if work.device_type == "cpu" else 0))
+    if chunk:  # in fp32, and on a CPU a part of the product in bf16, and what is added of it in fp32
+        part = min(columns, _ROWS) * shape.hidden * (low + fp32) if low and work.device_type == "cpu" else 0
+        needed["gradients before reduction"] = gradient * fp32 + part
     return needed

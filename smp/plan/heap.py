@@ -8,41 +8,45 @@ each beside other small blocks. The processes that repeat it hold nothing else a
 from __future__ import annotations
 
 import array
+import dataclasses
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from smp.comm.buffer_pool import capacity_of, fits
+from smp.environment.malloc import as_here
 from smp.memory.categories import COMMUNICATION, OPTIMIZER
 from smp.plan.blocks import Step
-from smp.plan.events import UPDATE
+from smp.plan.events import FORWARD, UPDATE
 
 _REPLAY = Path(__file__).with_name("malloc_replay.py")
 
 _SAMPLES = 16
 _TURNS = 3  # steps; later ones need no more
-_LIBRARIES = (5522080, 2179744, 1786528)  # bytes, at most, in which a thread of MKL packs a product's operands
 _HIGH = 13  # of the sorted samples: the 85th percentile
-_MORE = 1.02  # of it: by so much the jobs of benchmarks/plan.py were above
-_TOUCHED = 2  # one byte of so many, of what groups share for short messages and of an additional buffer
+_MORE = 1.01  # of it: by so much the jobs of benchmarks/plan.py were above
+_TOUCHED = 2  # one byte of so many, of what groups share for short messages
 _GLOO = 2**23  # bytes of the heaps of its threads
 
 
-def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[int, int] | None:
+def heap_bytes(step: Step, *, backend: str, ranks: int, shared: int, packed: int) -> tuple[int, int] | None:
     """Return the bytes of a process's heap, and of the memory that it shares, after some of these steps.
 
     Args:
         step: of the whole model.
         backend: of the collectives; empty for one process. With ``smddp`` communication buffers are not in the heap.
+        ranks: of a host that reduce gradients together; 1 where other hosts' ranks do, too.
         shared: bytes that the groups' ranks share for short messages.
-        threads: that compute.
+        packed: bytes that products keep.
 
     Returns:
         At least and at most; None where malloc does not tell its bytes, or has not as many.
     """
     pooled = {s for s, category in enumerate(step.categories) if backend == "smddp" and category == COMMUNICATION}
-    pool, requests, largest = _Pool(), array.array("q"), _largest(step)
+    during = step.changes[step.initial :]
+    gathered = {nbytes for place, storage, nbytes in during if place.phase == FORWARD and storage in pooled}
+    pool, requests = _Pool(ranks, gathered), array.array("q")
     for storage, nbytes in _requests(step):
         if storage in pooled:
             pool.resize(storage, nbytes)
@@ -51,26 +55,19 @@ def heap_bytes(step: Step, *, backend: str, shared: int, threads: int) -> tuple[
     found = []
     for sample in range(_SAMPLES):
         command = [sys.executable, "-I", "-S", str(_REPLAY), str(sample)]
-        done = subprocess.run(command, input=requests.tobytes(), capture_output=True)
+        done = subprocess.run(command, input=requests.tobytes(), capture_output=True, env=as_here())
         if done.returncode:
             return None
         found.append(int(done.stdout))
     found.sort()
-    others = (threads - 1) * sum(_packed(largest)) + (_GLOO if backend == "gloo" else 0)
-    others += sum(pool.sizes) + shared // _TOUCHED
-    # A rank that comes late makes the others take another buffer.
-    return found[0] + others, int(_MORE * found[_HIGH]) + others + max(pool.sizes) // _TOUCHED
+    others = packed + (_GLOO if backend == "gloo" else 0) + pool.touched + shared // _TOUCHED
+    return found[0] + others, int(_MORE * found[_HIGH]) + others
 
 
 def _largest(step: Step) -> int:
     """Return the bytes of the largest parameter."""
     initial = step.changes[: step.initial]
     return max(nbytes for _, storage, nbytes in initial if step.categories[storage] != OPTIMIZER)
-
-
-def _packed(largest: int) -> list[int]:
-    """Return the bytes of a thread's packed operands."""
-    return [min(nbytes, largest) for nbytes in _LIBRARIES]
 
 
 def _requests(step: Step) -> Iterator[tuple[int, int]]:
@@ -84,7 +81,6 @@ def _requests(step: Step) -> Iterator[tuple[int, int]]:
             yield storage, nbytes
     yield other, _largest(step)  # a parameter is drawn whole before it is cut
     yield other, 0
-    yield from enumerate(_packed(_largest(step)), other + 1)
     for _ in range(_TURNS):
         for place, storage, change in during:
             if place.phase == UPDATE:  # that of the first step makes the state
@@ -99,21 +95,41 @@ def _requests(step: Step) -> Iterator[tuple[int, int]]:
 
 
 class _Pool:
-    """The shared buffers, given out as :class:`smp.comm.buffer_pool.BufferPool` does where no rank is late."""
+    """The shared buffers, given out as :class:`smp.comm.buffer_pool.BufferPool` does.
 
-    def __init__(self) -> None:
-        self._buffers: list[tuple[int, int | None]] = []  # bytes and whose, from the least recently used on
+    Args:
+        ranks: of the group.
+        gathered: bytes of buffers of which a rank touches all; of others, with a part for the gradients of each rank,
+            it touches its own part, and of the other parts what it sums.
+    """
+
+    def __init__(self, ranks: int, gathered: Container[int]) -> None:
+        self._share, self._gathered = (2 * ranks - 1) / ranks**2, gathered
+        self._buffers: list[_Buffer] = []  # from the least recently used on
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of each buffer, and a 0."""
-        return [0, *(capacity for capacity, _ in self._buffers)]
+    def touched(self) -> int:
+        """Bytes of all buffers that a rank has touched."""
+        return sum(buffer.touched for buffer in self._buffers)
 
     def resize(self, storage: int, nbytes: int) -> None:
         """Take a storage's buffer back, and give it one of other bytes."""
-        self._buffers = [(capacity, None if owner == storage else owner) for capacity, owner in self._buffers]
+        for buffer in self._buffers:
+            if buffer.owner == storage:
+                buffer.owner = None
         if nbytes:
-            found = next((b for b in self._buffers if b[1] is None and fits(b[0], nbytes)), None)
-            if found is not None:
-                self._buffers.remove(found)
-            self._buffers.append((found[0] if found else capacity_of(nbytes), storage))
+            free = (b for b in self._buffers if b.owner is None and fits(b.capacity, nbytes))
+            if (buffer := next(free, None)) is not None:
+                self._buffers.remove(buffer)
+            else:
+                buffer = _Buffer(capacity_of(nbytes))
+            self._buffers.append(buffer)
+            touched = nbytes if nbytes in self._gathered else int(nbytes * self._share)
+            buffer.owner, buffer.touched = storage, max(buffer.touched, touched)
+
+
+@dataclasses.dataclass(eq=False)
+class _Buffer:
+    capacity: int
+    touched: int = 0
+    owner: int | None = None

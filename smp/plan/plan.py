@@ -18,7 +18,6 @@ import torch
 
 from smp.config import ActivationConfig
 from smp.environment.malloc import stocks_small_blocks, unused_heap
-from smp.environment.threads import available_cores
 from smp.errors import ConfigError, Problems
 from smp.memory.plan import BASE_CPU_BYTES
 from smp.models.model_config import resolve_model
@@ -29,11 +28,12 @@ from smp.plan import world
 from smp.plan.allocator import reserved_bytes
 from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, segments, whole_step
 from smp.plan.devices import DeviceRow
-from smp.plan.events import Trace
+from smp.plan.events import FORWARD, Trace
 from smp.plan.fork import in_child
 from smp.plan.heap import heap_bytes
 from smp.plan.memory import account
-from smp.plan.records import GIB, LayoutPlan, RankMemory, Segment, StepTime
+from smp.plan.packed import packed_bytes
+from smp.plan.records import GIB, LayoutPlan, Operation, RankMemory, Segment, StepTime
 from smp.plan.time import step_time
 from smp.plan.trace import MOST_MICROBATCHES, microbatch_rows, trace_step, untraced_bytes
 from smp.runtime import Launch, choose_backend
@@ -149,7 +149,7 @@ class _Rank:
             reserved: int | None = reserved_bytes(whole, expandable=expandable)
             outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * len(trace.groups)
         else:
-            heap = self._unused_heap(whole, found.peak.total, trace.shared)
+            heap = self._unused_heap(trace, whole, found.peak.total)
             reserved, outside = None, BASE_CPU_BYTES + heap[1]
         return RankMemory(
             rank=self.job.launch.rank,
@@ -163,12 +163,17 @@ class _Rank:
             timeline=found.timeline,
         )
 
-    def _unused_heap(self, whole: Step, peak: int, shared: int) -> tuple[int, int]:
+    def _unused_heap(self, trace: Trace, whole: Step, peak: int) -> tuple[int, int]:
         """Return the least and the most that a process on CPUs holds beyond its tensors' bytes at the peak."""
+        shared, backend = trace.shared, self.backend if self.job.launch.world_size > 1 else ""
         if stocks_small_blocks():  # else small blocks of the process, which no plan knows, decide
-            threads, several = max(1, available_cores() // self.local), self.job.launch.world_size > 1
-            found = heap_bytes(whole, backend=self.backend if several else "", shared=shared, threads=threads)
-            if found is not None:
+            forward = (e for place, events in trace.events.items() if place.phase == FORWARD for e in events)
+            packed = packed_bytes(event for event in forward if isinstance(event, Operation))
+            ranks, here = trace.groups.get("shard", (1, 1))
+            found = packed is not None and heap_bytes(
+                whole, backend=backend, ranks=ranks if ranks == here else 1, shared=shared, packed=packed
+            )
+            if found:
                 return max(0, found[0] - peak), max(0, found[1] - peak)
         unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
         return 0, int(unused * (peak - shared))  # what is shared is mapped, and no heap's
