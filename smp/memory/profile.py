@@ -120,10 +120,10 @@ class MemoryProfile(TorchDispatchMode):
         self.resident = 0  # the highest resident memory of the process
         gc.collect()
         shared = self._shared_mappings()
+        self._claim()  # first, in the model's order; the collector's is another from time to time
         for thing in gc.get_objects():
             if type(thing) in self.plain:
                 self._see(thing, COMMUNICATION if lies_in(thing, shared) else OTHER)
-        self._claim()
         if device.type == "cuda":
             unknown = torch.cuda.memory_allocated(device) - sum(entry.nbytes for entry in self._live.values())
             self._change(_Storage(OTHER, 0), max(unknown, 0))

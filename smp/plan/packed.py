@@ -50,8 +50,8 @@ def packed_bytes(operations: Iterable[Operation]) -> int | None:
 
 def _shortened(found: Product) -> Product:
     sides = (found.rows, found.inner, found.columns)
-    limits = (_LONGEST if side == max(sides) else _OTHERS for side in sides)
-    return Product(*map(min, sides, limits), 1, found.dtype)
+    rows, inner, columns = (min(side, _LONGEST if side == max(sides) else _OTHERS) for side in sides)
+    return Product(rows, inner, columns, 1, found.dtype)
 
 
 def _kept(products: list[Product]) -> int:
@@ -59,12 +59,7 @@ def _kept(products: list[Product]) -> int:
     tell = ctypes.CDLL(None).mallinfo2
     tell.restype = _Allocated
     operands = [
-        (
-            _ones(each, each.rows, each.inner),
-            _ones(each, each.columns, each.inner),
-            _ones(each, each.rows, each.columns),
-        )
-        for each in products
+        [_ones(p, *sides) for sides in ((p.rows, p.inner), (p.columns, p.inner), (p.rows, p.columns))] for p in products
     ]
     before = tell()
     for x, weight, y in operands:

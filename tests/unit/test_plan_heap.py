@@ -23,42 +23,60 @@ def launched(monkeypatch):
 def test_the_requests_are_a_jobs():
     requests = list(_requests(STEP))
     assert requests[:4] == [(0, 4 * MIB), (1, 8 * MIB), (5, 8 * MIB), (5, 0)]
-    assert [storage for storage, _ in requests[4:7]] == [6, 7, 8]
     step = [(3, MIB), (4, 6 * MIB), (3, 0), (1, 7 * MIB), (1, 8 * MIB), (4, 0)]
-    assert requests[7:] == [*step[:3], (2, 12 * MIB), *step[3:], *step, *step]
+    assert requests[4:] == [*step[:3], (2, 12 * MIB), *step[3:], *step, *step]
+
+
+def bytes_of(step, *, backend="", ranks=1, shared=0, packed=0):
+    return heap_bytes(step, backend=backend, ranks=ranks, shared=shared, packed=packed)
 
 
 def test_the_heap_holds_the_tensors_and_little_more():
-    least, most = heap_bytes(STEP, backend="", shared=0, threads=1)
-    peak = (4 + 8 + 12 + 6) * MIB + 5522080 + 2179744 + 1786528
-    assert peak < least <= most < 1.4 * peak
-    assert heap_bytes(STEP, backend="", shared=0, threads=1) == (least, most)
-    more = heap_bytes(STEP, backend="", shared=0, threads=2)
-    assert more == (least + 9488352, most + 9488352)
+    least, most = bytes_of(STEP)
+    peak = (4 + 8 + 12 + 6) * MIB
+    assert peak < least <= most < 1.6 * peak
+    assert bytes_of(STEP, packed=5 * MIB) == (least + 5 * MIB, most + 5 * MIB)
+
+
+def test_the_environment_does_not_matter(monkeypatch):
+    before = bytes_of(STEP)
+    monkeypatch.setenv("OF_NO_INTEREST", "x" * 1000)
+    assert bytes_of(STEP) == before
 
 
 def test_shared_buffers_are_not_in_the_heap():
-    least, most = heap_bytes(STEP, backend="smddp", shared=8 * MIB, threads=1)
+    least, most = bytes_of(STEP, backend="smddp", ranks=2, shared=8 * MIB)
     alone = STEP._replace(
         categories=[*STEP.categories[:4], "activations"], changes=[c for c in STEP.changes if c[1] != 4]
     )
-    heap = heap_bytes(alone, backend="", shared=0, threads=1)
-    assert least == heap[0] + 6 * MIB + 4 * MIB and most == heap[1] + 9 * MIB + 4 * MIB
+    heap = bytes_of(alone)
+    assert (least, most) == (heap[0] + 6 * MIB + 4 * MIB, heap[1] + 6 * MIB + 4 * MIB)
 
 
 def test_a_buffer_is_given_out_again():
-    pool = _Pool()
+    pool = _Pool(1, ())
     pool.resize(1, 10_000)
     pool.resize(1, 0)
     pool.resize(2, 7000)  # fits what the first has left
     pool.resize(3, 7000)
-    assert sorted(pool.sizes) == [0, 8192, 12288]
+    assert sorted(buffer.capacity for buffer in pool._buffers) == [8192, 12288]
     pool.resize(2, 6500)
     pool.resize(2, 0)
     pool.resize(4, 2000)  # for which what is free is too large
-    assert sorted(pool.sizes) == [0, 4096, 8192, 12288]
+    assert sorted(buffer.capacity for buffer in pool._buffers) == [4096, 8192, 12288]
+
+
+def test_a_rank_touches_its_part_of_a_reduction():
+    pool = _Pool(4, {8 * MIB})
+    pool.resize(1, 64 * MIB)  # four times 16 MiB: its own, and a quarter of the others'
+    assert pool.touched == (16 + 3 * 4) * MIB
+    pool.resize(1, 0)
+    pool.resize(2, 40 * MIB)
+    assert pool.touched == 28 * MIB
+    pool.resize(3, 8 * MIB)
+    assert pool.touched == 36 * MIB
 
 
 def test_more_than_malloc_has():
     step = STEP._replace(changes=[*STEP.changes, (FORWARD, 3, 2**62)])
-    assert heap_bytes(step, backend="", shared=0, threads=1) is None
+    assert bytes_of(step) is None
