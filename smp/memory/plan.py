@@ -22,7 +22,7 @@ USABLE = 0.92
 BASE_HOST_BYTES = int(0.45 * GIB)
 
 # A process on CPUs, without a model: interpreter, torch and transformers after a step. Measured on Linux, CPU build,
-# with malloc as the launcher sets it, 0.375 to 0.385 GiB: 0.13 of it in the heap.
+# with malloc as the launcher sets it, 0.375 to 0.39 GiB by processor: 0.13 of it in the heap.
 BASE_CPU_BYTES = int(0.39 * GIB)
 
 # In the order of the table; other categories of techniques come after them.

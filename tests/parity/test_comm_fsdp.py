@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -214,6 +215,21 @@ def test_buffers_do_not_grow(monkeypatch):
     # A rank may be late by any time on a busy machine, and then gets another buffer.
     monkeypatch.setattr(buffer_pool, "_PATIENCE", HANG_SECONDS)
     run_distributed(_memory, world_size=2, backend="smddp")
+
+
+def _late_rank():
+    held = allocate(100)
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    del held
+    allocate(100)
+    if dist.get_rank() == 0:
+        assert len(pool().buffers._buffers) == 1
+
+
+def test_a_late_rank_is_waited_for(monkeypatch):
+    monkeypatch.setattr(buffer_pool, "_PATIENCE", HANG_SECONDS)
+    run_distributed(_late_rank, world_size=2, backend="smddp")
 
 
 def _different_sizes():

@@ -69,6 +69,18 @@ def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss, transform):
         assert torch.linalg.norm(one.grad - other.grad) <= tolerance * torch.linalg.norm(other.grad)
 
 
+def test_the_gradient_of_the_head_in_parts(monkeypatch):
+    gradients = []
+    for rows in (8, 2 * WORDS):
+        monkeypatch.setattr("smp.parallel.loss._ROWS", rows)
+        hidden, weight, _, labels = inputs(torch.bfloat16)
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=5).backward()
+        gradients.append(weight.grad)
+    parts, whole = gradients
+    assert whole.norm() > 1
+    assert torch.linalg.norm(parts - whole) <= 1e-2 * torch.linalg.norm(whole)
+
+
 def test_nothing_counts():
     hidden, weight, _, labels = inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
