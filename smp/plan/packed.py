@@ -32,6 +32,8 @@ class _Allocated(ctypes.Structure):
 def packed_bytes(operations: Iterable[Operation]) -> int | None:
     """Return the bytes that one thread keeps of linear layers after their forward and backward passes.
 
+    This process has run no products, whose memory its fork would have already.
+
     Args:
         operations: of the forward pass, in their order; all but products are passed over.
 
