@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -36,7 +37,7 @@ from smp.parallel.parallelize import prepare_model
 from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, DeviceRow, read_row
-from smp.plan.measure import probe
+from smp.plan.measure import Bench, probe
 from smp.plan.records import StepTime
 from smp.plan.worker import Worker
 from smp.runtime import process_group
@@ -231,7 +232,12 @@ JOBS = (
     StepJob("Llama 512 x 8, kept", 4, f"{LLAMA} {KEPT}"),
 )
 QUIET = 0.03  # the most that the probe may change over a run
-TRIES = 3  # of a job, until it runs quietly; the last one is shown
+PROBES = 8  # before a run and after it; the mean counts
+STEPS, SECONDS = 8, 10.0  # of a run, at least
+HEADER = (
+    "| job | processes | calibration | predicted | measured | error | drift | probe | counts |",
+    "|---|---:|---:|---:|---:|---:|---:|---|---|",
+)
 
 # Of these only the bytes are of interest.
 MORE_JOBS = (
@@ -269,7 +275,8 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
         }  # fmt: skip
         for index in range(steps + 2):
             if steps > 1 and index in (2, steps + 1):
-                probes.append(probe(device))
+                several = [probe(device) for _ in range(PROBES)]
+                probes.append({name: statistics.fmean(one[name] for one in several) for name in several[0]})
             dist.barrier()
             start = time.perf_counter()
             train_step(model, optimizer, batch, **options)
@@ -304,28 +311,16 @@ def predictions(row: DeviceRow, jobs: Sequence[StepJob]) -> list[StepTime]:
     return found
 
 
-def predicted_page(row: DeviceRow, jobs: Sequence[StepJob], found: Sequence[StepTime]) -> list[str]:
-    """Return the page's part that is written before anything is measured."""
+def predicted_lines(row: DeviceRow, jobs: Sequence[StepJob], found: Sequence[StepTime]) -> list[str]:
+    """Return what is written before any of the jobs runs."""
     lines = [
-        "# Predicted and measured steps on this machine", "", *origin("`smp plan`"),
-        f"Row: {row.described}. Seconds of the wall; predictions were written before any job ran.", "",
+        f"Predicted by a row {row.described}:", "",
         "| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|",
     ]  # fmt: skip
     for job, step in zip(jobs, found, strict=True):
         shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
         lines.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {shown} |")
-    return lines
-
-
-def quiet_row() -> DeviceRow:
-    """Calibrate this machine, again if its speed changed meanwhile, up to ``TRIES`` times."""
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(TRIES):
-            row = read_row(calibrate(path=Path(folder) / "cpu.json", say=print))
-            probes = (table.probe for count, table in row.tables.items() if count <= 2)
-            if all(changed(found, {n: found[f"{n} after"] for n in ("add", "product")}) < QUIET for found in probes):
-                break
-    return row
+    return [*lines, ""]
 
 
 def changed(first: dict[str, float], second: dict[str, float]) -> float:
@@ -333,54 +328,95 @@ def changed(first: dict[str, float], second: dict[str, float]) -> float:
     return max(abs(second[name] / first[name] - 1) for name in second)
 
 
-def steps_page(row: DeviceRow, jobs: Sequence[StepJob], steps: int, output: Path | None) -> str:
-    """Predict, then measure; what was predicted is written at once."""
-    found = predictions(row, jobs)
-    lines = predicted_page(row, jobs, found)
-    publish("\n".join(lines) + "\n", output)
-    bystanders, table = Bystanders(), []
-    quiet: list[float] = []
-    alike: list[float] = []
+class TimedRun(NamedTuple):
+    """A measured run of a job beside what was predicted."""
+
+    job: StepJob
+    calibration: int
+    predicted: float
+    measured: float
+    drift: float
+    speed: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Return the share by which the plan was too long."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether the machine's speed stayed as it was over the run, which has a core for each process."""
+        return self.drift < QUIET and self.job.processes <= 2
+
+    @property
+    def moved(self) -> float:
+        """Return the most that the machine's speed differed, from the calibration's or over the run."""
+        return max(self.drift, *(abs(speed - 1) for speed in self.speed.values()))
+
+    @property
+    def line(self) -> str:
+        """Return a row of the page's table."""
+        counts = ("quiet, alike" if self.moved < QUIET else "quiet") if self.quiet else "no"
+        speed = ", ".join(f"{name} {value:.2f}" for name, value in self.speed.items())
+        return (
+            f"| {self.job.name} | {self.job.processes} | {self.calibration} | {self.predicted:.3f} | "
+            f"{self.measured:.3f} | {self.error:+.1%} | {self.drift:.1%} | {speed} | {counts} |"
+        )
+
+
+def timed_run(job: StepJob, calibration: int, predicted: float, row: DeviceRow) -> TimedRun:
+    """Run a job for some seconds, and return it beside what was predicted."""
     with tempfile.TemporaryDirectory() as folder:
-        for job, step in zip(jobs, found, strict=True):
-            calibrated = row.tables[min(row.tables, key=lambda count: abs(count - job.processes))].probe
-            for _ in range(TRIES):
-                result = measured_job(job, steps, Path(folder))
-                before, after = result["probes"]
-                drift, other = changed(before, after), changed(calibrated, before)
-                if max(drift, other) < QUIET or job.processes > 2:
-                    break
-            seconds = sorted(result["steps"])[len(result["steps"]) // 4]
-            speed = ", ".join(f"{name} {before[name] / calibrated[name]:.2f}" for name in before)
-            error, counts = step.seconds / seconds - 1, "no"
-            if drift < QUIET and job.processes <= 2:
-                quiet.append(error)
-                counts = "quiet"
-                if other < QUIET:
-                    alike.append(error)
-                    counts = "quiet, alike"
-            table.append(
-                f"| {job.name} | {job.processes} | {step.seconds:.3f} | {seconds:.3f} | {error:+.1%} | {drift:.1%} | "
-                f"{speed} | {counts} |"
-            )
-            print(table[-1], flush=True)
+        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder))
+    before, after = result["probes"]
+    (tables,) = row.tables.values()
+    speed = {name: before[name] / tables.probe[name] for name in before}
+    return TimedRun(job, calibration, predicted, Bench.usual(result["steps"]), changed(before, after), speed)
 
-    def described(errors: list[float]) -> str:
-        if not errors:
-            return "0 runs"
-        middle, worst = statistics.median(map(abs, errors)), max(map(abs, errors))
-        return f"{len(errors)} runs, median absolute error {middle:.1%}, the worst {worst:.1%}"
 
-    lines += [
-        "", "Lower quartile of the steps. *Drift*: the most that the probe (an addition, a product) changed over the",
-        "run. *Probe*: its seconds before the run over those beside the calibration: 1.00 is as calibrated.",
-        f"*Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; *alike*: the machine was within {QUIET:.0%} of what was",
-        f"calibrated, too. Other runs were repeated, up to {TRIES} in all, and the last is shown.", "",
-        "| job | processes | predicted | measured | error | drift | probe | counts |",
-        "|---|---:|---:|---:|---:|---:|---|---|",
-        *table, "", f"Quiet: {described(quiet)}. Quiet and alike: {described(alike)}. {bystanders.describe()}",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+def described(runs: Sequence[TimedRun]) -> str:
+    """Return how many runs there are, and their errors."""
+    if not runs:
+        return "0 runs"
+    errors = [abs(run.error) for run in runs]
+    return f"{len(runs)} runs, median absolute error {statistics.median(errors):.1%}, the worst {max(errors):.1%}"
+
+
+def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str:
+    """Calibrate, predict, then measure, in rounds; what was predicted is written before."""
+    title = ["# Predicted and measured steps on this machine", "", *origin("`smp plan`")]
+    predicted: list[str] = []
+    bystanders, runs, calibration = Bystanders(), list[TimedRun](), 0
+    for _, count in itertools.product(range(rounds), (1, 2)):
+        done = {run.job for run in runs if run.moved < QUIET or run.job.processes > 2}
+        left = [job for job in jobs if min(job.processes, 2) == count and job not in done]
+        if not left:
+            continue
+        calibration += 1
+        with tempfile.TemporaryDirectory() as folder:
+            row = read_row(calibrate(processes=[count], path=Path(folder) / "cpu.json", say=print))
+        found = predictions(row, left)
+        predicted += [f"## Calibration {calibration}, {count} at once", "", *predicted_lines(row, left, found)]
+        publish("\n".join(title + predicted), output)
+        for job, step in zip(left, found, strict=True):
+            runs.append(timed_run(job, calibration, step.seconds, row))
+            print(runs[-1].line, flush=True)
+    # Of a job's runs the one in which the machine's speed moved least, whatever the error.
+    shown = [min((r for r in runs if r.job == job), key=lambda r: (not r.quiet, r.moved)) for job in jobs]
+    quiet = [run for run in shown if run.quiet]
+    return "\n".join([
+        *title,
+        "Seconds of the wall: the mean of the steps without the slowest tenth, as in a calibration. *Drift*: the most",
+        f"that the probe (an addition, a product, {PROBES} times) changed over the run. *Probe*: its seconds before",
+        "the run over those beside the calibration: 1.00 is as calibrated. *Quiet*: 1 or 2 processes, drift below "
+        f"{QUIET:.0%};",
+        f"*alike*: the machine was within {QUIET:.0%} of what was calibrated, too. Other jobs were calibrated and run",
+        f"again, {rounds} times at most; the run in which the speed moved least is shown.", "",
+        *HEADER, *(run.line for run in shown), "",
+        f"Quiet: {described(quiet)}. Quiet and alike: {described([run for run in quiet if run.moved < QUIET])}. "
+        f"Of all {len(runs)} runs: quiet {described([run for run in runs if run.quiet])}. {bystanders.describe()}", "",
+        *predicted, "## Every run", "", *HEADER, *(run.line for run in runs), "",
+    ])  # fmt: skip
 
 
 def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
@@ -429,17 +465,15 @@ def main() -> None:
     commands.add_parser("bytes").add_argument("--output", type=Path)
     steps = commands.add_parser("steps")
     steps.add_argument("--output", type=Path)
-    steps.add_argument("--row", type=Path, help="a calibrated row; default: the machine is calibrated first")
-    steps.add_argument("--steps", type=int, default=8, help="measured ones of each job")
+    steps.add_argument("--rounds", type=int, default=4, help="of calibrating and running what was not quiet before")
     steps.add_argument("--jobs", type=int, nargs="*", help="numbers of jobs, from 0; default: all")
     options = parser.parse_args()
     if options.command == "published":
         return publish(published_page(), options.output)
     if options.command == "bytes":
         return publish(bytes_page([*JOBS, *MORE_JOBS], options.output), options.output)
-    row = read_row(options.row) if options.row else quiet_row()
     jobs = JOBS if options.jobs is None else [JOBS[number] for number in options.jobs]
-    return publish(steps_page(row, jobs, options.steps, options.output), options.output)
+    return publish(steps_page(jobs, options.rounds, options.output), options.output)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,8 @@ from smp.runtime import devices_folder
 
 PROCESSES = (1, 2, 4)
 SECONDS = 0.03  # for one number
-BUSY = 0.1  # of the speed
+PASSES = 3  # at most: a machine that others share is measured again, and the mean taken
+BUSY = 0.05  # of the speed
 _PATIENCE = 900.0
 
 
@@ -56,10 +58,30 @@ def _measure(processes: int, seconds: float, folder: Path, *, gpus: bool) -> Tab
     return Tables(**json.loads(output.read_text()))
 
 
-def _moved(probe: Mapping[str, float]) -> float:
-    """Return by how much longer, or shorter, a fixed addition or product took after measuring than before."""
-    pairs = [(probe[name], probe.get(f"{name} after", probe[name])) for name in ("add", "product")]
-    return max(abs(after / before - 1) for before, after in pairs)
+def _mean(passes: Sequence[Any]) -> Any:
+    """Return the mean of what was measured several times in the same order: of numbers, at any depth."""
+    first = passes[0]
+    if isinstance(first, Mapping):
+        return {key: _mean([found[key] for found in passes]) for key in first}
+    if isinstance(first, Sequence) and not isinstance(first, str):
+        return [_mean(own) for own in zip(*passes, strict=True)]
+    return sum(passes) / len(passes) if isinstance(first, float) else first
+
+
+def _steady(processes: int, seconds: float, folder: Path, say: Callable[[str], None], *, gpus: bool) -> Tables:
+    """Measure, and again while the machine's own speed moves: the mean of the passes."""
+    passes: list[Tables] = []
+    for index in range(PASSES):
+        passes.append(_measure(processes, seconds, folder, gpus=gpus))
+        moved = passes[-1].probe["moved"]
+        if moved <= BUSY:
+            break
+        last = index == PASSES - 1
+        say(
+            f"the machine's own speed moved by {moved:.0%} meanwhile: "
+            + ("the mean counts; repeat this when nothing else runs" if last else "measuring again")
+        )
+    return Tables(*_mean(passes))
 
 
 def _summary(row: DeviceRow) -> DeviceRow:
@@ -124,10 +146,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
         for count in processes or usual:
             say(f"measuring with {count} process{'es' if count > 1 else ''}")
-            tables[count] = _measure(count, seconds, Path(folder), gpus=row.is_gpu)
-            moved = _moved(tables[count].probe)
-            if moved > BUSY:
-                say(f"the machine's own speed moved by {moved:.0%} meanwhile: repeat this when nothing else runs")
+            tables[count] = _steady(count, seconds, Path(folder), say, gpus=row.is_gpu)
     date = datetime.date.today().isoformat()
     measured = dataclasses.replace(row, source=MEASURED, date=date, tables=tables, factor=1.0, runs=0)
     path = path or devices_folder() / f"{row.name}.json"

@@ -55,7 +55,9 @@ class Tables(NamedTuple):
         adamw: parameters, seconds of the fused update.
         exchanges: backend, kind, bytes of the larger side, seconds.
         host: microseconds of an operation by recomputation: ``none``, ``full``, ``selective``.
-        probe: seconds of a fixed ``add`` and ``product``: how fast the machine was while this was measured.
+        probe: seconds of a fixed ``add`` and ``product`` while this was measured: how fast the machine was; and by
+            which share they ``moved``.
+        waiting: for the slowest of the processes where they meet, as a share of what each computes in between.
     """
 
     products: Sequence[tuple[str, str, int, int, int, float]]
@@ -65,6 +67,7 @@ class Tables(NamedTuple):
     exchanges: Sequence[tuple[str, str, int, float]]
     host: Mapping[str, float]
     probe: Mapping[str, float]
+    waiting: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,7 @@ from smp.train.step import train_step
 
 ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
 TOUCHED = 512 * 2**20  # bytes of the heap
+WAITS = 200  # for other ranks, after some milliseconds each
 WARM = 0.1  # seconds, at most, of calls before those that count
 SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
@@ -301,15 +302,38 @@ def exchanges(bench: Bench, backend: str) -> Iterator[tuple[str, str, int, float
 
 
 def _together(bench: Bench, call: Callable[[], Any]) -> float:
-    """Return the seconds of a collective; every rank makes as many calls."""
+    """Return the seconds of a collective after a product, as one that slept has to wake; every rank calls as often."""
+    x = torch.ones(512, 512, device=bench.device)
     call()
     dist.barrier()
     found = []
     for _ in range(12):
+        x @ x.t()
         start = bench.now()
         call()
         found.append(bench.now() - start)
     return bench.usual(found)
+
+
+def waiting(bench: Bench) -> float:
+    """Return the share of its time on products that a process waits for the slowest one where all meet.
+
+    On cores whose speed moves, or that others use, too, the slowest is another one each time. GPUs are left out.
+    """
+    if dist.get_world_size() == 1 or bench.device.type == "cuda":
+        return 0.0
+    x, w, flag = torch.ones(512, 768), torch.ones(2048, 768), torch.ones(1)
+    computed = waited = 0.0
+    alone = _together(bench, lambda: dist.all_reduce(flag))
+    for _ in range(WAITS):
+        start = bench.now()
+        x @ w.t()
+        done = bench.now()
+        dist.all_reduce(flag)
+        computed, waited = computed + done - start, waited + max(0.0, bench.now() - done - alone)
+    both = torch.tensor([computed, waited])
+    dist.all_reduce(both)
+    return (both[1] / both[0]).item()
 
 
 def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
@@ -346,7 +370,7 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
             step()
         known = 0.0  # a GPU computes and exchanges beside the host
         if device.type == "cpu":
-            known = sum(tables.seconds(operation, "nt") for operation in log.operations)
+            known = sum(tables.seconds(operation, "nt") for operation in log.operations) * (1 + found.waiting)
             # A gather forward, one backward and a reduction of each unit; the count of tokens, the norm, the flag.
             units = model.hf_config.num_hidden_layers + 2
             unit = sum(p.numel() for p in prepared.parameters()) * dtype.itemsize // units
@@ -366,14 +390,24 @@ def measure(device: torch.device, budget: float) -> Tables:
     gc.disable()
     backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
     exchanged = [line for backend in backends for line in exchanges(bench, backend)]
-    before = probe(device)  # not at once: the parent has just started this process, and is not idle yet
+    probes = [probe(device)]  # not at once: the parent has just started this process, and is not idle yet
+
+    def part(measured: Iterator[Any]) -> list[Any]:
+        lines = list(measured)
+        probes.append(probe(device))
+        return lines
+
     found = Tables(
-        list(products(bench)), list(elementwise(bench)), list(attentions(bench)), list(updates(bench)), exchanged,
-        {}, {},
+        part(products(bench)), part(elementwise(bench)), part(attentions(bench)), part(updates(bench)), exchanged,
+        {}, {}, waiting(bench),
     )  # fmt: skip
     issued = host(bench, found, backends[0])
-    after = {f"{name} after": seconds for name, seconds in probe(device).items()}
-    return found._replace(host=issued, probe=before | after)
+    probes.append(probe(device))
+    speeds = {name: [one[name] for one in probes] for name in probes[0]}
+    moved = max(max(own) / min(own) - 1 for own in speeds.values())
+    return found._replace(
+        host=issued, probe={name: sum(own) / len(own) for name, own in speeds.items()} | {"moved": moved}
+    )
 
 
 def main() -> None:

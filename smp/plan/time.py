@@ -15,7 +15,8 @@ from smp.plan.records import Exchange, Operation, Segment, StepTime
 COMPUTE, GATHERS, TENSOR = "compute", "exposed gathers", "tensor-parallel exchanges"
 CONTEXT = "context-parallel exchanges"
 OTHER, OPTIMIZER, HOST, OFFLOADING = "other exchanges", "optimizer", "host", "offloading"
-PARTS = (COMPUTE, GATHERS, TENSOR, CONTEXT, OTHER, OPTIMIZER, HOST, OFFLOADING)
+WAITING = "waiting for other ranks"
+PARTS = (COMPUTE, WAITING, GATHERS, TENSOR, CONTEXT, OTHER, OPTIMIZER, HOST, OFFLOADING)
 
 
 class _Cost(NamedTuple):
@@ -63,6 +64,7 @@ class _Model:
         self._row, self._local, self._groups, self._tokens = row, local, groups, tokens
         found = measured(row, local, backend)
         self._measured = found[0] if found else None
+        self.waiting = found[1].waiting if found else 0.0
         self._host = (found[1].host if found else row.host_us)[recompute] * 1e-6
 
     def _operation(self, operation: Operation, phase: str) -> float:
@@ -186,6 +188,7 @@ def step_time(
             parts[OFFLOADING] = max(0.0, 2 * offloaded / (row.host_link * row.efficiency.links * 1e9) - parts[COMPUTE])
     else:
         parts[GATHERS] += sum(cost.gathered + cost.reduced for _, cost in costs)
+        parts[WAITING] = model.waiting * parts[COMPUTE]
     # Of more processes than were measured each has a smaller share of the cores.
     crowd = max(1.0, local / max(row.tables)) if row.tables and not row.is_gpu else 1.0
     parts = {name: crowd * seconds / row.factor for name, seconds in parts.items() if seconds}

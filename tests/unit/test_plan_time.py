@@ -337,3 +337,14 @@ def test_more_processes_than_were_measured_share_the_cores():
     assert two.parts == {"compute": pytest.approx(1e-3), "host": pytest.approx(1e-4)}
     assert four.parts == {name: 2 * value for name, value in two.parts.items()}
     assert seconds(step, row, local=1).seconds == two.seconds
+
+
+def test_processes_wait_for_the_slowest_where_they_meet():
+    table = Tables([["float32", "nt", 512, 512, 512, 1e-3]], [], [], [], [], {"none": 0.0}, {})
+    row = DeviceRow("cpu", bandwidth=1.0, source=MEASURED, tables={1: table, 2: table._replace(waiting=0.05)})
+    single = tensor(512, 512, dtype="float32")
+    step = [(block("forward", operation("mm", single, single, outputs=[single])), 2)]
+    assert seconds(step, row, local=1).parts == {"compute": pytest.approx(2e-3)}
+    assert seconds(step, row, local=2).parts == {
+        "compute": pytest.approx(2e-3), "waiting for other ranks": pytest.approx(1e-4),
+    }  # fmt: skip
