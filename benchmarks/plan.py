@@ -382,8 +382,25 @@ def described(runs: Sequence[TimedRun]) -> str:
     return f"{len(runs)} runs, median absolute error {statistics.median(errors):.1%}, the worst {max(errors):.1%}"
 
 
+def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
+    """Return the table of jobs, each by the run in which the machine's speed moved least, whatever the error."""
+    of_jobs = [[run for run in runs if run.job == job] for job in jobs]
+    shown = [min(own, key=lambda run: (not run.quiet, run.moved)) for own in of_jobs if own]
+    quiet = [run for run in shown if run.quiet]
+    return [
+        "Seconds of the wall: the mean of the steps without the slowest tenth, as in a calibration. *Drift*: the most",
+        f"that the probe (an addition, a product, {PROBES} times) changed over the run. *Probe*: its seconds before",
+        f"the run over those beside the calibration. *Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; *alike*: the",
+        f"machine was within {QUIET:.0%} of what was calibrated, too. Other jobs were calibrated and run again.", "",
+        *HEADER, *(run.line for run in shown), "",
+        f"Quiet: {described(quiet)}. Quiet and alike: {described([run for run in quiet if run.moved < QUIET])}. "
+        f"Of all {len(runs)} runs those that were quiet: {described([run for run in runs if run.quiet])}.", "",
+        "## Every run", "", *HEADER, *(run.line for run in runs), "",
+    ]  # fmt: skip
+
+
 def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str:
-    """Calibrate, predict, then measure, in rounds; what was predicted is written before."""
+    """Calibrate, predict and measure, in rounds; what was predicted is written before."""
     title = ["# Predicted and measured steps on this machine", "", *origin("`smp plan`")]
     predicted: list[str] = []
     bystanders, runs, calibration = Bystanders(), list[TimedRun](), 0
@@ -397,26 +414,11 @@ def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str
             row = read_row(calibrate(processes=[count], path=Path(folder) / "cpu.json", say=print))
         found = predictions(row, left)
         predicted += [f"## Calibration {calibration}, {count} at once", "", *predicted_lines(row, left, found)]
-        publish("\n".join(title + predicted), output)
+        publish("\n".join([*title, *results(jobs, runs), *predicted]), output)
         for job, step in zip(left, found, strict=True):
             runs.append(timed_run(job, calibration, step.seconds, row))
             print(runs[-1].line, flush=True)
-    # Of a job's runs the one in which the machine's speed moved least, whatever the error.
-    shown = [min((r for r in runs if r.job == job), key=lambda r: (not r.quiet, r.moved)) for job in jobs]
-    quiet = [run for run in shown if run.quiet]
-    return "\n".join([
-        *title,
-        "Seconds of the wall: the mean of the steps without the slowest tenth, as in a calibration. *Drift*: the most",
-        f"that the probe (an addition, a product, {PROBES} times) changed over the run. *Probe*: its seconds before",
-        "the run over those beside the calibration: 1.00 is as calibrated. *Quiet*: 1 or 2 processes, drift below "
-        f"{QUIET:.0%};",
-        f"*alike*: the machine was within {QUIET:.0%} of what was calibrated, too. Other jobs were calibrated and run",
-        f"again, {rounds} times at most; the run in which the speed moved least is shown.", "",
-        *HEADER, *(run.line for run in shown), "",
-        f"Quiet: {described(quiet)}. Quiet and alike: {described([run for run in quiet if run.moved < QUIET])}. "
-        f"Of all {len(runs)} runs: quiet {described([run for run in runs if run.quiet])}. {bystanders.describe()}", "",
-        *predicted, "## Every run", "", *HEADER, *(run.line for run in runs), "",
-    ])  # fmt: skip
+    return "\n".join([*title, *results(jobs, runs), bystanders.describe(), "", *predicted])
 
 
 def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:

@@ -74,7 +74,13 @@ def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"schema": 9}', '{"schema": 1, "name": "x", "colour": 1}', '{"schema": 1, "tables": {"one": 1}}'],
+    [
+        "{",
+        "[]",
+        '{"schema": 1, "name": "x"}',
+        '{"schema": 2, "name": "x", "colour": 1}',
+        '{"schema": 2, "tables": {"one": 1}}',
+    ],
 )
 def test_a_damaged_row_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
