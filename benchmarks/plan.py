@@ -34,10 +34,10 @@ from smp.memory.shape import ModelShape
 from smp.memory.tracker import peak_rss_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
+from smp.plan.bench import Bench, probe
 from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, DeviceRow, read_row
-from smp.plan.measure import Bench, probe
 from smp.plan.records import StepTime
 from smp.plan.worker import Worker
 from smp.runtime import process_group

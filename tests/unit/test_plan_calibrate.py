@@ -104,8 +104,8 @@ def test_what_is_logged_is_what_a_trace_holds():
 
 
 SHORTENED = """
-from smp.plan import measure
-measure.LINEAR, measure.HEADS, measure.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], 2**20
+from smp.plan import bench, measure
+measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], 2**20
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
 measure.main()
 """

@@ -1,0 +1,97 @@
+"""Time calls, with operands that the caches do not hold, and how fast the machine is just now."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
+WARM = 0.1  # seconds, at most, of calls before those that count
+
+
+class Bench:
+    """Times calls on a device; every process of the group calls the same at once.
+
+    Args:
+        budget: seconds for one number.
+    """
+
+    def __init__(self, device: torch.device, budget: float):
+        self.device, self.budget = device, budget
+        self.tiny = 0.0
+        a, b = torch.ones(4, device=device), torch.ones(4, device=device)
+        # What any operation costs, whatever it computes: part of the host's microseconds, not of the kernels'.
+        self.tiny = self.seconds(lambda: [a + b for _ in range(200)]) / 200
+
+    def now(self) -> float:
+        """Return the time when the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def values(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor: on a GPU of random numbers, whose products take more power than those of equal ones."""
+        return (torch.randn if self.device.type == "cuda" else torch.ones)(shape, device=self.device, dtype=dtype)
+
+    @staticmethod
+    def usual(found: list[float]) -> float:
+        """Return the seconds to expect of several that were measured."""
+        counted = sorted(found)[: len(found) * 9 // 10]
+        return sum(counted) / len(counted)
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return a call's seconds, without what any operation costs."""
+        call()
+        dist.barrier()
+        found: list[float] = []
+        end = time.perf_counter() + self.budget
+        while len(found) < 4 or (time.perf_counter() < end and len(found) < 100):
+            start = self.now()
+            call()
+            found.append(self.now() - start)
+        one = self.usual(found)
+        return max(one - self.tiny, 0.1 * one)
+
+    def copies(self, make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """Return operands, and as many more of their kind as the caches do not hold."""
+        first = make()
+        return [first, *(make() for _ in range(_times(first) - 1))]
+
+    def rotated(self, copies: Sequence[tuple[Tensor, ...]], run: Callable[..., Any]) -> float:
+        """Return the seconds of ``run``, each time on other operands; its results live for one round."""
+        start, result, between = self.now(), run(*copies[0]), self.now()
+        # With larger results fewer operands fill the caches; what computes for long does not wait for the memory.
+        count = min(len(copies), _times([*copies[0], result]), max(1, int(WARM / (between - start))))
+        del result
+        operands = itertools.cycle(copies[:count])
+        kept: list[Any] = [None] * count
+        slots = itertools.cycle(range(count))
+
+        def call() -> None:
+            slot = next(slots)
+            kept[slot] = None  # first, so that the result takes its place instead of fresh pages
+            kept[slot] = run(*next(operands))
+
+        for _ in range(count):
+            call()
+        return self.seconds(call)
+
+
+def _times(operands: Any) -> int:
+    """Return how many of such operands fill what is rotated through."""
+    return max(2, min(64, -(-ROTATED // sum(t.nbytes for t in tree_leaves(operands) if isinstance(t, Tensor)))))
+
+
+def probe(device: torch.device) -> dict[str, float]:
+    """Return the seconds of a fixed addition and a fixed product: how fast the machine is just now."""
+    bench = Bench(device, 0.5)
+    a, b, c = (torch.ones(2**20, device=device) for _ in range(3))
+    x, w = torch.ones(1024, 768, device=device), torch.ones(2048, 768, device=device)
+    return {"add": bench.seconds(lambda: torch.add(a, b, out=c)), "product": bench.seconds(lambda: x @ w.t())}
