@@ -107,6 +107,7 @@ SHORTENED = """
 from smp.plan import bench, measure
 measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], 2**20
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
+measure.WAITS = 20
 measure.main()
 """
 
