@@ -34,7 +34,7 @@ from smp.memory.shape import ModelShape
 from smp.memory.tracker import peak_rss_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
-from smp.plan.bench import Bench, probe
+from smp.plan.bench import probe
 from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, DeviceRow, read_row
@@ -371,7 +371,7 @@ def timed_run(job: StepJob, calibration: int, predicted: float, row: DeviceRow) 
     before, after = result["probes"]
     (tables,) = row.tables.values()
     speed = {name: before[name] / tables.probe[name] for name in before}
-    return TimedRun(job, calibration, predicted, Bench.usual(result["steps"]), changed(before, after), speed)
+    return TimedRun(job, calibration, predicted, statistics.median(result["steps"]), changed(before, after), speed)
 
 
 def described(runs: Sequence[TimedRun]) -> str:
@@ -388,10 +388,10 @@ def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
     shown = [min(own, key=lambda run: (not run.quiet, run.moved)) for own in of_jobs if own]
     quiet = [run for run in shown if run.quiet]
     return [
-        "Seconds of the wall: the mean of the steps without the slowest tenth, as in a calibration. *Drift*: the most",
-        f"that the probe (an addition, a product, {PROBES} times) changed over the run. *Probe*: its seconds before",
-        f"the run over those beside the calibration. *Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; *alike*: the",
-        f"machine was within {QUIET:.0%} of what was calibrated, too. Other jobs were calibrated and run again.", "",
+        "Seconds of the wall: the median of the steps. *Drift*: the most that the probe (an addition, a product,",
+        f"{PROBES} times) changed over the run. *Probe*: its seconds before the run over those beside the calibration.",
+        f"*Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; *alike*: the machine was within {QUIET:.0%} of what was",
+        "calibrated, too. Other jobs were calibrated and run again.", "",
         *HEADER, *(run.line for run in shown), "",
         f"Quiet: {described(quiet)}. Quiet and alike: {described([run for run in quiet if run.moved < QUIET])}. "
         f"Of all {len(runs)} runs those that were quiet: {described([run for run in runs if run.quiet])}.", "",

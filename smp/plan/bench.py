@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
+DISTURBED = 5  # times the median
 WARM = 0.1  # seconds, at most, of calls before those that count
 
 
@@ -42,9 +44,13 @@ class Bench:
 
     @staticmethod
     def usual(found: list[float]) -> float:
-        """Return the seconds to expect of several that were measured."""
-        counted = sorted(found)[: len(found) * 9 // 10]
-        return sum(counted) / len(counted)
+        """Return the seconds to expect of several that were measured: their mean, as a step is a sum of such calls.
+
+        One that was disturbed counts as ``DISTURBED`` times the median: a pause of a process in a call of microseconds
+        is not what each such call takes.
+        """
+        most = DISTURBED * statistics.median(found)
+        return statistics.fmean(min(seconds, most) for seconds in found)
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Return a call's seconds, without what any operation costs."""

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,58 +31,60 @@ from smp.runtime import devices_folder
 
 PROCESSES = (1, 2, 4)
 SECONDS = 0.03  # for one number
-PASSES = 3  # at most: a machine that others share is measured again, and the mean taken
+PASSES = 3  # at most: a machine that others share is measured again, and the median taken
 BUSY = 0.05  # of the speed
 _PATIENCE = 900.0
 
 
-def _measure(processes: int, seconds: float, folder: Path, *, gpus: bool) -> Tables:
-    """Measure in as many processes, started as a job's.
+def _measure(processes: int, seconds: float, *, gpus: bool) -> Tables:
+    """Measure in as many processes, started as a job's: the mean of what they found.
+
+    Each computes and waits for others: their means add up to what all of them take.
 
     Raises:
         UserError: they fail.
     """
-    output = folder / f"{processes}.json"
     launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(processes)]
     hidden = [] if gpus else ["--no_gpus"]
-    try:
-        status: object = subprocess.run(
-            [*launcher, *hidden, "-m", "smp.plan.measure", str(output), str(seconds)], timeout=_PATIENCE, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        status = f"none within {_PATIENCE:.0f} s"
-    if status != 0 or not output.exists():
+    with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
+        command = [*launcher, *hidden, "-m", "smp.plan.measure", folder, str(seconds)]
+        try:
+            status: object = subprocess.run(command, timeout=_PATIENCE, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = f"none within {_PATIENCE:.0f} s"
+        found = [json.loads(output.read_text()) for output in Path(folder).iterdir()]
+    if status != 0 or len(found) != processes:
         raise UserError(
             f"measuring with {processes} process(es) ended with status {status}: see above for why, or plan with a "
             f"data sheet's row, --device {next(iter(DEVICES))}"
         )
-    return Tables(**json.loads(output.read_text()))
+    return Tables(**_combined(statistics.fmean, found))
 
 
-def _mean(passes: Sequence[Any]) -> Any:
-    """Return the mean of what was measured several times in the same order: of numbers, at any depth."""
-    first = passes[0]
+def _combined(how: Callable[[Sequence[float]], float], found: Sequence[Any]) -> Any:
+    """Return what was measured several times in the same order as once: its numbers combined, at any depth."""
+    first = found[0]
     if isinstance(first, Mapping):
-        return {key: _mean([found[key] for found in passes]) for key in first}
+        return {key: _combined(how, [one[key] for one in found]) for key in first}
     if isinstance(first, Sequence) and not isinstance(first, str):
-        return [_mean(own) for own in zip(*passes, strict=True)]
-    return sum(passes) / len(passes) if isinstance(first, float) else first
+        return [_combined(how, own) for own in zip(*found, strict=True)]
+    return how(found) if isinstance(first, float) else first
 
 
-def _steady(processes: int, seconds: float, folder: Path, say: Callable[[str], None], *, gpus: bool) -> Tables:
-    """Measure, and again while the machine's own speed moves: the mean of the passes."""
+def _steady(processes: int, seconds: float, say: Callable[[str], None], *, gpus: bool) -> Tables:
+    """Measure, and again while the machine's own speed moves: the median of the passes."""
     passes: list[Tables] = []
     for index in range(PASSES):
-        passes.append(_measure(processes, seconds, folder, gpus=gpus))
+        passes.append(_measure(processes, seconds, gpus=gpus))
         moved = passes[-1].probe["moved"]
         if moved <= BUSY:
             break
         last = index == PASSES - 1
         say(
             f"the machine's own speed moved by {moved:.0%} meanwhile: "
-            + ("the mean counts; repeat this when nothing else runs" if last else "measuring again")
+            + ("the median counts; repeat this when nothing else runs" if last else "measuring again")
         )
-    return Tables(*_mean(passes))
+    return Tables(*_combined(statistics.median, passes))
 
 
 def _summary(row: DeviceRow) -> DeviceRow:
@@ -143,10 +146,9 @@ def calibrate(
     """
     row, usual = _device()
     tables: dict[int, Tables] = {}
-    with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
-        for count in processes or usual:
-            say(f"measuring with {count} process{'es' if count > 1 else ''}")
-            tables[count] = _steady(count, seconds, Path(folder), say, gpus=row.is_gpu)
+    for count in processes or usual:
+        say(f"measuring with {count} process{'es' if count > 1 else ''}")
+        tables[count] = _steady(count, seconds, say, gpus=row.is_gpu)
     date = datetime.date.today().isoformat()
     measured = dataclasses.replace(row, source=MEASURED, date=date, tables=tables, factor=1.0, runs=0)
     path = path or devices_folder() / f"{row.name}.json"

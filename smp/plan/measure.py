@@ -2,8 +2,8 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum, without the slowest
-tenth: what disturbs a machine now and then is not the machine.
+more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum; each process writes its
+own, and their mean counts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,8 @@ from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
 TOUCHED = 512 * 2**20  # bytes of the heap
+CALLS = (48, 12)  # of a collective: their seconds scatter, those of small ones by several times
+LARGE = 2**22  # bytes of a rank
 WAITS = 200  # for other ranks, after some milliseconds each
 SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
@@ -213,42 +216,43 @@ def exchanges(bench: Bench, backend: str) -> Iterator[tuple[str, str, int, float
             f"reduce_scatter{OF_ACTIVATIONS}": functools.partial(reduce_scatter_single, reduced, whole, group=group),
         }
         for name, call in calls.items():
-            yield backend, name, part * size, _together(bench, call)
+            yield backend, name, part * size, bench.usual(_together(bench, call, CALLS[part >= LARGE]))
 
 
-def _together(bench: Bench, call: Callable[[], Any]) -> float:
-    """Return the seconds of a collective after a product, as one that slept has to wake; every rank calls as often."""
+def _together(bench: Bench, call: Callable[[], Any], calls: int) -> list[float]:
+    """Return the seconds of a collective after products, as one that slept has to wake; every rank calls as often."""
     x = torch.ones(512, 512, device=bench.device)
     call()
     dist.barrier()
     found = []
-    for _ in range(12):
+    for _ in range(calls):
         x @ x.t()
         start = bench.now()
         call()
         found.append(bench.now() - start)
-    return bench.usual(found)
+    return found
 
 
 def waiting(bench: Bench) -> float:
     """Return the share of its time on products that a process waits for the slowest one where all meet.
 
-    On cores whose speed moves, or that others use, too, the slowest is another one each time. GPUs are left out.
+    On cores whose speed moves, or that others use, too, the slowest is another one each time; how often they meet
+    matters little. GPUs are left out.
     """
     if dist.get_world_size() == 1 or bench.device.type == "cuda":
         return 0.0
     x, w, flag = torch.ones(512, 768), torch.ones(2048, 768), torch.ones(1)
+    alone = statistics.fmean(_together(bench, lambda: dist.all_reduce(flag), WAITS))
     computed = waited = 0.0
-    alone = _together(bench, lambda: dist.all_reduce(flag))
     for _ in range(WAITS):
         start = bench.now()
         x @ w.t()
         done = bench.now()
         dist.all_reduce(flag)
-        computed, waited = computed + done - start, waited + max(0.0, bench.now() - done - alone)
+        computed, waited = computed + done - start, waited + bench.now() - done - alone
     both = torch.tensor([computed, waited])
     dist.all_reduce(both)
-    return (both[1] / both[0]).item()
+    return max(0.0, (both[1] / both[0]).item())
 
 
 def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
@@ -294,7 +298,7 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
             ) if launch.world_size > 1 else ():  # fmt: skip
                 known += calls * tables.exchange(Exchange(kind, nbytes, launch.world_size, "shard", False))
         # On a busy machine what was measured before may exceed the step.
-        result[mode] = max(0.0, 1e6 * (_together(bench, step) - known) / len(log.operations))
+        result[mode] = max(0.0, 1e6 * (bench.usual(_together(bench, step, CALLS[1])) - known) / len(log.operations))
     return result
 
 
@@ -327,15 +331,14 @@ def measure(device: torch.device, budget: float) -> Tables:
 
 
 def main() -> None:
-    """Measure in this process, and write what rank 0 found: ``OUTPUT SECONDS``."""
-    output, budget = own_arguments(None)
+    """Measure in this process, and write what it found: ``FOLDER SECONDS``."""
+    folder, budget = own_arguments(None)
     launch = read_launch()
     device = choose_device(launch)
     torch.manual_seed(launch.rank)
     with process_group(CommConfig(), launch, device):
         found = measure(device, float(budget))
-    if launch.rank == 0:
-        Path(output).write_text(json.dumps(found._asdict()))
+    (Path(folder) / f"{launch.rank}.json").write_text(json.dumps(found._asdict()))
 
 
 if __name__ == "__main__":

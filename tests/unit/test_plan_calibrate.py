@@ -1,5 +1,7 @@
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_row_is_found_by_name(folder, monkeypatch):
-    monkeypatch.setattr(calibrating, "_measure", lambda count, seconds, folder, *, gpus: TABLES)
+    monkeypatch.setattr(calibrating, "_measure", lambda count, seconds, *, gpus: TABLES)
     monkeypatch.setattr(calibrating, "available_cores", lambda: 64)
     told = []
     assert calibrate(say=told.append) == folder / "cpu.json"
@@ -70,7 +72,7 @@ def _passes(monkeypatch, *moved):
 def test_a_busy_machine_is_measured_again(monkeypatch):
     told, tables = _passes(monkeypatch, 0.2, 0.04)
     assert told == ["the machine's own speed moved by 20% meanwhile: measuring again"]
-    # The mean of the passes; what was measured stays as it is.
+    # The median of the passes; what was measured stays as it is.
     assert list(tables.products) == [["float32", "nt", 512, 512, 512, pytest.approx(0.0015)]]
     assert tables.elementwise == TABLES.elementwise and tables.probe["add"] == pytest.approx(0.0015)
     assert tables.host == {"none": pytest.approx(15.0), "full": 21.0, "selective": 35.0}
@@ -81,9 +83,24 @@ def test_a_machine_that_stays_busy(monkeypatch):
     assert told == [
         "the machine's own speed moved by 20% meanwhile: measuring again",
         "the machine's own speed moved by 30% meanwhile: measuring again",
-        "the machine's own speed moved by 10% meanwhile: the mean counts; repeat this when nothing else runs",
+        "the machine's own speed moved by 10% meanwhile: the median counts; repeat this when nothing else runs",
     ]
     assert tables.products[0][-1] == pytest.approx(0.002)
+
+
+def test_the_mean_of_the_processes_counts(monkeypatch):
+    def run(command, **kwargs):
+        for rank in range(2):
+            found = TABLES._replace(waiting=0.1 * rank, products=[["float32", "nt", 512, 512, 512, 0.001 + rank / 100]])
+            (Path(command[-2]) / f"{rank}.json").write_text(json.dumps(found._asdict()))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    tables = device_row(str(calibrate(processes=[2]))).tables[2]
+    assert list(tables.products) == [["float32", "nt", 512, 512, 512, pytest.approx(0.006)]]
+    assert tables.waiting == pytest.approx(0.05) and tables.host == TABLES.host
+    with pytest.raises(UserError, match=r"measuring with 3 process\(es\) ended with status 0"):
+        calibrate(processes=[3])  # one of them has written nothing
 
 
 def test_processes_that_fail(folder, monkeypatch, tmp_path):
@@ -104,10 +121,18 @@ def test_what_is_logged_is_what_a_trace_holds():
 
 
 SHORTENED = """
+import os, time, torch
 from smp.plan import bench, measure
 measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], 2**20
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
-measure.WAITS = 20
+measure.WAITS, computes = 20, torch.Tensor.__matmul__
+
+def late(x, w):  # one of the processes, where they are timed at meeting
+    if os.environ["RANK"] == "1" and x.shape == (512, 768):
+        time.sleep(0.05)
+    return computes(x, w)
+
+torch.Tensor.__matmul__ = late
 measure.main()
 """
 
@@ -130,7 +155,7 @@ def test_this_machine_is_measured(folder, tmp_path_factory, monkeypatch):
     every = [line[-1] for lines in tables[:5] for line in lines] + [*tables.probe.values()]
     assert min(every) > 0 and set(tables.probe) == {"add", "product", "moved"}
     assert set(tables.host) == {"none", "full", "selective"} and min(tables.host.values()) >= 0
-    assert tables.waiting > 0
+    assert 0.3 < tables.waiting < 1  # a process waits, and the other does not
     assert row.peak > 0.001 and row.bandwidth > 0.0001
     single = TensorShape((512, 512), "float32")
     events = (
