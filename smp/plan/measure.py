@@ -2,8 +2,8 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum; each process writes its
-own, and their mean counts.
+more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum; each process writes
+its own, and their mean counts.
 """
 
 from __future__ import annotations
