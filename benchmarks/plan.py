@@ -233,6 +233,7 @@ JOBS = (
 )
 QUIET = 0.03  # the most that the probe may change over a run
 PROBES = 8  # before a run and after it; the mean counts
+TRIES = 8  # of finding the machine as it was calibrated
 STEPS, SECONDS = 8, 10.0  # of a run, at least
 HEADER = (
     "| job | processes | calibration | predicted | measured | error | drift | probe | counts |",
@@ -251,7 +252,29 @@ MORE_JOBS = (
 )  # fmt: skip
 
 
-def run_job(output: str, steps: int, words: Sequence[str]) -> None:
+def probe_ranks(device: torch.device) -> list[dict[str, float]]:
+    """Return the mean of several probes of each process."""
+    several = [probe(device) for _ in range(PROBES)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {name: statistics.fmean(one[name] for one in several) for name in several[0]})
+    return found
+
+
+def probe_when_alike(device: torch.device, product: float) -> list[dict[str, float]]:
+    """Probe until a product takes its seconds of the calibration, or often enough; 0: once."""
+    for _ in range(TRIES):
+        found = probe_ranks(device)
+        if not product or abs(mean_probe(found)["product"] / product - 1) < QUIET:
+            break
+    return found
+
+
+def mean_probe(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean over processes."""
+    return {name: statistics.fmean(own[name] for own in ranks) for name in ranks[0]}
+
+
+def run_job(output: str, steps: int, product: float, words: Sequence[str]) -> None:
     """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
     launch, config = read_launch(), parse_args(list(words))
     device, problems = torch.device("cpu"), Problems()
@@ -274,14 +297,15 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
             "keep_gathered": not config.parallel.reshard_between_microbatches,
         }  # fmt: skip
         for index in range(steps + 2):
-            if steps > 1 and index in (2, steps + 1):
-                several = [probe(device) for _ in range(PROBES)]
-                probes.append({name: statistics.fmean(one[name] for one in several) for name in several[0]})
+            if steps > 1 and index == 2:
+                probes.append(probe_when_alike(device, product))
             dist.barrier()
             start = time.perf_counter()
             train_step(model, optimizer, batch, **options)
             dist.barrier()
             found.append(time.perf_counter() - start)
+        if steps > 1:
+            probes.append(probe_ranks(device))
         resident = peak_rss_bytes()
         with profile_memory(model, optimizer) as profile:
             train_step(model, optimizer, batch, record=profile.mark, **options)
@@ -292,11 +316,11 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
             )
 
 
-def measured_job(job: StepJob, steps: int, folder: Path) -> dict[str, Any]:
-    """Run a job, and return its steps and probes."""
+def measured_job(job: StepJob, steps: int, folder: Path, product: float = 0.0) -> dict[str, Any]:
+    """Run a job, and return its steps and probes; it waits until the probe's product takes its usual seconds."""
     output = folder / "job.json"
     launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(job.processes), "--no_gpus"]
-    subprocess.run([*launcher, __file__, "run", str(output), str(steps), *job.words.split()], check=True)
+    subprocess.run([*launcher, __file__, "run", str(output), str(steps), str(product), *job.words.split()], check=True)
     return json.loads(output.read_text())
 
 
@@ -366,12 +390,14 @@ class TimedRun(NamedTuple):
 
 def timed_run(job: StepJob, calibration: int, predicted: float, row: DeviceRow) -> TimedRun:
     """Run a job for some seconds, and return it beside what was predicted."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder))
-    before, after = result["probes"]
     (tables,) = row.tables.values()
-    speed = {name: before[name] / tables.probe[name] for name in before}
-    return TimedRun(job, calibration, predicted, statistics.median(result["steps"]), changed(before, after), speed)
+    product = tables.probe["product"] if job.processes <= 2 else 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder), product)
+    before, after = result["probes"]
+    drift = max(changed(first, second) for first, second in zip(before, after, strict=True))
+    speed = {name: seconds / tables.probe[name] for name, seconds in mean_probe(before).items()}
+    return TimedRun(job, calibration, predicted, statistics.median(result["steps"]), drift, speed)
 
 
 def described(runs: Sequence[TimedRun]) -> str:
@@ -389,9 +415,10 @@ def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
     quiet = [run for run in shown if run.quiet]
     return [
         "Seconds of the wall: the median of the steps. *Drift*: the most that the probe (an addition, a product,",
-        f"{PROBES} times) changed over the run. *Probe*: its seconds before the run over those beside the calibration.",
-        f"*Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; *alike*: the machine was within {QUIET:.0%} of what was",
-        "calibrated, too. Other jobs were calibrated and run again.", "",
+        f"{PROBES} times) of a process changed over the run. *Probe*: its seconds before the run over those beside",
+        f"the calibration; a run begins when the product's are within {QUIET:.0%}, or after {TRIES} tries. *Quiet*: 1",
+        f"or 2 processes, drift below {QUIET:.0%}; *alike*: the whole probe was within {QUIET:.0%} of the calibrated",
+        "one, too. Other jobs were calibrated and run again.", "",
         *HEADER, *(run.line for run in shown), "",
         f"Quiet: {described(quiet)}. Quiet and alike: {described([run for run in quiet if run.moved < QUIET])}. "
         f"Of all {len(runs)} runs those that were quiet: {described([run for run in runs if run.quiet])}.", "",
@@ -460,7 +487,7 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
-        return run_job(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        return run_job(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("published").add_argument("--output", type=Path)

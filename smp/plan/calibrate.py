@@ -31,7 +31,7 @@ from smp.runtime import devices_folder
 
 PROCESSES = (1, 2, 4)
 SECONDS = 0.03  # for one number
-PASSES = 3  # at most: a machine that others share is measured again, and the median taken
+PASSES = 3  # at most: a machine that others share is measured again
 BUSY = 0.05  # of the speed
 _PATIENCE = 900.0
 
@@ -72,17 +72,16 @@ def _combined(how: Callable[[Sequence[float]], float], found: Sequence[Any]) -> 
 
 
 def _steady(processes: int, seconds: float, say: Callable[[str], None], *, gpus: bool) -> Tables:
-    """Measure, and again while the machine's own speed moves: the median of the passes."""
+    """Measure until the machine's own speed stays as it is meanwhile, or else take the median of the passes."""
     passes: list[Tables] = []
-    for index in range(PASSES):
-        passes.append(_measure(processes, seconds, gpus=gpus))
-        moved = passes[-1].probe["moved"]
-        if moved <= BUSY:
-            break
-        last = index == PASSES - 1
+    for left in reversed(range(PASSES)):
+        found = _measure(processes, seconds, gpus=gpus)
+        if found.probe["moved"] <= BUSY:
+            return found
+        passes.append(found)
         say(
-            f"the machine's own speed moved by {moved:.0%} meanwhile: "
-            + ("the median counts; repeat this when nothing else runs" if last else "measuring again")
+            f"the machine's own speed moved by {found.probe['moved']:.0%} meanwhile: "
+            + ("measuring again" if left else "the median counts; repeat this when nothing else runs")
         )
     return Tables(*_combined(statistics.median, passes))
 
