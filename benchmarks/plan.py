@@ -233,11 +233,10 @@ JOBS = (
 )
 QUIET = 0.03  # the most that the probe may change over a run
 PROBES = 8  # before a run and after it; the mean counts
-TRIES = 8  # of finding the machine as it was calibrated
-STEPS, SECONDS = 8, 10.0  # of a run, at least
+STEPS, SECONDS = 8, 30.0  # of a run, at least
 HEADER = (
-    "| job | processes | calibration | predicted | measured | error | drift | probe | counts |",
-    "|---|---:|---:|---:|---:|---:|---:|---|---|",
+    "| job | processes | predicted | measured | error | drift | probe | counts |",
+    "|---|---:|---:|---:|---:|---:|---|---|",
 )
 
 # Of these only the bytes are of interest.
@@ -252,29 +251,15 @@ MORE_JOBS = (
 )  # fmt: skip
 
 
-def probe_ranks(device: torch.device) -> list[dict[str, float]]:
-    """Return the mean of several probes of each process."""
+def probe_all(device: torch.device) -> dict[str, float]:
+    """Return the mean of several probes of all processes."""
     several = [probe(device) for _ in range(PROBES)]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {name: statistics.fmean(one[name] for one in several) for name in several[0]})
-    return found
+    means = torch.tensor([statistics.fmean(one[name] for one in several) for name in several[0]], dtype=torch.float64)
+    dist.all_reduce(means)
+    return dict(zip(several[0], (means / dist.get_world_size()).tolist(), strict=True))
 
 
-def probe_when_alike(device: torch.device, product: float) -> list[dict[str, float]]:
-    """Probe until a product takes its seconds of the calibration, or often enough; 0: once."""
-    for _ in range(TRIES):
-        found = probe_ranks(device)
-        if not product or abs(mean_probe(found)["product"] / product - 1) < QUIET:
-            break
-    return found
-
-
-def mean_probe(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean over processes."""
-    return {name: statistics.fmean(own[name] for own in ranks) for name in ranks[0]}
-
-
-def run_job(output: str, steps: int, product: float, words: Sequence[str]) -> None:
+def run_job(output: str, steps: int, words: Sequence[str]) -> None:
     """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
     launch, config = read_launch(), parse_args(list(words))
     device, problems = torch.device("cpu"), Problems()
@@ -296,55 +281,42 @@ def run_job(output: str, steps: int, product: float, words: Sequence[str]) -> No
             "defer_sync": config.parallel.defer_gradient_sync,
             "keep_gathered": not config.parallel.reshard_between_microbatches,
         }  # fmt: skip
-        for index in range(steps + 2):
-            if steps > 1 and index == 2:
-                probes.append(probe_when_alike(device, product))
+
+        def step() -> float:
             dist.barrier()
             start = time.perf_counter()
             train_step(model, optimizer, batch, **options)
             dist.barrier()
-            found.append(time.perf_counter() - start)
-        if steps > 1:
-            probes.append(probe_ranks(device))
+            return time.perf_counter() - start
+
+        for _ in range(3):
+            step()
+        if steps:
+            probes.append(probe_all(device))
+            found += [step() for _ in range(steps)]
+            probes.append(probe_all(device))
         resident = peak_rss_bytes()
         with profile_memory(model, optimizer) as profile:
             train_step(model, optimizer, batch, record=profile.mark, **options)
         if launch.rank == 0:
             held = dict(profile.peak().categories)
-            Path(output).write_text(
-                json.dumps({"steps": found[2:], "probes": probes, "bytes": held, "resident": resident})
-            )
+            Path(output).write_text(json.dumps({"steps": found, "probes": probes, "bytes": held, "resident": resident}))
 
 
-def measured_job(job: StepJob, steps: int, folder: Path, product: float = 0.0) -> dict[str, Any]:
-    """Run a job, and return its steps and probes; it waits until the probe's product takes its usual seconds."""
+def measured_job(job: StepJob, steps: int, folder: Path) -> dict[str, Any]:
+    """Run a job, and return its steps and probes; 0 steps: what it holds alone."""
     output = folder / "job.json"
     launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(job.processes), "--no_gpus"]
-    subprocess.run([*launcher, __file__, "run", str(output), str(steps), str(product), *job.words.split()], check=True)
+    subprocess.run([*launcher, __file__, "run", str(output), str(steps), *job.words.split()], check=True)
     return json.loads(output.read_text())
 
 
-def predictions(row: DeviceRow, jobs: Sequence[StepJob]) -> list[StepTime]:
-    """Return the predicted steps."""
-    found = []
+def prediction(row: DeviceRow, job: StepJob) -> StepTime:
+    """Return the predicted step."""
     with Worker() as worker:
-        for job in jobs:
-            step = worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).step
-            assert step is not None
-            found.append(step)
-    return found
-
-
-def predicted_lines(row: DeviceRow, jobs: Sequence[StepJob], found: Sequence[StepTime]) -> list[str]:
-    """Return what is written before any of the jobs runs."""
-    lines = [
-        f"Predicted by a row {row.described}:", "",
-        "| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|",
-    ]  # fmt: skip
-    for job, step in zip(jobs, found, strict=True):
-        shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
-        lines.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {shown} |")
-    return [*lines, ""]
+        step = worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).step
+    assert step is not None
+    return step
 
 
 def changed(first: dict[str, float], second: dict[str, float]) -> float:
@@ -353,10 +325,14 @@ def changed(first: dict[str, float], second: dict[str, float]) -> float:
 
 
 class TimedRun(NamedTuple):
-    """A measured run of a job beside what was predicted."""
+    """A measured run of a job beside what was predicted.
+
+    Attributes:
+        drift: the most that the probe changed over the run.
+        speed: the probe's seconds before and after over those of the calibration.
+    """
 
     job: StepJob
-    calibration: int
     predicted: float
     measured: float
     drift: float
@@ -373,31 +349,29 @@ class TimedRun(NamedTuple):
         return self.drift < QUIET and self.job.processes <= 2
 
     @property
-    def moved(self) -> float:
-        """Return the most that the machine's speed differed, from the calibration's or over the run."""
-        return max(self.drift, *(abs(speed - 1) for speed in self.speed.values()))
+    def alike(self) -> bool:
+        """Return whether the machine was as fast as it was calibrated, too."""
+        return self.quiet and abs(self.speed["product"] - 1) < QUIET
 
     @property
     def line(self) -> str:
         """Return a row of the page's table."""
-        counts = ("quiet, alike" if self.moved < QUIET else "quiet") if self.quiet else "no"
+        counts = "quiet, alike" if self.alike else "quiet" if self.quiet else "no"
         speed = ", ".join(f"{name} {value:.2f}" for name, value in self.speed.items())
         return (
-            f"| {self.job.name} | {self.job.processes} | {self.calibration} | {self.predicted:.3f} | "
-            f"{self.measured:.3f} | {self.error:+.1%} | {self.drift:.1%} | {speed} | {counts} |"
+            f"| {self.job.name} | {self.job.processes} | {self.predicted:.3f} | {self.measured:.3f} | "
+            f"{self.error:+.1%} | {self.drift:.1%} | {speed} | {counts} |"
         )
 
 
-def timed_run(job: StepJob, calibration: int, predicted: float, row: DeviceRow) -> TimedRun:
+def timed_run(job: StepJob, predicted: float, row: DeviceRow) -> TimedRun:
     """Run a job for some seconds, and return it beside what was predicted."""
     (tables,) = row.tables.values()
-    product = tables.probe["product"] if job.processes <= 2 else 0.0
     with tempfile.TemporaryDirectory() as folder:
-        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder), product)
+        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder))
     before, after = result["probes"]
-    drift = max(changed(first, second) for first, second in zip(before, after, strict=True))
-    speed = {name: seconds / tables.probe[name] for name, seconds in mean_probe(before).items()}
-    return TimedRun(job, calibration, predicted, statistics.median(result["steps"]), drift, speed)
+    speed = {name: (before[name] + after[name]) / 2 / tables.probe[name] for name in before}
+    return TimedRun(job, predicted, statistics.median(result["steps"]), changed(before, after), speed)
 
 
 def described(runs: Sequence[TimedRun]) -> str:
@@ -409,43 +383,40 @@ def described(runs: Sequence[TimedRun]) -> str:
 
 
 def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
-    """Return the table of jobs, each by the run in which the machine's speed moved least, whatever the error."""
+    """Return the table of jobs, each by the run over which the probe moved least, whatever the error."""
     of_jobs = [[run for run in runs if run.job == job] for job in jobs]
-    shown = [min(own, key=lambda run: (not run.quiet, run.moved)) for own in of_jobs if own]
-    quiet = [run for run in shown if run.quiet]
+    shown = [min(own, key=lambda run: (not run.quiet, run.drift)) for own in of_jobs if own]
+    quiet, alike = ([run for run in shown if getattr(run, name)] for name in ("quiet", "alike"))
     return [
-        "Seconds of the wall: the median of the steps. *Drift*: the most that the probe (an addition, a product,",
-        f"{PROBES} times) of a process changed over the run. *Probe*: its seconds before the run over those beside",
-        f"the calibration; a run begins when the product's are within {QUIET:.0%}, or after {TRIES} tries. *Quiet*: 1",
-        f"or 2 processes, drift below {QUIET:.0%}; *alike*: the whole probe was within {QUIET:.0%} of the calibrated",
-        "one, too. Other jobs were calibrated and run again.", "",
+        "The machine was calibrated before every run, and the prediction written. Seconds of the wall, the median of",
+        f"the steps. *Drift*: the most that the probe (an addition, a product, {PROBES} times in every process, the",
+        "mean) changed over the run. *Probe*: its seconds before and after over those of the calibration. *Quiet*: 1",
+        f"or 2 processes, drift below {QUIET:.0%}; *alike*: the product within {QUIET:.0%} of the calibrated one, too.",
+        "Other jobs were calibrated and run again.", "",
         *HEADER, *(run.line for run in shown), "",
-        f"Quiet: {described(quiet)}. Quiet and alike: {described([run for run in quiet if run.moved < QUIET])}. "
-        f"Of all {len(runs)} runs those that were quiet: {described([run for run in runs if run.quiet])}.", "",
+        f"Quiet: {described(quiet)}. Quiet and alike: {described(alike)}. All runs: {described(runs)}; those that were "
+        f"quiet: {described([run for run in runs if run.quiet])}.", "",
         "## Every run", "", *HEADER, *(run.line for run in runs), "",
     ]  # fmt: skip
 
 
 def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str:
-    """Calibrate, predict and measure, in rounds; what was predicted is written before."""
+    """Calibrate, predict and measure a job after the other, in rounds; what was predicted is written before."""
     title = ["# Predicted and measured steps on this machine", "", *origin("`smp plan`")]
-    predicted: list[str] = []
-    bystanders, runs, calibration = Bystanders(), list[TimedRun](), 0
-    for _, count in itertools.product(range(rounds), (1, 2)):
-        done = {run.job for run in runs if run.moved < QUIET or run.job.processes > 2}
-        left = [job for job in jobs if min(job.processes, 2) == count and job not in done]
-        if not left:
+    bystanders, runs, predicted = Bystanders(), list[TimedRun](), ["## Every prediction", ""]
+    predicted += ["| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|"]
+    for _, job in itertools.product(range(rounds), jobs):
+        if any(run.job == job and (run.quiet or job.processes > 2) for run in runs):
             continue
-        calibration += 1
         with tempfile.TemporaryDirectory() as folder:
-            row = read_row(calibrate(processes=[count], path=Path(folder) / "cpu.json", say=print))
-        found = predictions(row, left)
-        predicted += [f"## Calibration {calibration}, {count} at once", "", *predicted_lines(row, left, found)]
-        publish("\n".join([*title, *results(jobs, runs), *predicted]), output)
-        for job, step in zip(left, found, strict=True):
-            runs.append(timed_run(job, calibration, step.seconds, row))
-            print(runs[-1].line, flush=True)
-    return "\n".join([*title, *results(jobs, runs), bystanders.describe(), "", *predicted])
+            row = read_row(calibrate(processes=[min(job.processes, 2)], path=Path(folder) / "cpu.json", say=print))
+        step = prediction(row, job)
+        parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
+        predicted.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {parts} |")
+        publish("\n".join([*title, *results(jobs, runs), *predicted, ""]), output)
+        runs.append(timed_run(job, step.seconds, row))
+        print(runs[-1].line, flush=True)
+    return "\n".join([*title, *results(jobs, runs), bystanders.describe(), "", *predicted, ""])
 
 
 def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
@@ -467,7 +438,7 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     errors = []
     with tempfile.TemporaryDirectory() as folder:
         for job, memory in zip(jobs, found, strict=True):
-            real = measured_job(job, 1, Path(folder))
+            real = measured_job(job, 0, Path(folder))
             held, total = real["bytes"], sum(real["bytes"].values())
             differences = {name: memory.peak.categories[name] - held[name] for name in held}
             off = ", ".join(f"{name} {difference:+,}" for name, difference in differences.items() if difference)
@@ -487,7 +458,7 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
-        return run_job(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
+        return run_job(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("published").add_argument("--output", type=Path)

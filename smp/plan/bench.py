@@ -21,12 +21,20 @@ WARM = 0.1  # seconds, at most, of calls before those that count
 class Bench:
     """Times calls on a device; every process of the group calls the same at once.
 
+    On CPUs in multiples of a fixed product, as long as it takes just before and after: what else runs on the host, or
+    beside it on the same cores, moves the machine's own speed by as much as a half, for seconds.
+
     Args:
         budget: seconds for one number.
+
+    Attributes:
+        paces: seconds of the product.
     """
 
     def __init__(self, device: torch.device, budget: float):
         self.device, self.budget = device, budget
+        self._operands = self.values(512, 768), self.values(768, 768)
+        self.paces: list[float] = []
         self.tiny = 0.0
         a, b = torch.ones(4, device=device), torch.ones(4, device=device)
         # What any operation costs, whatever it computes: part of the host's microseconds, not of the kernels'.
@@ -52,17 +60,40 @@ class Bench:
         most = DISTURBED * statistics.median(found)
         return statistics.fmean(min(seconds, most) for seconds in found)
 
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Return a call's seconds, without what any operation costs."""
-        call()
-        dist.barrier()
+    def pace(self) -> float:
+        """Return the seconds of the fixed product just now; on a GPU 1."""
+        if self.device.type == "cuda":
+            return 1.0
+        x, w = self._operands
+        found = []
+        for _ in range(3):
+            start = self.now()
+            x @ w.t()
+            found.append(self.now() - start)
+        self.paces.append(statistics.median(found))
+        return self.paces[-1]
+
+    def at_pace(self, timed: Callable[[], list[float]]) -> float:
+        """Return the usual of some seconds, in multiples of the fixed product's."""
+        before = self.pace()
+        found = timed()
+        return self.usual(found) / ((before + self.pace()) / 2)
+
+    def timed(self, call: Callable[[], Any]) -> list[float]:
+        """Return the seconds of calls, as many as the budget allows."""
         found: list[float] = []
         end = time.perf_counter() + self.budget
         while len(found) < 4 or (time.perf_counter() < end and len(found) < 100):
             start = self.now()
             call()
             found.append(self.now() - start)
-        one = self.usual(found)
+        return found
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Return a call's seconds, in multiples of the fixed product's, without what any operation costs."""
+        call()
+        dist.barrier()
+        one = self.at_pace(lambda: self.timed(call))
         return max(one - self.tiny, 0.1 * one)
 
     def copies(self, make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
@@ -96,8 +127,9 @@ def _times(operands: Any) -> int:
 
 
 def probe(device: torch.device) -> dict[str, float]:
-    """Return the seconds of a fixed addition and a fixed product: how fast the machine is just now."""
+    """Return the seconds of a fixed addition and of the fixed product: how fast the machine is just now."""
     bench = Bench(device, 0.5)
     a, b, c = (torch.ones(2**20, device=device) for _ in range(3))
-    x, w = torch.ones(1024, 768, device=device), torch.ones(2048, 768, device=device)
-    return {"add": bench.seconds(lambda: torch.add(a, b, out=c)), "product": bench.seconds(lambda: x @ w.t())}
+    dist.barrier()
+    added = bench.usual(bench.timed(lambda: torch.add(a, b, out=c)))
+    return {"add": added, "product": statistics.fmean(bench.timed(bench.pace)) / 3}

@@ -31,8 +31,7 @@ from smp.runtime import devices_folder
 
 PROCESSES = (1, 2, 4)
 SECONDS = 0.03  # for one number
-PASSES = 3  # at most: a machine that others share is measured again
-BUSY = 0.05  # of the speed
+BUSY = 0.10  # of the speed
 _PATIENCE = 900.0
 
 
@@ -58,32 +57,17 @@ def _measure(processes: int, seconds: float, *, gpus: bool) -> Tables:
             f"measuring with {processes} process(es) ended with status {status}: see above for why, or plan with a "
             f"data sheet's row, --device {next(iter(DEVICES))}"
         )
-    return Tables(**_combined(statistics.fmean, found))
+    return Tables(**_mean(found))
 
 
-def _combined(how: Callable[[Sequence[float]], float], found: Sequence[Any]) -> Any:
-    """Return what was measured several times in the same order as once: its numbers combined, at any depth."""
+def _mean(found: Sequence[Any]) -> Any:
+    """Return the mean of what several processes measured in the same order: of numbers, at any depth."""
     first = found[0]
     if isinstance(first, Mapping):
-        return {key: _combined(how, [one[key] for one in found]) for key in first}
+        return {key: _mean([one[key] for one in found]) for key in first}
     if isinstance(first, Sequence) and not isinstance(first, str):
-        return [_combined(how, own) for own in zip(*found, strict=True)]
-    return how(found) if isinstance(first, float) else first
-
-
-def _steady(processes: int, seconds: float, say: Callable[[str], None], *, gpus: bool) -> Tables:
-    """Measure until the machine's own speed stays as it is meanwhile, or else take the median of the passes."""
-    passes: list[Tables] = []
-    for left in reversed(range(PASSES)):
-        found = _measure(processes, seconds, gpus=gpus)
-        if found.probe["moved"] <= BUSY:
-            return found
-        passes.append(found)
-        say(
-            f"the machine's own speed moved by {found.probe['moved']:.0%} meanwhile: "
-            + ("measuring again" if left else "the median counts; repeat this when nothing else runs")
-        )
-    return Tables(*_combined(statistics.median, passes))
+        return [_mean(own) for own in zip(*found, strict=True)]
+    return statistics.fmean(found) if isinstance(first, float) else first
 
 
 def _summary(row: DeviceRow) -> DeviceRow:
@@ -147,7 +131,9 @@ def calibrate(
     tables: dict[int, Tables] = {}
     for count in processes or usual:
         say(f"measuring with {count} process{'es' if count > 1 else ''}")
-        tables[count] = _steady(count, seconds, say, gpus=row.is_gpu)
+        tables[count] = _measure(count, seconds, gpus=row.is_gpu)
+        if (moved := tables[count].probe["moved"]) > BUSY:
+            say(f"the machine's own speed moved by {moved:.0%} meanwhile: plans are for its usual speed")
     date = datetime.date.today().isoformat()
     measured = dataclasses.replace(row, source=MEASURED, date=date, tables=tables, factor=1.0, runs=0)
     path = path or devices_folder() / f"{row.name}.json"

@@ -2,8 +2,8 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum; each process writes
-its own, and their mean counts.
+more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum, at the machine's
+usual speed; each process writes its own, and their mean counts.
 """
 
 from __future__ import annotations
@@ -216,7 +216,12 @@ def exchanges(bench: Bench, backend: str) -> Iterator[tuple[str, str, int, float
             f"reduce_scatter{OF_ACTIVATIONS}": functools.partial(reduce_scatter_single, reduced, whole, group=group),
         }
         for name, call in calls.items():
-            yield backend, name, part * size, bench.usual(_together(bench, call, CALLS[part >= LARGE]))
+            yield (
+                backend,
+                name,
+                part * size,
+                bench.at_pace(functools.partial(_together, bench, call, CALLS[part >= LARGE])),
+            )
 
 
 def _together(bench: Bench, call: Callable[[], Any], calls: int) -> list[float]:
@@ -298,8 +303,20 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
             ) if launch.world_size > 1 else ():  # fmt: skip
                 known += calls * tables.exchange(Exchange(kind, nbytes, launch.world_size, "shard", False))
         # On a busy machine what was measured before may exceed the step.
-        result[mode] = max(0.0, 1e6 * (bench.usual(_together(bench, step, CALLS[1])) - known) / len(log.operations))
+        result[mode] = max(
+            0.0,
+            1e6 * (bench.at_pace(functools.partial(_together, bench, step, CALLS[1])) - known) / len(log.operations),
+        )
     return result
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """Multiply the floats of lines, or of values by name; the others are sizes."""
+    if isinstance(value, dict):
+        return {name: _scaled(each, factor) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_scaled(each, factor) for each in value]
+    return value * factor if isinstance(value, float) else value
 
 
 def measure(device: torch.device, budget: float) -> Tables:
@@ -309,25 +326,24 @@ def measure(device: torch.device, budget: float) -> Tables:
     gc.disable()
     backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
     exchanged = [line for backend in backends for line in exchanges(bench, backend)]
-    probes = [probe(device)]  # not at once: the parent has just started this process, and is not idle yet
+    added = []
 
     def part(measured: Iterator[Any]) -> list[Any]:
-        lines = list(measured)
-        probes.append(probe(device))
-        return lines
+        added.append(probe(device)["add"])
+        return list(measured)
 
     found = Tables(
         part(products(bench)), part(elementwise(bench)), part(attentions(bench)), part(updates(bench)), exchanged,
         {}, {}, waiting(bench),
     )  # fmt: skip
     issued = host(bench, found, backends[0])
-    probes.append(probe(device))
-    speeds = {name: [one[name] for one in probes] for name in probes[0]}
-    # A product, of some milliseconds: additions are so short that one pause of a process would count as the machine's.
-    moved = max(speeds["product"]) / min(speeds["product"]) - 1
-    return found._replace(
-        host=issued, probe={name: sum(own) / len(own) for name, own in speeds.items()} | {"moved": moved}
-    )
+    pace, moved = 1.0, 0.0
+    if bench.paces:
+        pace = statistics.median(bench.paces)
+        tenths = statistics.quantiles(bench.paces, n=10)
+        moved = tenths[-1] / tenths[0] - 1
+    probed = {"add": statistics.fmean(added), "product": pace, "moved": moved}
+    return Tables(*(_scaled(part, pace) for part in found[:5]), _scaled(issued, pace), probed, found.waiting)
 
 
 def main() -> None:

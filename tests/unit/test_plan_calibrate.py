@@ -1,17 +1,20 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from smp.errors import UserError
 from smp.plan import calibrate as calibrating
+from smp.plan.bench import Bench
 from smp.plan.calibrate import calibrate
 from smp.plan.devices import MEASURED, Tables, device_row
 from smp.plan.kernels import moved_bytes, product
-from smp.plan.measure import Log
+from smp.plan.measure import Log, _scaled
 from smp.plan.records import Exchange, Operation, Segment, TensorShape
 from smp.plan.time import step_time
 
@@ -54,40 +57,46 @@ def test_every_process_has_a_core(cores, counts, monkeypatch):
     assert sorted(device_row(str(calibrate())).tables) == counts
 
 
-def _passes(monkeypatch, *moved):
-    """Calibrate where passes find products in 1, 2 and 3 ms and the machine's speed moves; return what is told."""
-    told, passes = [], []
-
-    def measure(*args, **kwargs):
-        passes.append((len(passes) + 1) / 1000)
-        probe = {"add": passes[-1], "product": 2e-3, "moved": moved[len(passes) - 1]}
-        products = [["float32", "nt", 512, 512, 512, passes[-1]]]
-        return TABLES._replace(products=products, host={**TABLES.host, "none": 10.0 * len(passes)}, probe=probe)
-
-    monkeypatch.setattr(calibrating, "_measure", measure)
-    row = device_row(str(calibrate(processes=[1], say=told.append)))
-    return told[1:], row.tables[1]
+@pytest.mark.parametrize(("moved", "said"), [(0.1, []), (0.43, ["moved by 43% meanwhile: plans are for its usual"])])
+def test_a_machine_whose_speed_moves(moved, said, monkeypatch):
+    told, tables = [], TABLES._replace(probe={**TABLES.probe, "moved": moved})
+    monkeypatch.setattr(calibrating, "_measure", lambda *args, **kwargs: tables)
+    calibrate(processes=[1], say=told.append)
+    assert told[0] == "measuring with 1 process" and len(told[1:]) == len(said)
+    assert all(part in text for part, text in zip(said, told[1:], strict=True))
 
 
-def test_a_busy_machine_is_measured_again(monkeypatch):
-    told, tables = _passes(monkeypatch, 0.2, 0.04)
-    assert told == ["the machine's own speed moved by 20% meanwhile: measuring again"]
-    # The pass that was not disturbed counts.
-    assert list(tables.products) == [["float32", "nt", 512, 512, 512, 0.002]]
-    assert tables.host["none"] == 20.0 and tables.probe["add"] == 0.002
+class _Slowed(Bench):
+    """A bench in front of a machine whose speed halves after some numbers; a call takes as long as its product."""
+
+    def __init__(self, monkeypatch):
+        self.clock, self.slower = 0.0, 1.0
+        monkeypatch.setattr(dist, "barrier", lambda: None)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.clock)
+        super().__init__(torch.device("cpu"), 0.0)
+
+    def now(self):
+        self.clock += 0.25 * self.slower
+        return self.clock
 
 
-def test_a_machine_that_stays_busy(monkeypatch):
-    told, tables = _passes(monkeypatch, 0.2, 0.3, 0.1)
-    # The median of the passes; what was measured stays as it is.
-    assert told == [
-        "the machine's own speed moved by 20% meanwhile: measuring again",
-        "the machine's own speed moved by 30% meanwhile: measuring again",
-        "the machine's own speed moved by 10% meanwhile: the median counts; repeat this when nothing else runs",
-    ]
-    assert list(tables.products) == [["float32", "nt", 512, 512, 512, 0.002]]
-    assert tables.elementwise == TABLES.elementwise and tables.probe["add"] == 0.002
-    assert tables.host == {"none": 20.0, "full": 21.0, "selective": 35.0}
+def test_a_number_is_a_multiple_of_a_product_beside_it(monkeypatch):
+    bench = _Slowed(monkeypatch)
+    first = bench.seconds(lambda: None)
+    bench.slower = 2.0
+    assert bench.seconds(lambda: None) == pytest.approx(first) and first > 0
+    assert set(bench.paces) == {0.25, 0.5}
+
+
+def test_a_call_that_was_disturbed():
+    assert Bench.usual([1.0, 1.0, 1.0, 4.0]) == pytest.approx(1.75)  # what calls take now and then counts
+    assert Bench.usual([1.0] * 9 + [100.0]) == pytest.approx(1.4)  # a pause does not
+
+
+def test_floats_of_tables_are_scaled():
+    assert _scaled([("float32", 512, 0.5)], 2.0) == [["float32", 512, 1.0]] and _scaled({"none": 3.0}, 2.0) == {
+        "none": 6.0
+    }
 
 
 def test_the_mean_of_the_processes_counts(monkeypatch):
@@ -130,7 +139,7 @@ measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:
 measure.WAITS, computes = 20, torch.Tensor.__matmul__
 
 def late(x, w):  # one of the processes, where they are timed at meeting
-    if os.environ["RANK"] == "1" and x.shape == (512, 768):
+    if os.environ["RANK"] == "1" and w.shape == (768, 2048):
         time.sleep(0.05)
     return computes(x, w)
 
@@ -141,7 +150,6 @@ measure.main()
 
 @pytest.mark.full
 def test_this_machine_is_measured(folder, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(calibrating, "PASSES", 1)
     script = tmp_path_factory.mktemp("script") / "measure.py"
     script.write_text(SHORTENED)
 
