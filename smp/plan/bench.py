@@ -61,20 +61,20 @@ class Bench:
         return statistics.fmean(min(seconds, most) for seconds in found)
 
     def pace(self) -> float:
-        """Return the seconds of the fixed product just now; on a GPU 1."""
-        if self.device.type == "cuda":
-            return 1.0
+        """Return the seconds of the fixed product just now."""
         x, w = self._operands
         found = []
         for _ in range(3):
             start = self.now()
             x @ w.t()
             found.append(self.now() - start)
-        self.paces.append(statistics.median(found))
+        self.paces.append(statistics.fmean(found))
         return self.paces[-1]
 
     def at_pace(self, timed: Callable[[], list[float]]) -> float:
-        """Return the usual of some seconds, in multiples of the fixed product's."""
+        """Return the usual of some seconds; on CPUs in multiples of the fixed product's."""
+        if self.device.type == "cuda":
+            return self.usual(timed())
         before = self.pace()
         found = timed()
         return self.usual(found) / ((before + self.pace()) / 2)
@@ -90,7 +90,7 @@ class Bench:
         return found
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Return a call's seconds, in multiples of the fixed product's, without what any operation costs."""
+        """Return a call's seconds, as :meth:`at_pace` counts them, without what any operation costs."""
         call()
         dist.barrier()
         one = self.at_pace(lambda: self.timed(call))

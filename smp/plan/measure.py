@@ -339,11 +339,12 @@ def measure(device: torch.device, budget: float) -> Tables:
     issued = host(bench, found, backends[0])
     pace, moved = 1.0, 0.0
     if bench.paces:
-        pace = statistics.median(bench.paces)
+        pace = bench.usual(bench.paces)
         tenths = statistics.quantiles(bench.paces, n=10)
         moved = tenths[-1] / tenths[0] - 1
     probed = {"add": statistics.fmean(added), "product": pace, "moved": moved}
-    return Tables(*(_scaled(part, pace) for part in found[:5]), _scaled(issued, pace), probed, found.waiting)
+    seconds: dict[str, Any] = {name: _scaled(getattr(found, name), pace) for name in found._fields[:5]}
+    return found._replace(**seconds, host=_scaled(issued, pace), probe=probed)
 
 
 def main() -> None:
