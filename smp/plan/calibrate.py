@@ -51,13 +51,13 @@ def _measure(processes: int, seconds: float, *, gpus: bool) -> Tables:
             status: object = subprocess.run(command, timeout=_PATIENCE, check=False).returncode
         except subprocess.TimeoutExpired:
             status = f"none within {_PATIENCE:.0f} s"
-        found = [json.loads(output.read_text()) for output in Path(folder).iterdir()]
-    if status != 0 or len(found) != processes:
-        raise UserError(
-            f"measuring with {processes} process(es) ended with status {status}: see above for why, or plan with a "
-            f"data sheet's row, --device {next(iter(DEVICES))}"
-        )
-    return Tables(**_mean(found))
+        outputs = list(Path(folder).iterdir())
+        if status != 0 or len(outputs) != processes:
+            raise UserError(
+                f"measuring with {processes} process(es) ended with status {status}: see above for why, or plan with a "
+                f"data sheet's row, --device {next(iter(DEVICES))}"
+            )
+        return Tables(**_mean([json.loads(output.read_text()) for output in outputs]))
 
 
 def _mean(found: Sequence[Any]) -> Any:

@@ -216,12 +216,8 @@ def exchanges(bench: Bench, backend: str) -> Iterator[tuple[str, str, int, float
             f"reduce_scatter{OF_ACTIVATIONS}": functools.partial(reduce_scatter_single, reduced, whole, group=group),
         }
         for name, call in calls.items():
-            yield (
-                backend,
-                name,
-                part * size,
-                bench.at_pace(functools.partial(_together, bench, call, CALLS[part >= LARGE])),
-            )
+            timed = functools.partial(_together, bench, call, CALLS[part >= LARGE])
+            yield backend, name, part * size, bench.at_pace(timed)
 
 
 def _together(bench: Bench, call: Callable[[], Any], calls: int) -> list[float]:
@@ -302,11 +298,9 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
                 ("all_gather", unit, 2 * units), ("reduce_scatter", unit, units), ("all_reduce", 1, 3)
             ) if launch.world_size > 1 else ():  # fmt: skip
                 known += calls * tables.exchange(Exchange(kind, nbytes, launch.world_size, "shard", False))
+        taken = bench.at_pace(functools.partial(_together, bench, step, CALLS[1]))
         # On a busy machine what was measured before may exceed the step.
-        result[mode] = max(
-            0.0,
-            1e6 * (bench.at_pace(functools.partial(_together, bench, step, CALLS[1])) - known) / len(log.operations),
-        )
+        result[mode] = max(0.0, 1e6 * (taken - known) / len(log.operations))
     return result
 
 
