@@ -2,7 +2,7 @@
 
 python benchmarks/plan.py published --output benchmarks/results/plan_published.md          # a second
 python benchmarks/plan.py bytes --output benchmarks/results/plan_bytes.md                   # ten minutes
-python benchmarks/plan.py steps --output benchmarks/results/plan_steps.md                   # an hour
+python benchmarks/plan.py steps --output benchmarks/results/plan_steps.md                   # two hours at most
 """
 
 from __future__ import annotations

@@ -126,10 +126,16 @@ def _times(operands: Any) -> int:
     return max(2, min(64, -(-ROTATED // sum(t.nbytes for t in tree_leaves(operands) if isinstance(t, Tensor)))))
 
 
+def addition(bench: Bench) -> float:
+    """Return the seconds of a fixed addition just now."""
+    a, b, c = (torch.ones(2**20, device=bench.device) for _ in range(3))
+    return bench.usual(bench.timed(lambda: torch.add(a, b, out=c)))
+
+
 def probe(device: torch.device) -> dict[str, float]:
-    """Return the seconds of a fixed addition and of the fixed product: how fast the machine is just now."""
+    """Return the seconds of the fixed addition and of the fixed product: how fast the machine is just now."""
     bench = Bench(device, 0.5)
-    a, b, c = (torch.ones(2**20, device=device) for _ in range(3))
     dist.barrier()
-    added = bench.usual(bench.timed(lambda: torch.add(a, b, out=c)))
-    return {"add": added, "product": statistics.fmean(bench.timed(bench.pace)) / 3}
+    added = addition(bench)
+    bench.timed(bench.pace)
+    return {"add": added, "product": bench.usual(bench.paces)}

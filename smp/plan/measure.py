@@ -2,8 +2,8 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-more memory than the last cache holds. Times are means of the wall's seconds, as a step is a sum, at the machine's
-usual speed; each process writes its own, and their mean counts.
+more memory than a core's share of the last cache. Times are means of the wall's seconds, as a step is a sum, at the
+machine's usual speed; each process writes its own, and their mean counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smp.environment import read_launch
 from smp.mesh import resolve_mesh
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel.parallelize import prepare_model
-from smp.plan.bench import Bench, probe
+from smp.plan.bench import Bench, addition
 from smp.plan.devices import Tables
 from smp.plan.kernels import VIEWS, attention, moved_bytes, operation_of, short_name
 from smp.plan.measured import OF_ACTIVATIONS, Measured
@@ -323,15 +323,16 @@ def measure(device: torch.device, budget: float) -> Tables:
     added = []
 
     def part(measured: Iterator[Any]) -> list[Any]:
-        added.append(probe(device)["add"])
-        return list(measured)
+        lines = list(measured)
+        added.append(addition(bench))
+        return lines
 
     found = Tables(
         part(products(bench)), part(elementwise(bench)), part(attentions(bench)), part(updates(bench)), exchanged,
         {}, {}, waiting(bench),
     )  # fmt: skip
     issued = host(bench, found, backends[0])
-    pace, moved = 1.0, 0.0
+    pace, moved = 1.0, 0.0  # of a GPU
     if bench.paces:
         pace = bench.usual(bench.paces)
         tenths = statistics.quantiles(bench.paces, n=10)
