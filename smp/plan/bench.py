@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-ROTATED = 64 * 2**20  # bytes; more than a core's share of any last cache
+ROTATED = (64 * 2**20, 512 * 2**20)  # bytes, at least and at most: as much as the last cache
+COPIES = 64  # of operands, at most
 DISTURBED = 5  # times the median
 WARM = 0.1  # seconds, at most, of calls before those that count
+
+
+def rotated_bytes() -> int:
+    """Return how many bytes no cache holds, as long as all of them are used in turn."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    last = max((int(size.read_text().strip().removesuffix("K")) * 1024 for size in sizes), default=0)
+    return min(max(ROTATED[0], last), ROTATED[1])
 
 
 class Bench:
@@ -32,7 +41,7 @@ class Bench:
     """
 
     def __init__(self, device: torch.device, budget: float):
-        self.device, self.budget = device, budget
+        self.device, self.budget, self.rotating = device, budget, rotated_bytes()
         self._operands = self.values(512, 768), self.values(768, 768)
         self.paces: list[float] = []
         self.tiny = 0.0
@@ -89,23 +98,31 @@ class Bench:
             found.append(self.now() - start)
         return found
 
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Return a call's seconds, as :meth:`at_pace` counts them, without what any operation costs."""
+    def seconds(self, call: Callable[[], Any], turns: int = 1) -> float:
+        """Return a call's seconds, as :meth:`at_pace` counts them, without what any operation costs: a mean of turns.
+
+        The more of a step a call takes, the more turns it is worth.
+        """
         call()
         dist.barrier()
-        one = self.at_pace(lambda: self.timed(call))
+        one = statistics.fmean(self.at_pace(lambda: self.timed(call)) for _ in range(turns))
         return max(one - self.tiny, 0.1 * one)
 
-    def copies(self, make: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    def _filling(self, operands: Any, most: int) -> int:
+        """Return how many of such operands fill what is rotated through."""
+        nbytes = sum(t.nbytes for t in tree_leaves(operands) if isinstance(t, Tensor))
+        return max(2, min(most, -(-self.rotating // nbytes)))
+
+    def copies(self, make: Callable[[], tuple[Tensor, ...]], most: int = COPIES) -> list[tuple[Tensor, ...]]:
         """Return operands, and as many more of their kind as the caches do not hold."""
         first = make()
-        return [first, *(make() for _ in range(_times(first) - 1))]
+        return [first, *(make() for _ in range(self._filling(first, most) - 1))]
 
-    def rotated(self, copies: Sequence[tuple[Tensor, ...]], run: Callable[..., Any]) -> float:
+    def rotated(self, copies: Sequence[tuple[Tensor, ...]], run: Callable[..., Any], turns: int = 1) -> float:
         """Return the seconds of ``run``, each time on other operands; its results live for one round."""
         start, result, between = self.now(), run(*copies[0]), self.now()
         # With larger results fewer operands fill the caches; what computes for long does not wait for the memory.
-        count = min(len(copies), _times([*copies[0], result]), max(1, int(WARM / (between - start))))
+        count = min(self._filling([*copies[0], result], len(copies)), max(1, int(WARM / (between - start))))
         del result
         operands = itertools.cycle(copies[:count])
         kept: list[Any] = [None] * count
@@ -118,12 +135,7 @@ class Bench:
 
         for _ in range(count):
             call()
-        return self.seconds(call)
-
-
-def _times(operands: Any) -> int:
-    """Return how many of such operands fill what is rotated through."""
-    return max(2, min(64, -(-ROTATED // sum(t.nbytes for t in tree_leaves(operands) if isinstance(t, Tensor)))))
+        return self.seconds(call, turns)
 
 
 def addition(bench: Bench) -> float:

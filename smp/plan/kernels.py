@@ -21,6 +21,8 @@ VIEWS = (
 )  # fmt: skip
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_")
 _LOOK_UPS = ("embedding", "gather", "index", "index_select", "nll_loss_forward")
+_PLACED = ("scatter_",)  # writes a value to each index of what is larger
+_FILLED = ("copy_", "_foreach_copy_", "chunk_cat")  # what they write is the first or the last of what they are given
 # Of a card's bf16 peak, roughly (A100 19.5 of 312, H100 67 of 989): smp leaves TF32 off, as torch does.
 SLOWER = {"float32": 1 / 16, "float64": 1 / 16}
 # The end of the name of an operation that is attention of all queries to all keys.
@@ -122,21 +124,30 @@ def masks_nothing(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     )
 
 
-def _bytes(tensors: Iterable[TensorShape]) -> int:
+def bytes_of(tensors: Iterable[TensorShape]) -> int:
+    """Return the bytes of several tensors."""
     return sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in tensors)
 
 
 def moved_bytes(operation: Operation) -> int:
     """Return the bytes that an operation reads and writes.
 
-    One without outputs writes in place: all of its inputs, but AdamW's gradients. A look-up reads what it returns.
+    A look-up reads what it returns; a copy reads what it writes. One without outputs writes in place: all of its
+    inputs, but AdamW's gradients.
     """
-    if short_name(operation) in _LOOK_UPS:
-        return 2 * _bytes(operation.outputs)
-    inputs = _bytes(operation.inputs)
-    if operation.outputs:
-        return inputs + _bytes(operation.outputs)
-    return inputs * 7 // 4 if "adam" in operation.name else 2 * inputs
+    name = short_name(operation)
+    inputs, outputs = bytes_of(operation.inputs), bytes_of(operation.outputs)
+    if name in _LOOK_UPS:
+        return 2 * outputs
+    if name in _PLACED:
+        return 2 * bytes_of(operation.inputs[1:])
+    if name == "all_gather_copy_in":
+        return 2 * bytes_of(operation.outputs[:1])  # a rank's part; the others are the second output's
+    if name in _FILLED or (name == "split_with_sizes_copy" and not outputs):
+        return inputs
+    if outputs:
+        return inputs + outputs
+    return inputs * 7 // 4 if "adam" in name else 2 * inputs
 
 
 def sheet_seconds(operation: Operation, row: DeviceRow) -> float:

@@ -2,7 +2,7 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-more memory than a core's share of the last cache. Times are means of the wall's seconds, as a step is a sum, at the
+as much memory as the last cache has. Times are means of the wall's seconds, as a step is a sum, at the
 machine's usual speed; each process writes its own, and their mean counts.
 """
 
@@ -42,10 +42,12 @@ from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
 TOUCHED = 512 * 2**20  # bytes of the heap
-CALLS = (48, 12)  # of a collective: their seconds scatter, those of small ones by several times
+CALLS = (48, 24)  # of a collective: their seconds scatter, those of small ones by several times
 LARGE = 2**22  # bytes of a rank
 WAITS = 200  # for other ranks, after some milliseconds each
-SIZES = tuple(2**n for n in (12, 17, 22))  # elements
+SIZES = tuple(2**n for n in (12, 17, 19, 22))  # elements
+MOVED = 256  # operands of what moves bytes, at most: more than of what computes
+TURNS = 4  # of products, which are most of a step
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
 LINEAR = (
     (128, 128, 128), (1024, 160, 432), (256, 512, 512), (512, 512, 1408), (1024, 768, 768), (1024, 768, 2048),
@@ -92,10 +94,10 @@ def products(bench: Bench) -> Iterator[tuple[str, str, int, int, int, float]]:
 
         (x,), (g,), name = operand(tokens, inner), operand(tokens, columns), str(dtype).removeprefix("torch.")
         weights = bench.copies(functools.partial(operand, columns, inner))
-        yield name, "nt", tokens, inner, columns, bench.rotated(weights, lambda w, x=x: x @ w.t())
-        yield name, "nn", tokens, columns, inner, bench.rotated(weights, lambda w, g=g: g @ w)
+        yield name, "nt", tokens, inner, columns, bench.rotated(weights, lambda w, x=x: x @ w.t(), TURNS)
+        yield name, "nn", tokens, columns, inner, bench.rotated(weights, lambda w, g=g: g @ w, TURNS)
         saved = bench.copies(functools.partial(operand, tokens, inner))
-        yield name, "tn", columns, tokens, inner, bench.rotated(saved, lambda x, g=g: g.t() @ x)
+        yield name, "tn", columns, tokens, inner, bench.rotated(saved, lambda x, g=g: g.t() @ x, TURNS)
 
 
 def _layer_norm_backward(a: Tensor, b: Tensor) -> Any:
@@ -107,15 +109,16 @@ def _elementwise() -> dict[str, Callable[[Tensor, Tensor], Any]]:
     aten = torch.ops.aten
     return {
         "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b, "neg": lambda a, b: -a,
-        "pow": lambda a, b: a.pow(2), "mean": lambda a, b: a.mean(-1, keepdim=True), "rsqrt": lambda a, b: a.rsqrt(),
-        "sum": lambda a, b: a.sum(0, keepdim=True), "silu": lambda a, b: F.silu(a), "gelu": lambda a, b: F.gelu(a),
+        "pow": lambda a, b: a.pow(2), "mean": lambda a, b: b.mean(-1, keepdim=True), "rsqrt": lambda a, b: a.rsqrt(),
+        "sum": lambda a, b: b.sum(0, keepdim=True), "silu": lambda a, b: F.silu(a), "gelu": lambda a, b: F.gelu(a),
         "silu_backward": aten.silu_backward, "gelu_backward": aten.gelu_backward, "exp": lambda a, b: a.exp(),
         "cat": lambda a, b: torch.cat([a, b], -1), "copy_": lambda a, b: a.copy_(b), "clone": lambda a, b: a.clone(),
         "_to_copy": lambda a, b: a.to(torch.bfloat16), "zero_": lambda a, b: a.zero_(), "add_": lambda a, b: a.add_(b),
         "_log_softmax": lambda a, b: a.log_softmax(-1), "native_layer_norm": lambda a, b: F.layer_norm(a, (512,)),
         "mul_": lambda a, b: a.mul_(1.0), "mul broadcast": lambda a, b: a * b[:, :1],
         "native_layer_norm_backward": _layer_norm_backward,
-        "_foreach_norm": lambda a, b: torch._foreach_norm([a, b]),
+        "slice_backward": lambda a, b: aten.slice_backward(b, (len(b), 1024), 1, 0, 512, 1),
+        "_foreach_norm": lambda a, b: torch._foreach_norm([b]),
         "_foreach_mul_": lambda a, b: torch._foreach_mul_([a, b], 1.0),
     }  # fmt: skip
 
@@ -127,7 +130,7 @@ def elementwise(bench: Bench) -> Iterator[tuple[str, int, float]]:
         def make(numel: int = numel) -> tuple[Tensor, ...]:
             return tuple(bench.values(numel // 512, 512) for _ in range(2))
 
-        pairs = bench.copies(make)
+        pairs = bench.copies(make, MOVED)
         first = pairs[0][0]
         for name, run in _elementwise().items():
             with Log() as log:
@@ -149,14 +152,14 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
         shapes += [(torch.bfloat16, *shape) for shape in HEADS[-2:]]
     for dtype, heads, length, width in shapes:
         scale = 4 if on_gpu else 1
-        shape = (1, length * scale, heads, width)
+        tokens, kind = length * scale, {"device": bench.device, "dtype": dtype}
+        # As models hand them over: queries as a linear layer writes them, a token's heads side by side; keys and values
+        # head by head.
+        beside = functools.partial(torch.randn, 1, tokens, heads, width, **kind)
+        apart = functools.partial(torch.randn, 1, heads, tokens, width, **kind)
 
-        def made(shape: Sequence[int] = shape, dtype: torch.dtype = dtype) -> Tensor:
-            # Heads side by side in a token's row, as a linear layer writes them.
-            return torch.randn(shape, device=bench.device, dtype=dtype).transpose(1, 2)
-
-        def heads_of(made: Any = made) -> tuple[Tensor, ...]:
-            return tuple(made().requires_grad_() for _ in range(3))
+        def heads_of(beside: Any = beside, apart: Any = apart) -> tuple[Tensor, ...]:
+            return tuple(each.requires_grad_() for each in (beside().transpose(1, 2), apart(), apart()))
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)
@@ -171,7 +174,10 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
         scores = next(found.scores for operation in log.operations if (found := attention(operation)))
         ahead = bench.rotated(rows, forward)
         fewer = rows[:few]
-        attended = [(F.scaled_dot_product_attention(q, k, v, is_causal=True), made(), q, k, v) for q, k, v in fewer]
+        attended = [
+            (F.scaled_dot_product_attention(q, k, v, is_causal=True), beside().transpose(1, 2), q, k, v)
+            for q, k, v in fewer
+        ]
         yield str(dtype)[6:], int(scores), width, ahead, bench.rotated(attended, backward)
 
 
@@ -263,7 +269,7 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
     there takes the host half as long for an operation.
     """
     launch, device = read_launch(), bench.device
-    tables, result = Measured(found, backend), {}
+    tables, result = Measured(found, backend, on_gpu=device.type == "cuda"), {}
     small = ModelConfig(
         model_type="mistral", max_context_width=256, hidden_width=256, num_layers=4, num_heads=8,
         intermediate_size=512, vocab_size=256,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from smp.plan.devices import DeviceRow, Tables
-from smp.plan.kernels import SLOWER, Product, attention, moved_bytes, product, short_name
+from smp.plan.kernels import SLOWER, Product, attention, bytes_of, moved_bytes, product, short_name
 from smp.plan.records import Exchange, Operation
 
 OF_ACTIVATIONS = " of activations"  # ends a measured exchange's kind
@@ -45,9 +45,11 @@ class Measured:
     Args:
         tables: what was measured.
         backend: of the exchanges.
+        on_gpu: the device is a GPU.
     """
 
-    def __init__(self, tables: Tables, backend: str):
+    def __init__(self, tables: Tables, backend: str, *, on_gpu: bool = False):
+        self._on_gpu = on_gpu
         self._rates: dict[tuple[str, str], list[tuple[tuple[float, float, float], float]]] = defaultdict(list)
         for dtype, layout, rows, inner, columns, seconds in tables.products:
             rate = 2 * rows * inner * columns / seconds
@@ -72,13 +74,16 @@ class Measured:
             layout: of a product's operands: ``nt``, ``nn`` or ``tn``.
         """
         if found := product(operation):
-            return self._product(found, layout)
+            # What it is added to is copied to the result first; a GPU adds it as it writes the result.
+            added = "add" in operation.name and not self._on_gpu
+            copied = interpolated(self._elementwise.get("copy_", ()), 2 * bytes_of(operation.outputs))
+            return self._product(found, layout) + added * copied
         if fused := attention(operation):
             return self._fused(fused.scores, fused.width, fused.dtype, backward=fused.backward)
         if "fused_adam" in operation.name:
             return interpolated(self._adamw, moved_bytes(operation) / 28)  # seven passes over fp32
         name = short_name(operation)
-        if len({tensor.shape for tensor in operation.inputs}) > 1 and f"{name} broadcast" in self._elementwise:
+        if len({tensor.shape for tensor in operation.inputs if tensor.shape}) > 1 and f"{name} broadcast" in self._elementwise:
             name = f"{name} broadcast"  # a scale of rows, a weight of columns: twice as slow by the byte
         like = "copy_" if "copy" in name or "cat" in name else "add"
         known = next((each for each in (name, name.rstrip("_"), like) if each in self._elementwise), None)
@@ -120,4 +125,4 @@ def measured(row: DeviceRow, processes: int, backend: str) -> tuple[Measured, Ta
     if not row.tables:
         return None
     count = min(row.tables, key=lambda n: (abs(n - processes), n))
-    return Measured(row.tables[count], backend), row.tables[count]
+    return Measured(row.tables[count], backend, on_gpu=row.is_gpu), row.tables[count]
