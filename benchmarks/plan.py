@@ -235,8 +235,8 @@ QUIET = 0.03  # the most that the probe may change over a run
 PROBES = 8  # before a run and after it; the mean counts
 STEPS, SECONDS = 8, 30.0  # of a run, at least
 HEADER = (
-    "| job | processes | predicted | measured | error | drift | probe | counts |",
-    "|---|---:|---:|---:|---:|---:|---|---|",
+    "| job | processes | predicted | measured | error | at its speed | drift | probe | counts |",
+    "|---|---:|---:|---:|---:|---:|---:|---|---|",
 )
 
 # Of these only the bytes are of interest.
@@ -328,15 +328,15 @@ class TimedRun(NamedTuple):
     """A measured run of a job beside what was predicted.
 
     Attributes:
+        before: the probe's seconds just before the run over those of the calibration.
         drift: the most that the probe changed over the run.
-        speed: the probe's seconds before and after over those of the calibration.
     """
 
     job: StepJob
     predicted: float
     measured: float
+    before: dict[str, float]
     drift: float
-    speed: dict[str, float]
 
     @property
     def error(self) -> float:
@@ -344,23 +344,23 @@ class TimedRun(NamedTuple):
         return self.predicted / self.measured - 1
 
     @property
+    def at_its_speed(self) -> float:
+        """Return the share for a machine as fast as the product was just before the run."""
+        return self.predicted * self.before["product"] / self.measured - 1
+
+    @property
     def quiet(self) -> bool:
         """Return whether the machine's speed stayed as it was over the run, which has a core for each process."""
         return self.drift < QUIET and self.job.processes <= 2
 
     @property
-    def alike(self) -> bool:
-        """Return whether the machine was as fast as it was calibrated, too."""
-        return self.quiet and abs(self.speed["product"] - 1) < QUIET
-
-    @property
     def line(self) -> str:
         """Return a row of the page's table."""
-        counts = "quiet, alike" if self.alike else "quiet" if self.quiet else "no"
-        speed = ", ".join(f"{name} {value:.2f}" for name, value in self.speed.items())
+        before = ", ".join(f"{name} {value:.2f}" for name, value in self.before.items())
         return (
             f"| {self.job.name} | {self.job.processes} | {self.predicted:.3f} | {self.measured:.3f} | "
-            f"{self.error:+.1%} | {self.drift:.1%} | {speed} | {counts} |"
+            f"{self.error:+.1%} | {self.at_its_speed:+.1%} | {self.drift:.1%} | {before} | "
+            f"{'quiet' if self.quiet else 'no'} |"
         )
 
 
@@ -370,32 +370,36 @@ def timed_run(job: StepJob, predicted: float, row: DeviceRow) -> TimedRun:
     with tempfile.TemporaryDirectory() as folder:
         result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder))
     before, after = result["probes"]
-    speed = {name: (before[name] + after[name]) / 2 / tables.probe[name] for name in before}
-    return TimedRun(job, predicted, statistics.median(result["steps"]), changed(before, after), speed)
+    ratios = {name: seconds / tables.probe[name] for name, seconds in before.items()}
+    return TimedRun(job, predicted, statistics.median(result["steps"]), ratios, changed(before, after))
 
 
 def described(runs: Sequence[TimedRun]) -> str:
     """Return how many runs there are, and their errors."""
     if not runs:
         return "0 runs"
-    errors = [abs(run.error) for run in runs]
-    return f"{len(runs)} runs, median absolute error {statistics.median(errors):.1%}, the worst {max(errors):.1%}"
+    parts = [f"{len(runs)} runs"]
+    for name, of_runs in ("", [run.error for run in runs]), (" at its speed", [run.at_its_speed for run in runs]):
+        errors = [abs(error) for error in of_runs]
+        parts.append(f"median absolute error{name} {statistics.median(errors):.1%}, the worst {max(errors):.1%}")
+    return "; ".join(parts)
 
 
 def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
     """Return the table of jobs, each by the run over which the probe moved least, whatever the error."""
     of_jobs = [[run for run in runs if run.job == job] for job in jobs]
     shown = [min(own, key=lambda run: (not run.quiet, run.drift)) for own in of_jobs if own]
-    quiet, alike = ([run for run in shown if getattr(run, name)] for name in ("quiet", "alike"))
+    quiet = [run for run in shown if run.quiet]
     return [
         "The machine was calibrated before every run, and the prediction written. Seconds of the wall, the median of",
-        f"the steps. *Drift*: the most that the probe (an addition, a product, {PROBES} times in every process, the",
-        "mean) changed over the run. *Probe*: its seconds before and after over those of the calibration. *Quiet*: 1",
-        f"or 2 processes, drift below {QUIET:.0%}; *alike*: the product within {QUIET:.0%} of the calibrated one, too.",
-        "Other jobs were calibrated and run again.", "",
+        f"the steps. *Probe*: an addition and a product, {PROBES} times in every process just before the run, over",
+        "those of the calibration; *at its speed*: the error of the prediction times that product. *Drift*: the most",
+        f"that the probe changed over the run. *Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; other jobs were",
+        "calibrated and run again.", "",
         *HEADER, *(run.line for run in shown), "",
-        f"Quiet: {described(quiet)}. Quiet and alike: {described(alike)}. All runs: {described(runs)}; those that were "
-        f"quiet: {described([run for run in runs if run.quiet])}.", "",
+        f"Quiet jobs: {described(quiet)}.", "",
+        f"All quiet runs: {described([run for run in runs if run.quiet])}.", "",
+        f"All runs: {described(runs)}.", "",
         "## Every run", "", *HEADER, *(run.line for run in runs), "",
     ]  # fmt: skip
 

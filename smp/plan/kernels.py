@@ -143,9 +143,9 @@ def moved_bytes(operation: Operation) -> int:
         return 2 * bytes_of(operation.inputs[1:])
     if name == "all_gather_copy_in":
         return 2 * bytes_of(operation.outputs[:1])  # a rank's part; the others are the second output's
-    if name in _FILLED or (name == "split_with_sizes_copy" and not outputs):
+    if name in _FILLED or (name == "split_with_sizes_copy" and not operation.outputs):
         return inputs
-    if outputs:
+    if operation.outputs:
         return inputs + outputs
     return inputs * 7 // 4 if "adam" in name else 2 * inputs
 

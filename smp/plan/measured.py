@@ -83,7 +83,8 @@ class Measured:
         if "fused_adam" in operation.name:
             return interpolated(self._adamw, moved_bytes(operation) / 28)  # seven passes over fp32
         name = short_name(operation)
-        if len({tensor.shape for tensor in operation.inputs if tensor.shape}) > 1 and f"{name} broadcast" in self._elementwise:
+        shapes = {tensor.shape for tensor in operation.inputs if tensor.shape}
+        if len(shapes) > 1 and f"{name} broadcast" in self._elementwise:
             name = f"{name} broadcast"  # a scale of rows, a weight of columns: twice as slow by the byte
         like = "copy_" if "copy" in name or "cat" in name else "add"
         known = next((each for each in (name, name.rstrip("_"), like) if each in self._elementwise), None)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from smp.errors import UserError
+from smp.plan import bench
 from smp.plan import calibrate as calibrating
 from smp.plan.bench import Bench
 from smp.plan.calibrate import calibrate
@@ -131,10 +132,19 @@ def test_what_is_logged_is_what_a_trace_holds():
     assert product(log.operations[0]).flops == 2 * 4 * 6 * 8 and moved_bytes(log.operations[1]) == 2 * 4 * 32
 
 
+@pytest.mark.parametrize("last, rotated", [("266240K", 260), ("32768K", 64), ("1048576K", 512), (None, 64)])
+def test_operands_fill_the_last_cache(last, rotated, tmp_path, monkeypatch):
+    for index, size in enumerate(["48K", "2048K", last][: 3 if last else 0]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}/size").write_text(size + "\n")
+    monkeypatch.setattr(bench, "CACHES", tmp_path)
+    assert bench.rotated_bytes() == rotated * 2**20
+
+
 SHORTENED = """
 import os, time, torch
 from smp.plan import bench, measure
-measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], 2**20
+measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], (2**20, 2**20)
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
 measure.WAITS, computes = 20, torch.Tensor.__matmul__
 

@@ -196,6 +196,13 @@ def test_operations():
     assert moved_bytes(operation("add", tensor(10), tensor(10), outputs=[tensor(10)])) == 60
     table = operation("embedding", tensor(10**6, 8), tensor(5), outputs=[tensor(5, 8)])
     assert moved_bytes(table) == 2 * 80  # the rows that are looked up, not the table
+    placed = operation("scatter_", tensor(10, 100), tensor(10, 1), tensor(10, 1), outputs=[tensor(10, 100)])
+    assert moved_bytes(placed) == 2 * (20 + 20)
+    assert moved_bytes(operation("copy_", tensor(10), tensor(10), outputs=[tensor(10)])) == 40
+    assert moved_bytes(operation("chunk_cat", tensor(6), tensor(4), tensor(10))) == 40
+    assert moved_bytes(operation("split_with_sizes_copy", tensor(10), tensor(6), tensor(4))) == 40
+    gathered = operation("all_gather_copy_in", tensor(10), tensor(640), outputs=[tensor(10), tensor(640)])
+    assert moved_bytes(gathered) == 40  # its own part, whatever the number of ranks
     update = operation("_fused_adamw_", *[tensor(10, dtype="float32")] * 4)
     assert moved_bytes(update) == 40 * 7 and moved_bytes(operation("_foreach_mul_", tensor(10))) == 40
     row = dataclasses.replace(GPU, bandwidth=1e-3)
@@ -246,6 +253,7 @@ def test_interpolation():
     nothing = [tensor(0)]
     assert scaled.seconds(operation("mul", tensor(25), tensor(25), outputs=nothing), "nt") == pytest.approx(1)
     assert scaled.seconds(operation("mul", tensor(9, 5), tensor(5), outputs=nothing), "nt") == pytest.approx(3)
+    assert scaled.seconds(operation("mul", tensor(48), tensor(), outputs=[tensor()]), "nt") == pytest.approx(1)
     heads = [tensor(1, 1, 100, 64, **single)] * 3
     assert found.seconds(operation("_scaled_dot_product_flash_attention_for_cpu", *heads), "nt") == pytest.approx(5)
     assert found.seconds(operation("_fused_adamw_", *[tensor(500, **single)] * 4), "nt") == pytest.approx(5, rel=1e-2)
@@ -254,6 +262,16 @@ def test_interpolation():
     assert gloo.exchange(Exchange("broadcast", 1000, 2, "shard", False)) == 9
     gathers = {axis: gloo.exchange(Exchange("all_gather", 1000, 2, axis, False)) for axis in ("shard", "tp", "cp")}
     assert gathers == {"shard": 9, "tp": 11, "cp": 11}
+
+
+def test_what_a_product_is_added_to_is_copied_on_a_cpu():
+    x = [tensor(100, 100, dtype="float32")] * 2
+    bias, results = tensor(100, dtype="float32"), [tensor(100, 100, dtype="float32")]
+    tables = TABLES._replace(elementwise=[("copy_", 80_000, 0.5), ("copy_", 160_000, 9.0)])
+    added = operation("addmm", bias, *x, outputs=results)
+    assert Measured(tables, "smddp").seconds(added, "nt") == pytest.approx(2.5)
+    assert Measured(tables, "nccl", on_gpu=True).seconds(added, "nt") == pytest.approx(2.0)
+    assert Measured(tables, "smddp").seconds(operation("mm", *x, outputs=results), "nt") == pytest.approx(2.0)
 
 
 def test_on_a_cpu_everything_takes_its_turn():
