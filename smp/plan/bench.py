@@ -18,6 +18,7 @@ ROTATED = (64 * 2**20, 512 * 2**20)  # bytes, at least and at most: as much as t
 COPIES = 64  # of operands, at most
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DISTURBED = 5  # times the median
+RECENT = 8  # paces that a number is held against: single ones scatter, and move with the number only in the longer run
 WARM = 0.1  # seconds, at most, of calls before those that count
 
 
@@ -86,9 +87,10 @@ class Bench:
         """Return the usual of some seconds; on CPUs in multiples of the fixed product's."""
         if self.device.type == "cuda":
             return self.usual(timed())
-        before = self.pace()
+        self.pace()
         found = timed()
-        return self.usual(found) / ((before + self.pace()) / 2)
+        self.pace()
+        return self.usual(found) / statistics.fmean(self.paces[-RECENT:])
 
     def timed(self, call: Callable[[], Any]) -> list[float]:
         """Return the seconds of calls, as many as the budget allows."""

@@ -77,9 +77,9 @@ def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
     [
         "{",
         "[]",
-        '{"schema": 2, "name": "x"}',
-        '{"schema": 3, "name": "x", "colour": 1}',
-        '{"schema": 3, "tables": {"one": 1}}',
+        '{"schema": 3, "name": "x"}',
+        '{"schema": 4, "name": "x", "colour": 1}',
+        '{"schema": 4, "tables": {"one": 1}}',
     ],
 )
 def test_a_damaged_row_is_refused(tmp_path, text):
