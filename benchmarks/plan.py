@@ -231,6 +231,7 @@ JOBS = (
     StepJob("GPT-NeoX, tied, whole logits, kept", 1, f"{NEOX} --tie_word_embeddings 1 {KEPT} --loss_chunk_tokens 0"),
     StepJob("Llama 512 x 8, kept", 4, f"{LLAMA} {KEPT}"),
 )
+CALIBRATED = 2  # processes, at most
 QUIET = 0.03  # the most that the probe may change over a run
 PROBES = 8  # before a run and after it; the mean counts
 STEPS, SECONDS = 8, 30.0  # of a run, at least
@@ -349,17 +350,23 @@ class TimedRun(NamedTuple):
         return self.predicted * self.before["product"] / self.measured - 1
 
     @property
+    def calibrated(self) -> bool:
+        """Return whether as many processes were calibrated: each has a core."""
+        return self.job.processes <= CALIBRATED
+
+    @property
     def quiet(self) -> bool:
-        """Return whether the machine's speed stayed as it was over the run, which has a core for each process."""
-        return self.drift < QUIET and self.job.processes <= 2
+        """Return whether the machine's speed stayed as it was over the run."""
+        return self.drift < QUIET and self.calibrated
 
     @property
     def line(self) -> str:
         """Return a row of the page's table."""
         before = ", ".join(f"{name} {value:.2f}" for name, value in self.before.items())
+        at_its_speed = f"{self.at_its_speed:+.1%}" if self.calibrated else "-"
         return (
             f"| {self.job.name} | {self.job.processes} | {self.predicted:.3f} | {self.measured:.3f} | "
-            f"{self.error:+.1%} | {self.at_its_speed:+.1%} | {self.drift:.1%} | {before} | "
+            f"{self.error:+.1%} | {at_its_speed} | {self.drift:.1%} | {before} | "
             f"{'quiet' if self.quiet else 'no'} |"
         )
 
@@ -399,7 +406,7 @@ def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
         *HEADER, *(run.line for run in shown), "",
         f"Quiet jobs: {described(quiet)}.", "",
         f"All quiet runs: {described([run for run in runs if run.quiet])}.", "",
-        f"All runs: {described(runs)}.", "",
+        f"All runs of 1 or 2 processes: {described([run for run in runs if run.calibrated])}.", "",
         "## Every run", "", *HEADER, *(run.line for run in runs), "",
     ]  # fmt: skip
 
@@ -410,10 +417,12 @@ def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str
     bystanders, runs, predicted = Bystanders(), list[TimedRun](), ["## Every prediction", ""]
     predicted += ["| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|"]
     for _, job in itertools.product(range(rounds), jobs):
-        if any(run.job == job and (run.quiet or job.processes > 2) for run in runs):
+        if any(run.job == job and (run.quiet or not run.calibrated) for run in runs):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            row = read_row(calibrate(processes=[min(job.processes, 2)], path=Path(folder) / "cpu.json", say=print))
+            row = read_row(
+                calibrate(processes=[min(job.processes, CALIBRATED)], path=Path(folder) / "cpu.json", say=print)
+            )
         step = prediction(row, job)
         parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
         predicted.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {parts} |")

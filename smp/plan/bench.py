@@ -18,7 +18,7 @@ ROTATED = (64 * 2**20, 512 * 2**20)  # bytes, at least and at most: as much as t
 COPIES = 64  # of operands, at most
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DISTURBED = 5  # times the median
-RECENT = 8  # paces that a number is held against: single ones scatter, and move with the number only in the longer run
+RECENT = 8  # paces that a number is held against, as single ones scatter
 WARM = 0.1  # seconds, at most, of calls before those that count
 
 
@@ -32,8 +32,8 @@ def rotated_bytes() -> int:
 class Bench:
     """Times calls on a device; every process of the group calls the same at once.
 
-    On CPUs in multiples of a fixed product, as long as it takes just before and after: what else runs on the host, or
-    beside it on the same cores, moves the machine's own speed by as much as a half, for seconds.
+    On CPUs in multiples of a fixed product, as long as it has just taken: what else runs on the host, or beside it on
+    the same cores, moves the machine's own speed by as much as a half, for seconds.
 
     Args:
         budget: seconds for one number.

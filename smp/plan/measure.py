@@ -2,8 +2,8 @@
 
 All processes measure the same thing at once, as they share the memory's bandwidth in a job. The first operand stays, as
 the operation before has just written it in a step; others, weights and what was saved, and results are rotated through
-as much memory as the last cache has. Times are means of the wall's seconds, as a step is a sum, at the
-machine's usual speed; each process writes its own, and their mean counts.
+as much memory as the last cache has. Times are means of the wall's seconds, as a step is a sum, at the machine's usual
+speed; each process writes its own, and their mean counts.
 """
 
 from __future__ import annotations
