@@ -74,10 +74,11 @@ class Measured:
             layout: of a product's operands: ``nt``, ``nn`` or ``tn``.
         """
         if found := product(operation):
-            # What it is added to is copied to the result first; a GPU adds it as it writes the result.
-            added = "add" in operation.name and not self._on_gpu
-            copied = interpolated(self._elementwise.get("copy_", ()), 2 * bytes_of(operation.outputs))
-            return self._product(found, layout) + added * copied
+            seconds = self._product(found, layout)
+            if short_name(operation) in ("addmm", "baddbmm") and not self._on_gpu:
+                # What it is added to is copied to the result first; a GPU adds it as it writes the result.
+                seconds += interpolated(self._elementwise.get("copy_", ()), 2 * bytes_of(operation.outputs))
+            return seconds
         if fused := attention(operation):
             return self._fused(fused.scores, fused.width, fused.dtype, backward=fused.backward)
         if "fused_adam" in operation.name:

@@ -272,6 +272,8 @@ def test_what_a_product_is_added_to_is_copied_on_a_cpu():
     assert Measured(tables, "smddp").seconds(added, "nt") == pytest.approx(2.5)
     assert Measured(tables, "nccl", on_gpu=True).seconds(added, "nt") == pytest.approx(2.0)
     assert Measured(tables, "smddp").seconds(operation("mm", *x, outputs=results), "nt") == pytest.approx(2.0)
+    in_place = operation("addmm_", *results, *x, outputs=results)
+    assert Measured(tables, "smddp").seconds(in_place, "nt") == pytest.approx(2.0)
 
 
 def test_on_a_cpu_everything_takes_its_turn():
