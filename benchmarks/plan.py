@@ -2,7 +2,7 @@
 
 python benchmarks/plan.py published --output benchmarks/results/plan_published.md          # a second
 python benchmarks/plan.py bytes --output benchmarks/results/plan_bytes.md                   # ten minutes
-python benchmarks/plan.py steps --output benchmarks/results/plan_steps.md                   # two hours at most
+python benchmarks/plan.py steps --output benchmarks/results/plan_steps.md                   # an hour a round
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from smp.memory.shape import ModelShape
 from smp.memory.tracker import peak_rss_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
-from smp.plan.bench import probe
+from smp.plan.bench import Bench
 from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, DeviceRow, read_row
@@ -232,12 +232,13 @@ JOBS = (
     StepJob("Llama 512 x 8, kept", 4, f"{LLAMA} {KEPT}"),
 )
 CALIBRATED = 2  # processes, at most
-QUIET = 0.03  # the most that the probe may change over a run
-PROBES = 8  # before a run and after it; the mean counts
+QUIET = 0.03  # the most that the product may change
 STEPS, SECONDS = 8, 30.0  # of a run, at least
+REPEATS = 6  # of a started job, until one counts
+PROBED = 0.1  # seconds of products for a second of steps
 HEADER = (
-    "| job | processes | predicted | measured | error | at its speed | drift | probe | counts |",
-    "|---|---:|---:|---:|---:|---:|---:|---|---|",
+    "| job | processes | predicted | measured | error | at its speed | product | drift | counts |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---|",
 )
 
 # Of these only the bytes are of interest.
@@ -252,16 +253,33 @@ MORE_JOBS = (
 )  # fmt: skip
 
 
-def probe_all(device: torch.device) -> dict[str, float]:
-    """Return the mean of several probes of all processes."""
-    several = [probe(device) for _ in range(PROBES)]
-    means = torch.tensor([statistics.fmean(one[name] for one in several) for name in several[0]], dtype=torch.float64)
+def drift(paces: Sequence[float]) -> float:
+    """Return by what share the product took longer in the second half of a run than in the first."""
+    half = len(paces) // 2
+    return statistics.fmean(paces[half:]) / statistics.fmean(paces[:half]) - 1
+
+
+def is_as_fast(paces: Sequence[float], calibrated: float) -> bool:
+    """Return whether the machine was as fast during a run as during its calibration."""
+    return abs(statistics.fmean(paces) / calibrated - 1) < QUIET
+
+
+def paced_steps(step: Callable[[], float], count: int, bench: Bench) -> tuple[list[float], list[float]]:
+    """Return the seconds of steps, and of the fixed product after each: the mean of all processes'."""
+    found, paces = list[float](), list[float]()
+    for _ in range(count):
+        found.append(step())
+        own, end = [bench.pace()], bench.now() + PROBED * found[-1]
+        while bench.now() < end:
+            own.append(bench.pace())
+        paces.append(statistics.fmean(own))
+    means = torch.tensor(paces, dtype=torch.float64)
     dist.all_reduce(means)
-    return dict(zip(several[0], (means / dist.get_world_size()).tolist(), strict=True))
+    return found, (means / dist.get_world_size()).tolist()
 
 
-def run_job(output: str, steps: int, words: Sequence[str]) -> None:
-    """Time a job's steps in this process, one of the job's, between two probes; rank 0 writes them."""
+def run_job(output: str, steps: int, calibrated: float, words: Sequence[str]) -> None:
+    """Time a job's steps in this process, one of the job's, in several runs until one counts; rank 0 writes them."""
     launch, config = read_launch(), parse_args(list(words))
     device, problems = torch.device("cpu"), Problems()
     malloc.keep_freed_memory()
@@ -276,7 +294,7 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
         count, vocabulary = config.run.gradient_accumulation_steps, job.model.hf_config.vocab_size
         ids = [torch.randint(0, vocabulary, (size, length)) for _ in range(count)]
         micro = [{"input_ids": own, "labels": own.clone(), "sample_ids": torch.arange(size)} for own in ids]
-        batch, found, probes = StepBatch(micro, torch.arange(size * len(micro))), [], []
+        batch, runs = StepBatch(micro, torch.arange(size * len(micro))), list[tuple[list[float], list[float]]]()
         options: dict[str, Any] = {
             "device": device, "grad_clip": 1.0, "loss_group": mesh.loss.group,
             "defer_sync": config.parallel.defer_gradient_sync,
@@ -293,22 +311,25 @@ def run_job(output: str, steps: int, words: Sequence[str]) -> None:
         for _ in range(3):
             step()
         if steps:
-            probes.append(probe_all(device))
-            found += [step() for _ in range(steps)]
-            probes.append(probe_all(device))
+            bench = Bench(device, 0.5)
+            for _ in range(REPEATS if launch.world_size <= CALIBRATED else 1):
+                runs.append(paced_steps(step, steps, bench))
+                if is_as_fast(runs[-1][1], calibrated):
+                    break
         resident = peak_rss_bytes()
         with profile_memory(model, optimizer) as profile:
             train_step(model, optimizer, batch, record=profile.mark, **options)
         if launch.rank == 0:
             held = dict(profile.peak().categories)
-            Path(output).write_text(json.dumps({"steps": found, "probes": probes, "bytes": held, "resident": resident}))
+            Path(output).write_text(json.dumps({"runs": runs, "bytes": held, "resident": resident}))
 
 
-def measured_job(job: StepJob, steps: int, folder: Path) -> dict[str, Any]:
-    """Run a job, and return its steps and probes; 0 steps: what it holds alone."""
+def measured_job(job: StepJob, steps: int, calibrated: float, folder: Path) -> dict[str, Any]:
+    """Run a job, and return the seconds of its runs' steps and products; 0 steps: what it holds alone."""
     output = folder / "job.json"
     launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(job.processes), "--no_gpus"]
-    subprocess.run([*launcher, __file__, "run", str(output), str(steps), *job.words.split()], check=True)
+    command = [*launcher, __file__, "run", str(output), str(steps), str(calibrated), *job.words.split()]
+    subprocess.run(command, check=True)
     return json.loads(output.read_text())
 
 
@@ -320,24 +341,17 @@ def prediction(row: DeviceRow, job: StepJob) -> StepTime:
     return step
 
 
-def changed(first: dict[str, float], second: dict[str, float]) -> float:
-    """Return the most that a probe's seconds differ, as a share."""
-    return max(abs(second[name] / first[name] - 1) for name in second)
-
-
 class TimedRun(NamedTuple):
     """A measured run of a job beside what was predicted.
 
     Attributes:
-        before: the probe's seconds just before the run over those of the calibration.
-        drift: the most that the probe changed over the run.
+        paces: seconds of the product after each step over those of the calibration.
     """
 
     job: StepJob
     predicted: float
     measured: float
-    before: dict[str, float]
-    drift: float
+    paces: list[float]
 
     @property
     def error(self) -> float:
@@ -346,8 +360,8 @@ class TimedRun(NamedTuple):
 
     @property
     def at_its_speed(self) -> float:
-        """Return the share for a machine as fast as the product was just before the run."""
-        return self.predicted * self.before["product"] / self.measured - 1
+        """Return the share for a machine as fast as the product was during the run."""
+        return self.predicted * statistics.fmean(self.paces) / self.measured - 1
 
     @property
     def calibrated(self) -> bool:
@@ -355,37 +369,38 @@ class TimedRun(NamedTuple):
         return self.job.processes <= CALIBRATED
 
     @property
-    def quiet(self) -> bool:
-        """Return whether the machine's speed stayed as it was over the run."""
-        return self.drift < QUIET and self.calibrated
+    def counts(self) -> bool:
+        """Return whether the machine was as fast as during the calibration."""
+        return self.calibrated and is_as_fast(self.paces, 1.0)
 
     @property
     def line(self) -> str:
         """Return a row of the page's table."""
-        before = ", ".join(f"{name} {value:.2f}" for name, value in self.before.items())
         at_its_speed = f"{self.at_its_speed:+.1%}" if self.calibrated else "-"
         return (
             f"| {self.job.name} | {self.job.processes} | {self.predicted:.3f} | {self.measured:.3f} | "
-            f"{self.error:+.1%} | {at_its_speed} | {self.drift:.1%} | {before} | "
-            f"{'quiet' if self.quiet else 'no'} |"
+            f"{self.error:+.1%} | {at_its_speed} | {statistics.fmean(self.paces):.2f} | {drift(self.paces):+.1%} | "
+            f"{'yes' if self.counts else 'no'} |"
         )
 
 
-def timed_run(job: StepJob, predicted: float, row: DeviceRow) -> TimedRun:
-    """Run a job for some seconds, and return it beside what was predicted."""
+def timed_runs(job: StepJob, predicted: float, row: DeviceRow) -> list[TimedRun]:
+    """Start a job, run it several times for some seconds, and return that beside what was predicted."""
     (tables,) = row.tables.values()
+    product = tables.probe["product"]
     with tempfile.TemporaryDirectory() as folder:
-        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), Path(folder))
-    before, after = result["probes"]
-    ratios = {name: seconds / tables.probe[name] for name, seconds in before.items()}
-    return TimedRun(job, predicted, statistics.median(result["steps"]), ratios, changed(before, after))
+        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), product, Path(folder))
+    return [
+        TimedRun(job, predicted, Bench.usual(steps), [pace / product for pace in paces])
+        for steps, paces in result["runs"]
+    ]
 
 
 def described(runs: Sequence[TimedRun]) -> str:
     """Return how many runs there are, and their errors."""
+    parts = [f"{len(runs)} run{'s' * (len(runs) != 1)}"]
     if not runs:
-        return "0 runs"
-    parts = [f"{len(runs)} runs"]
+        return parts[0]
     for name, of_runs in ("", [run.error for run in runs]), (" at its speed", [run.at_its_speed for run in runs]):
         errors = [abs(error) for error in of_runs]
         parts.append(f"median absolute error{name} {statistics.median(errors):.1%}, the worst {max(errors):.1%}")
@@ -393,19 +408,22 @@ def described(runs: Sequence[TimedRun]) -> str:
 
 
 def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
-    """Return the table of jobs, each by the run over which the probe moved least, whatever the error."""
-    of_jobs = [[run for run in runs if run.job == job] for job in jobs]
-    shown = [min(own, key=lambda run: (not run.quiet, run.drift)) for own in of_jobs if own]
-    quiet = [run for run in shown if run.quiet]
+    """Return the table of jobs, each by the run that counts, or the last."""
+    last = {run.job: run for run in runs}
+    shown = [last[job] for job in jobs if job in last]
+    counted = [run for run in shown if run.counts]
     return [
-        "The machine was calibrated before every run, and the prediction written. Seconds of the wall, the median of",
-        f"the steps. *Probe*: an addition and a product, {PROBES} times in every process just before the run, over",
-        "those of the calibration; *at its speed*: the error of the prediction times that product. *Drift*: the most",
-        f"that the probe changed over the run. *Quiet*: 1 or 2 processes, drift below {QUIET:.0%}; other jobs were",
-        "calibrated and run again.", "",
+        "The machine was calibrated before a job, and the prediction written. Seconds of the wall, the mean of a",
+        "run's steps, one that was disturbed as five times their median, as a calibration counts. *Product*: a fixed",
+        "product, of which a calibration's numbers are multiples, after each step, over what it took in the",
+        "calibration; *at its speed*: the error of the prediction times that. *Drift*: by how much longer the product",
+        f"took in the run's second half. A run *counts* if the product is within {QUIET:.0%}: the machine was as fast",
+        f"as when it was calibrated. A job ran until one did, up to {REPEATS} times in a row, and was calibrated and",
+        "started again in the next round if none did.", "",
         *HEADER, *(run.line for run in shown), "",
-        f"Quiet jobs: {described(quiet)}.", "",
-        f"All quiet runs: {described([run for run in runs if run.quiet])}.", "",
+        f"Jobs with a run that counts: {described(counted)}.", "",
+        f"Of these with a drift within {QUIET:.0%}: "
+        f"{described([run for run in counted if abs(drift(run.paces)) < QUIET])}.", "",
         f"All runs of 1 or 2 processes: {described([run for run in runs if run.calibrated])}.", "",
         "## Every run", "", *HEADER, *(run.line for run in runs), "",
     ]  # fmt: skip
@@ -417,7 +435,7 @@ def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str
     bystanders, runs, predicted = Bystanders(), list[TimedRun](), ["## Every prediction", ""]
     predicted += ["| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|"]
     for _, job in itertools.product(range(rounds), jobs):
-        if any(run.job == job and (run.quiet or not run.calibrated) for run in runs):
+        if any(run.job == job and (run.counts or not run.calibrated) for run in runs):
             continue
         with tempfile.TemporaryDirectory() as folder:
             row = read_row(
@@ -427,8 +445,9 @@ def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str
         parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
         predicted.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {parts} |")
         publish("\n".join([*title, *results(jobs, runs), *predicted, ""]), output)
-        runs.append(timed_run(job, step.seconds, row))
-        print(runs[-1].line, flush=True)
+        found = timed_runs(job, step.seconds, row)
+        print(*(run.line for run in found), sep="\n", flush=True)
+        runs += found
     return "\n".join([*title, *results(jobs, runs), bystanders.describe(), "", *predicted, ""])
 
 
@@ -451,7 +470,7 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     errors = []
     with tempfile.TemporaryDirectory() as folder:
         for job, memory in zip(jobs, found, strict=True):
-            real = measured_job(job, 0, Path(folder))
+            real = measured_job(job, 0, 1.0, Path(folder))
             held, total = real["bytes"], sum(real["bytes"].values())
             differences = {name: memory.peak.categories[name] - held[name] for name in held}
             off = ", ".join(f"{name} {difference:+,}" for name, difference in differences.items() if difference)
@@ -471,14 +490,14 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
-        return run_job(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        return run_job(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("published").add_argument("--output", type=Path)
     commands.add_parser("bytes").add_argument("--output", type=Path)
     steps = commands.add_parser("steps")
     steps.add_argument("--output", type=Path)
-    steps.add_argument("--rounds", type=int, default=4, help="of calibrating and running what was not quiet before")
+    steps.add_argument("--rounds", type=int, default=4, help="of calibrating the jobs of which no run counts")
     steps.add_argument("--jobs", type=int, nargs="*", help="numbers of jobs, from 0; default: all")
     options = parser.parse_args()
     if options.command == "published":

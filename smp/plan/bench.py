@@ -1,4 +1,4 @@
-"""Time calls, with operands that the caches do not hold, and how fast the machine is just now."""
+"""Time calls, with operands that the caches do not hold, in multiples of a fixed product's time just then."""
 
 from __future__ import annotations
 
@@ -140,18 +140,3 @@ class Bench:
         for _ in range(count):
             call()
         return self.seconds(call, turns)
-
-
-def addition(bench: Bench) -> float:
-    """Return the seconds of a fixed addition just now."""
-    a, b, c = (torch.ones(2**20, device=bench.device) for _ in range(3))
-    return bench.usual(bench.timed(lambda: torch.add(a, b, out=c)))
-
-
-def probe(device: torch.device) -> dict[str, float]:
-    """Return the seconds of the fixed addition and of the fixed product: how fast the machine is just now."""
-    bench = Bench(device, 0.5)
-    dist.barrier()
-    added = addition(bench)
-    bench.timed(bench.pace)
-    return {"add": added, "product": bench.usual(bench.paces)}

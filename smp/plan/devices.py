@@ -55,8 +55,8 @@ class Tables(NamedTuple):
         adamw: parameters, seconds of the fused update.
         exchanges: backend, kind, bytes of the larger side, seconds.
         host: microseconds of an operation by recomputation: ``none``, ``full``, ``selective``.
-        probe: seconds of a fixed ``add`` and ``product`` while this was measured: how fast the machine was; and by
-            which share the product ``moved``. Of a GPU, which is not adjusted for its pace, the product is 1.
+        probe: seconds of a fixed ``product`` while this was measured, how fast the machine was; and by which share it
+            ``moved``. Of a GPU, which is not adjusted for its pace, the product is 1.
         waiting: for the slowest of the processes where they meet, as a share of what each computes in between.
     """
 

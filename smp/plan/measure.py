@@ -32,7 +32,7 @@ from smp.environment import read_launch
 from smp.mesh import resolve_mesh
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.parallel.parallelize import prepare_model
-from smp.plan.bench import Bench, addition
+from smp.plan.bench import Bench
 from smp.plan.devices import Tables
 from smp.plan.kernels import VIEWS, attention, moved_bytes, operation_of, short_name
 from smp.plan.measured import OF_ACTIVATIONS, Measured
@@ -326,15 +326,8 @@ def measure(device: torch.device, budget: float) -> Tables:
     gc.disable()
     backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
     exchanged = [line for backend in backends for line in exchanges(bench, backend)]
-    added = []
-
-    def part(measured: Iterator[Any]) -> list[Any]:
-        lines = list(measured)
-        added.append(addition(bench))
-        return lines
-
     found = Tables(
-        part(products(bench)), part(elementwise(bench)), part(attentions(bench)), part(updates(bench)), exchanged,
+        list(products(bench)), list(elementwise(bench)), list(attentions(bench)), list(updates(bench)), exchanged,
         {}, {}, waiting(bench),
     )  # fmt: skip
     issued = host(bench, found, backends[0])
@@ -343,9 +336,8 @@ def measure(device: torch.device, budget: float) -> Tables:
         pace = bench.usual(bench.paces)
         tenths = statistics.quantiles(bench.paces, n=10)
         moved = tenths[-1] / tenths[0] - 1
-    probed = {"add": statistics.fmean(added), "product": pace, "moved": moved}
     seconds: dict[str, Any] = {name: _scaled(getattr(found, name), pace) for name in found._fields[:5]}
-    return found._replace(**seconds, host=_scaled(issued, pace), probe=probed)
+    return found._replace(**seconds, host=_scaled(issued, pace), probe={"product": pace, "moved": moved})
 
 
 def main() -> None:
