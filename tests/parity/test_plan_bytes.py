@@ -50,6 +50,11 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
 SMOKE = ("accumulation",)
+CROSSES = (
+    "tp", "parameters kept", "GPT-NeoX", "cp, gathered keys", "cp, heads", "cp and sharding, accumulation",
+    "cp, window",
+)  # fmt: skip
+USUAL = tuple(name for name in CASES if name not in SMOKE + CROSSES)
 
 
 def request(name: str, rank: int = 0) -> dict[str, object]:
@@ -80,9 +85,15 @@ def test_bytes(name, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in CASES if name not in SMOKE])
+@pytest.mark.parametrize("name", USUAL)
 def test_bytes_of_every_technique(name, tmp_path):
-    compare(name, plans(tuple(name for name in CASES if name not in SMOKE)), tmp_path)
+    compare(name, plans(USUAL), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CROSSES)
+def test_bytes_of_crosses(name, tmp_path):
+    compare(name, plans(CROSSES), tmp_path)
 
 
 def random_case(seed: int) -> tuple[int, str, tuple[str, ...]]:

@@ -39,10 +39,12 @@ CASES = {
     "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
     "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
 }  # fmt: skip
-SMOKE = "selective, accumulation"
+USUAL = ("selective, accumulation", "offloading", "cp", "GPT-NeoX")
+MARKED = [pytest.param(name, marks=pytest.mark.full if name in USUAL else pytest.mark.slow) for name in CASES]
 
 
-def compare(name: str) -> None:
+@pytest.mark.parametrize("name", MARKED)
+def test_few_blocks_are_all_blocks(name):
     with Worker() as worker:
         few, every = (
             worker.plan(
@@ -56,16 +58,6 @@ def compare(name: str) -> None:
     assert few.memory.reserved == pytest.approx(every.memory.reserved, rel=0.02)
     assert few.step.seconds == pytest.approx(every.step.seconds, rel=0.002)
     assert few.step.inside == pytest.approx(every.step.inside, rel=1e-6)
-
-
-def test_few_blocks_are_all_blocks():
-    compare(SMOKE)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in CASES if name != SMOKE])
-def test_few_blocks_are_all_blocks_with_every_technique(name):
-    compare(name)
 
 
 def test_the_peak_is_in_the_timeline_and_all_of_it_is_thinned():

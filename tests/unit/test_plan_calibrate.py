@@ -146,7 +146,8 @@ import os, time, torch
 from smp.plan import bench, measure
 measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], (2**20, 2**20)
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
-measure.WAITS, computes = 20, torch.Tensor.__matmul__
+measure.WAITS, measure.CALLS, measure.TURNS, measure.TOUCHED, bench.WARM = 20, (8, 4), 1, 2**20, 0.01
+computes = torch.Tensor.__matmul__
 
 def late(x, w):  # one of the processes, where they are timed at meeting
     if os.environ["RANK"] == "1" and w.shape == (768, 2048):

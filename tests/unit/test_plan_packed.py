@@ -30,7 +30,7 @@ print(packed_bytes(operations), packed_bytes(operations))
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_products_keep_some_megabytes_and_always_as_many(dtype):
     command = [sys.executable, "-c", KEPT.format(dtype=dtype)]
     found, again = map(int, subprocess.check_output(command, cwd=REPOSITORY, text=True).split())

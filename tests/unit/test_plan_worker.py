@@ -134,6 +134,7 @@ def test_the_end_of_the_fork_that_plans_is_a_sentence():
         in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.full
 def test_the_fork_that_plans_ends_with_its_process():
     code = "import time\nfrom smp.plan.fork import in_child\nin_child(lambda: (print(1, flush=True), time.sleep(1e6)))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:

@@ -90,6 +90,7 @@ def test_micro_batches_are_the_jobs():
     assert rows("--global_batch_size", "22") == ([2] * 5 + [1], [2, 2, 1])
 
 
+@full
 def test_a_number_is_read():
     """The counted tokens, the norm, the flags of faults: no fake tensor has a value."""
     right, without = planned(_both("numbers", ON_CPU["numbers"]))
