@@ -14,9 +14,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_threads(processes: int) -> dict[str, str]:
+    """Return the variable that shares this host's cores among processes, or none if the user has set it."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+
+
 def set_default_threads(processes: int) -> None:
     """Share this host's cores among ``processes`` to come, unless the user has set OMP_NUM_THREADS."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // processes)))
+    os.environ.update(default_threads(processes))
 
 
 def share_cores() -> None:

@@ -26,7 +26,7 @@ from types import FrameType
 import torch
 
 from smp.environment import malloc
-from smp.environment.threads import set_default_threads
+from smp.environment.threads import default_threads
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.log import say
 from smp.runtime import environment_with
@@ -132,7 +132,7 @@ class LocalJob:
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
         } | ({"CUDA_VISIBLE_DEVICES": ""} if self._no_gpus else {})  # fmt: skip
         own = malloc.tunables() if self._no_gpus or not torch.cuda.is_available() else {}
-        return own | {name: str(value) for name, value in values.items()}
+        return own | default_threads(size) | {name: str(value) for name, value in values.items()}
 
     def _wait(self) -> int:
         status, deadline, killed = 0, float("inf"), float("inf")
@@ -202,7 +202,6 @@ def main(argv: list[str] | None = None) -> int:
         if options.max_restarts:
             parser.error("--max_restarts is for jobs on one host: what starts this on each host is to start it again")
         host = Host(options.node_rank, options.nnodes, options.master_addr, options.master_port)
-    set_default_threads(options.nproc_per_node)
     command = [sys.executable, "-u", *(["-m"] if options.module else []), options.script, *options.arguments]
     job = LocalJob(
         command, options.nproc_per_node, options.max_restarts, host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ class Bench:
     def __init__(self, device: torch.device, budget: float):
         self.device, self.budget, self.rotating = device, budget, rotated_bytes()
         self._operands = self.values(512, 768), self.values(768, 768)
+        self._memory: dict[torch.dtype, Tensor] = {}
         self.paces: list[float] = []
         self.tiny = 0.0
         a, b = torch.ones(4, device=device), torch.ones(4, device=device)
@@ -87,7 +89,8 @@ class Bench:
         """Return the usual of some seconds; on CPUs in multiples of the fixed product's."""
         if self.device.type == "cuda":
             return self.usual(timed())
-        self.pace()
+        if not self.paces:
+            self.pace()
         found = timed()
         self.pace()
         return self.usual(found) / statistics.fmean(self.paces[-RECENT:])
@@ -112,21 +115,29 @@ class Bench:
         one = statistics.fmean(self.at_pace(lambda: self.timed(call)) for _ in range(turns))
         return max(one - self.tiny, 0.1 * one)
 
-    def _filling(self, operands: Any, most: int) -> int:
-        """Return how many of such operands fill what is rotated through."""
-        nbytes = sum(t.nbytes for t in tree_leaves(operands) if isinstance(t, Tensor))
-        return max(2, min(most, -(-self.rotating // nbytes)))
+    def _filling(self, nbytes: int, most: int) -> int:
+        """Return how many operands of so many bytes fill what is rotated through."""
+        return max(2, min(most, self.rotating // nbytes))
 
-    def copies(self, make: Callable[[], tuple[Tensor, ...]], most: int = COPIES) -> list[tuple[Tensor, ...]]:
-        """Return operands, and as many more of their kind as the caches do not hold."""
-        first = make()
-        return [first, *(make() for _ in range(self._filling(first, most) - 1))]
+    def copies(
+        self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, most: int = COPIES
+    ) -> list[tuple[Tensor, ...]]:
+        """Return operands of some shapes, and as many more as the caches do not hold: parts of memory that stays."""
+        sizes = [math.prod(shape) for shape in shapes]
+        count = self._filling(sum(sizes) * dtype.itemsize, most)
+        memory = self._memory.get(dtype)
+        if memory is None or len(memory) < count * sum(sizes):
+            numel = max(count * sum(sizes), self.rotating // dtype.itemsize)
+            memory = self._memory[dtype] = self.values(numel, dtype=dtype)
+        parts = iter(memory[: count * sum(sizes)].split(sizes * count))
+        return [tuple(next(parts).view(shape) for shape in shapes) for _ in range(count)]
 
     def rotated(self, copies: Sequence[tuple[Tensor, ...]], run: Callable[..., Any], turns: int = 1) -> float:
         """Return the seconds of ``run``, each time on other operands; its results live for one round."""
         start, result, between = self.now(), run(*copies[0]), self.now()
         # With larger results fewer operands fill the caches; what computes for long does not wait for the memory.
-        count = min(self._filling([*copies[0], result], len(copies)), max(1, int(WARM / (between - start))))
+        nbytes = sum(t.nbytes for t in tree_leaves([*copies[0], result]) if isinstance(t, Tensor))
+        count = min(self._filling(nbytes, len(copies)), max(1, int(WARM / (between - start))))
         del result
         operands = itertools.cycle(copies[:count])
         kept: list[Any] = [None] * count

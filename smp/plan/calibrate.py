@@ -12,7 +12,6 @@ import datetime
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ import torch
 
 from smp.environment.threads import available_cores
 from smp.errors import UserError
+from smp.launch.local import LocalJob
 from smp.memory.limits import available_memory
 from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, Tables, plain_name, sheet_row, write_row
 from smp.plan.kernels import ATTENTION_BACKWARD
@@ -32,7 +32,6 @@ from smp.runtime import devices_folder
 PROCESSES = (1, 2, 4)
 SECONDS = 0.03  # for one number
 BUSY = 0.10  # of the speed
-_PATIENCE = 900.0
 
 
 def _measure(processes: int, seconds: float, *, gpus: bool) -> Tables:
@@ -43,14 +42,9 @@ def _measure(processes: int, seconds: float, *, gpus: bool) -> Tables:
     Raises:
         UserError: they fail.
     """
-    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(processes)]
-    hidden = [] if gpus else ["--no_gpus"]
     with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
-        command = [*launcher, *hidden, "-m", "smp.plan.measure", folder, str(seconds)]
-        try:
-            status: object = subprocess.run(command, timeout=_PATIENCE, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = f"none within {_PATIENCE:.0f} s"
+        command = [sys.executable, "-m", "smp.plan.measure", folder, str(seconds)]
+        status = LocalJob(command, processes, 0, no_gpus=not gpus).run()
         outputs = list(Path(folder).iterdir())
         if status != 0 or len(outputs) != processes:
             raise UserError(

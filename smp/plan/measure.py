@@ -42,12 +42,13 @@ from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
 TOUCHED = 512 * 2**20  # bytes of the heap
-CALLS = (48, 24)  # of a collective: their seconds scatter, those of small ones by several times
+CALLS = (24, 12)  # of a collective: their seconds scatter, those of small ones by several times
 LARGE = 2**22  # bytes of a rank
-WAITS = 200  # for other ranks, after some milliseconds each
-SIZES = tuple(2**n for n in (12, 17, 19, 22))  # elements
+STEPS = 12  # of a small model, for the host's share
+WAITS = 100  # for other ranks, after some milliseconds each
+SIZES = tuple(2**n for n in (12, 17, 22))  # elements
 MOVED = 256  # operands of what moves bytes, at most: more than of what computes
-TURNS = 4  # of products, which are most of a step
+TURNS = 2  # of products, which are most of a step
 # Tokens, input width, output width of linear layers; on a GPU of wider layers and more tokens.
 LINEAR = (
     (128, 128, 128), (1024, 160, 432), (256, 512, 512), (512, 512, 1408), (1024, 768, 768), (1024, 768, 2048),
@@ -88,15 +89,11 @@ def products(bench: Bench) -> Iterator[tuple[str, str, int, int, int, float]]:
     if not on_gpu:
         shapes = [(torch.float32, *s) for s in LINEAR] + [(torch.bfloat16, *s) for s in LINEAR[3:6:2]]
     for dtype, tokens, inner, columns in shapes:
-
-        def operand(*shape: int, dtype: Any = dtype) -> tuple[Tensor]:
-            return (bench.values(*shape, dtype=dtype),)
-
-        (x,), (g,), name = operand(tokens, inner), operand(tokens, columns), str(dtype).removeprefix("torch.")
-        weights = bench.copies(functools.partial(operand, columns, inner))
+        x, g = (bench.values(tokens, width, dtype=dtype) for width in (inner, columns))
+        name, weights = str(dtype).removeprefix("torch."), bench.copies((columns, inner), dtype=dtype)
         yield name, "nt", tokens, inner, columns, bench.rotated(weights, lambda w, x=x: x @ w.t(), TURNS)
         yield name, "nn", tokens, columns, inner, bench.rotated(weights, lambda w, g=g: g @ w, TURNS)
-        saved = bench.copies(functools.partial(operand, tokens, inner))
+        saved = bench.copies((tokens, inner), dtype=dtype)
         yield name, "tn", columns, tokens, inner, bench.rotated(saved, lambda x, g=g: g.t() @ x, TURNS)
 
 
@@ -126,11 +123,7 @@ def _elementwise() -> dict[str, Callable[[Tensor, Tensor], Any]]:
 def elementwise(bench: Bench) -> Iterator[tuple[str, int, float]]:
     """Measure operations that move bytes."""
     for numel in SIZES:
-
-        def make(numel: int = numel) -> tuple[Tensor, ...]:
-            return tuple(bench.values(numel // 512, 512) for _ in range(2))
-
-        pairs = bench.copies(make, MOVED)
+        pairs = bench.copies((numel // 512, 512), (numel // 512, 512), most=MOVED)
         first = pairs[0][0]
         for name, run in _elementwise().items():
             with Log() as log:
@@ -151,33 +144,27 @@ def attentions(bench: Bench) -> Iterator[tuple[str, int, int, float, float]]:
     if not on_gpu:
         shapes += [(torch.bfloat16, *shape) for shape in HEADS[-2:]]
     for dtype, heads, length, width in shapes:
-        scale = 4 if on_gpu else 1
-        tokens, kind = length * scale, {"device": bench.device, "dtype": dtype}
+        tokens = length * (4 if on_gpu else 1)
         # As models hand them over: queries as a linear layer writes them, a token's heads side by side; keys and values
         # head by head.
-        beside = functools.partial(torch.randn, 1, tokens, heads, width, **kind)
-        apart = functools.partial(torch.randn, 1, heads, tokens, width, **kind)
-
-        def heads_of(beside: Any = beside, apart: Any = apart) -> tuple[Tensor, ...]:
-            return tuple(each.requires_grad_() for each in (beside().transpose(1, 2), apart(), apart()))
+        beside, apart = (1, tokens, heads, width), (1, heads, tokens, width)
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)
+            return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
 
         def backward(out: Tensor, gradient: Tensor, *inputs: Tensor) -> Any:
-            return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+            return torch.autograd.grad(out, inputs, gradient.transpose(1, 2), retain_graph=True)
 
-        rows = bench.copies(heads_of)
-        few = -(-3 * len(rows) // 8)  # backward reads and writes eight tensors of the size of these three
+        rows = bench.copies(beside, apart, apart, dtype=dtype)
         with Log() as log:
             forward(*rows[0])
         scores = next(found.scores for operation in log.operations if (found := attention(operation)))
         ahead = bench.rotated(rows, forward)
-        fewer = rows[:few]
-        attended = [
-            (F.scaled_dot_product_attention(q, k, v, is_causal=True), beside().transpose(1, 2), q, k, v)
-            for q, k, v in fewer
-        ]
+        attended = []
+        rows = bench.copies(beside, beside, apart, apart, dtype=dtype)
+        for gradient, *inputs in rows[: -(-len(rows) // 2)]:  # backward reads and writes eight tensors of their size
+            q, k, v = (each.detach().requires_grad_() for each in inputs)
+            attended.append((forward(q, k, v), gradient, q, k, v))
         yield str(dtype)[6:], int(scores), width, ahead, bench.rotated(attended, backward)
 
 
@@ -238,6 +225,14 @@ def _together(bench: Bench, call: Callable[[], Any], calls: int) -> list[float]:
         call()
         found.append(bench.now() - start)
     return found
+
+
+def _once(bench: Bench, step: Callable[[], None]) -> list[float]:
+    """Return the seconds of one step, which begins on all ranks at once."""
+    dist.barrier()
+    start = bench.now()
+    step()
+    return [bench.now() - start]
 
 
 def waiting(bench: Bench) -> float:
@@ -304,7 +299,7 @@ def host(bench: Bench, found: Tables, backend: str) -> dict[str, float]:
                 ("all_gather", unit, 2 * units), ("reduce_scatter", unit, units), ("all_reduce", 1, 3)
             ) if launch.world_size > 1 else ():  # fmt: skip
                 known += calls * tables.exchange(Exchange(kind, nbytes, launch.world_size, "shard", False))
-        taken = bench.at_pace(functools.partial(_together, bench, step, CALLS[1]))
+        taken = bench.usual([bench.at_pace(functools.partial(_once, bench, step)) for _ in range(STEPS)])
         # On a busy machine what was measured before may exceed the step.
         result[mode] = max(0.0, 1e6 * (taken - known) / len(log.operations))
     return result
@@ -327,8 +322,9 @@ def measure(device: torch.device, budget: float) -> Tables:
     backends = ("smddp", "gloo") if device.type == "cpu" else ("nccl",)
     exchanged = [line for backend in backends for line in exchanges(bench, backend)]
     found = Tables(
-        list(products(bench)), list(elementwise(bench)), list(attentions(bench)), list(updates(bench)), exchanged,
-        {}, {}, waiting(bench),
+        exchanges=exchanged, products=list(products(bench)), attention=list(attentions(bench)),
+        adamw=list(updates(bench)), elementwise=list(elementwise(bench)),  # last: it writes into the operands
+        host={}, probe={}, waiting=waiting(bench),
     )  # fmt: skip
     issued = host(bench, found, backends[0])
     pace, moved = 1.0, 0.0  # of a GPU

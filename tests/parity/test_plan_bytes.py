@@ -10,7 +10,7 @@ import pytest
 from tests.planned import measured, planned
 
 LLAMA = (
-    *("--model_type", "llama_v2", "--hidden_width", "64", "--num_layers", "4", "--num_heads", "4"),
+    *("--model_type", "llama_v2", "--hidden_width", "64", "--num_layers", "3", "--num_heads", "4"),
     *("--llama_intermediate_size", "176"),
     *("--vocab_size", "512", "--max_context_width", "64", "--train_batch_size", "2"),
 )  # fmt: skip
@@ -51,8 +51,8 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }  # fmt: skip
 SMOKE = ("accumulation",)
 CROSSES = (
-    "tp", "parameters kept", "GPT-NeoX", "cp, gathered keys", "cp, heads", "cp and sharding, accumulation",
-    "cp, window",
+    "gloo", "smddp", "tp", "parameters kept", "GPT-NeoX", "cp, gathered keys", "cp, heads",
+    "cp and sharding, accumulation", "cp, window",
 )  # fmt: skip
 USUAL = tuple(name for name in CASES if name not in SMOKE + CROSSES)
 

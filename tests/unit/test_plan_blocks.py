@@ -27,9 +27,9 @@ CASES = {
     "offloading": (*LLAMA, "--offload_activations", "1", "--num_layers", "12"),
     "tp": (*LLAMA, "--tensor_parallel_degree", "2"),
     "cp": (*LLAMA, "--context_parallel_degree", "2"),
-    "cp in a ring, selective": (
+    "cp in a ring, selective, accumulation": (
         *(*LLAMA, "--context_parallel_degree", "4", "--cp_comm_type", "p2p"),
-        *("--activation_checkpointing_mode", "selective"),
+        *("--activation_checkpointing_mode", "selective", "--gradient_accumulation_steps", "2"),
     ),
     "deferred": (
         *LLAMA, "--sharding_strategy", "shard_grad_op", "--gradient_accumulation_steps", "2",
@@ -39,19 +39,24 @@ CASES = {
     "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
     "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
 }  # fmt: skip
-USUAL = ("selective, accumulation", "offloading", "cp", "every second block")  # the last: blocks of two kinds
+USUAL = ("offloading", "cp in a ring, selective, accumulation", "every second block")  # the last: blocks of two kinds
 MARKED = [pytest.param(name, marks=pytest.mark.full if name in USUAL else pytest.mark.slow) for name in CASES]
 
 
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as one:
+        yield one
+
+
 @pytest.mark.parametrize("name", MARKED)
-def test_few_blocks_are_all_blocks(name):
-    with Worker() as worker:
-        few, every = (
-            worker.plan(
-                ["--use_synthetic_data", "1", *CASES[name]], nodes=1, local=8, device=device_row("h100"), exact=exact
-            )
-            for exact in (False, True)
+def test_few_blocks_are_all_blocks(name, worker):
+    few, every = (
+        worker.plan(
+            ["--use_synthetic_data", "1", *CASES[name]], nodes=1, local=8, device=device_row("h100"), exact=exact
         )
+        for exact in (False, True)
+    )
     assert (few.method, every.method) == ("blocks", "exact")
     assert few.memory.peak == every.memory.peak
     assert few.memory.own_peaks["activations"] == every.memory.own_peaks["activations"]

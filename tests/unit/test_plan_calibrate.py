@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from smp.errors import UserError
+from smp.launch.local import LocalJob
 from smp.plan import bench
 from smp.plan import calibrate as calibrating
-from smp.plan.bench import Bench
+from smp.plan.bench import RECENT, Bench
 from smp.plan.calibrate import calibrate
 from smp.plan.devices import MEASURED, Tables, device_row
 from smp.plan.kernels import moved_bytes, product
@@ -85,7 +85,7 @@ def test_a_number_is_a_multiple_of_a_product_beside_it(monkeypatch):
     bench = _Slowed(monkeypatch)
     first = bench.seconds(lambda: None)
     bench.slower = 2.0
-    assert [bench.seconds(lambda: None) for _ in range(4)][-1] == pytest.approx(first) and first > 0
+    assert [bench.seconds(lambda: None) for _ in range(RECENT)][-1] == pytest.approx(first) and first > 0
     assert set(bench.paces) == {0.25, 0.5}
 
 
@@ -101,13 +101,13 @@ def test_floats_of_tables_are_scaled():
 
 
 def test_the_mean_of_the_processes_counts(monkeypatch):
-    def run(command, **kwargs):
+    def run(job):
         for rank in range(2):
             found = TABLES._replace(waiting=0.1 * rank, products=[["float32", "nt", 512, 512, 512, 0.001 + rank / 100]])
-            (Path(command[-2]) / f"{rank}.json").write_text(json.dumps(found._asdict()))
-        return subprocess.CompletedProcess(command, 0)
+            (Path(job._command[-2]) / f"{rank}.json").write_text(json.dumps(found._asdict()))
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(LocalJob, "run", run)
     tables = device_row(str(calibrate(processes=[2]))).tables[2]
     assert list(tables.products) == [["float32", "nt", 512, 512, 512, pytest.approx(0.006)]]
     assert tables.waiting == pytest.approx(0.05) and tables.host == TABLES.host
@@ -146,7 +146,8 @@ import os, time, torch
 from smp.plan import bench, measure
 measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], (2**20, 2**20)
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
-measure.WAITS, measure.CALLS, measure.TURNS, measure.TOUCHED, bench.WARM = 20, (8, 4), 1, 2**20, 0.01
+measure.WAITS, measure.CALLS, measure.STEPS, measure.TURNS, measure.TOUCHED = 20, (8, 4), 4, 1, 2**20
+bench.WARM = 0.01
 computes = torch.Tensor.__matmul__
 
 def late(x, w):  # one of the processes, where they are timed at meeting
@@ -164,11 +165,11 @@ def test_this_machine_is_measured(folder, tmp_path_factory, monkeypatch):
     script = tmp_path_factory.mktemp("script") / "measure.py"
     script.write_text(SHORTENED)
 
-    def run(command, *, _run=subprocess.run, **kwargs):
-        at = command.index("smp.plan.measure")
-        return _run([*command[: at - 1], str(script), *command[at + 1 :]], **kwargs)
+    def shortened(command, *args, **kwargs):
+        assert command[1:3] == ["-m", "smp.plan.measure"]
+        return LocalJob([command[0], str(script), *command[3:]], *args, **kwargs)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(calibrating, "LocalJob", shortened)
     row = device_row(str(calibrate(processes=[2], seconds=0.001)))
     tables = row.tables[2]
     assert {line[1] for line in tables.products} == {"nt", "nn", "tn"}

@@ -39,6 +39,16 @@ def plan(worker, words=WORDS, local=2):
     return worker.plan(words, nodes=1, local=local, device=CPU)
 
 
+@pytest.fixture(scope="module")
+def worker():
+    """The process that most of these tests ask, as it starts in a job of the launcher."""
+    with pytest.MonkeyPatch.context() as patch, Worker() as one:
+        for name in [name for name in os.environ if name == "GLIBC_TUNABLES" or name.startswith("MALLOC_")]:
+            patch.delenv(name)
+        one.start(CPU)
+        yield one
+
+
 def looked_at():
     """What a plan replaces in its own process."""
     return {
@@ -54,50 +64,41 @@ def looked_at():
 
 
 @pytest.mark.full
-def test_a_plan_leaves_nothing_behind_and_is_made_again():
-    """The second, after another model's, an illegal one and one that is no layout, is the first."""
+def test_a_plan_leaves_nothing_behind_and_is_made_again(worker):
+    """The second, after another model's and an illegal one, is the first, and so is that of another process."""
     before = looked_at()
-    with Worker() as worker:
-        first = plan(worker)
-        assert plan(worker, OTHER) != first
-        with pytest.raises(UserError, match="divide") as refused:
-            plan(worker, [*WORDS, "--tensor_parallel_degree", "3"])
-        assert "\n" not in str(refused.value).strip()
-        assert plan(worker) == first
+    first = plan(worker)
+    assert plan(worker, OTHER) != first
+    with pytest.raises(UserError, match="divide") as refused:
+        plan(worker, [*WORDS, "--tensor_parallel_degree", "3"])
+    assert "\n" not in str(refused.value).strip()
+    assert plan(worker) == first
+    with Worker() as other:
+        plan(other, OTHER)
+        assert plan(other) == first
     assert looked_at() == before
     assert not before["group"] and not before["modes"]
 
 
 @pytest.mark.full
-def test_exchanges_over_all_ranks_are_named_by_the_axis_that_has_them():
+def test_exchanges_over_all_ranks_are_named_by_the_axis_that_has_them(worker):
     row = DeviceRow("cpu", peak=0.1, bandwidth=0.02, links=4.0, network=1.0)
     words = [*WORDS, "--tensor_parallel_degree", "2", "--distributed_backend", "gloo"]
-    with Worker() as worker:
-        step = worker.plan(words, nodes=1, local=2, device=row).step
+    step = worker.plan(words, nodes=1, local=2, device=row).step
     assert step.parts["tensor-parallel exchanges"] > 0
 
 
 @pytest.mark.full
-def test_what_a_process_holds_beyond_its_tensors(monkeypatch):
+def test_what_a_process_holds_beyond_its_tensors(worker, monkeypatch):
     """As in a job of the launcher; where malloc is set otherwise a share of what is private."""
-    for name in [name for name in os.environ if name == "GLIBC_TUNABLES" or name.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    with Worker() as worker:
-        memory = plan(worker, [*WORDS, "--distributed_backend", "gloo"]).memory
+    memory = plan(worker, [*WORDS, "--distributed_backend", "gloo"]).memory
     assert 0 < memory.heap[0] <= memory.heap[1] == memory.outside - BASE_CPU_BYTES
     assert memory.least == memory.needed - memory.heap[1] + memory.heap[0]
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    with Worker() as worker:
-        memory = plan(worker, [*WORDS, "--distributed_backend", "smddp"]).memory
+    with Worker() as other:
+        memory = plan(other, [*WORDS, "--distributed_backend", "smddp"]).memory
     assert 0 < memory.shared < memory.peak.total
     assert memory.heap == (0, int(unused_heap(recomputes=True) * (memory.peak.total - memory.shared)))
-
-
-@pytest.mark.full
-def test_processes_agree():
-    with Worker() as one, Worker() as other:
-        plan(other, OTHER)
-        assert plan(one) == plan(other)
 
 
 @pytest.mark.full
@@ -106,25 +107,23 @@ def test_processes_agree():
     (["--hybrid_shard_degree", "3"], "hybrid_shard_degree"),
     (["--offload_activations", "1"], "--offload_dir"),
 ])  # fmt: skip
-def test_flags_that_are_refused_are_a_sentence(words, match):
-    with Worker() as worker, pytest.raises(UserError, match=match) as refused:
+def test_flags_that_are_refused_are_a_sentence(words, match, worker):
+    with pytest.raises(UserError, match=match) as refused:
         plan(worker, [*WORDS, *words])
     assert "Traceback" not in str(refused.value)
 
 
 @pytest.mark.full
-def test_a_directory_of_the_jobs_hosts_need_not_be_here():
-    with Worker() as worker:
-        assert plan(worker, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
+def test_a_directory_of_the_jobs_hosts_need_not_be_here(worker):
+    assert plan(worker, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
 
 
 @pytest.mark.full
 def test_a_worker_that_dies_is_a_sentence():
     with Worker() as worker:
-        plan(worker)
-        assert worker._process is not None
-        worker._process.kill()
-        worker._process.wait()
+        process = worker.start(CPU)
+        process.kill()
+        process.wait()
         with pytest.raises(UserError, match="the planning process has ended with status -9: see its output above"):
             plan(worker)
 
