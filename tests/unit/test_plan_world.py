@@ -19,7 +19,7 @@ from tests.planned import ROOT, job_of, planned
 
 BATCH, LENGTH = 2, 128
 MODEL = (
-    "--model_type llama_v2 --hidden_width 64 --num_layers 4 --num_heads 4 --num_key_value_heads 2 "
+    "--model_type llama_v2 --hidden_width 64 --num_layers 2 --num_heads 4 --num_key_value_heads 2 "
     f"--llama_intermediate_size 96 --vocab_size 256 --max_context_width {LENGTH} --train_batch_size {BATCH} "
 )
 SPLIT = "--tensor_parallel_degree 2"
