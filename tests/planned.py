@@ -104,14 +104,16 @@ def measured(words: list[str], world: int, backend: str, folder: pathlib.Path) -
 
 
 def planned(requests: list[dict[str, Any]], *, shim: pathlib.Path | None = None) -> list[dict[str, Any]]:
-    """Plan steps in one process.
+    """Plan steps, each in a fork: of this process, and for GPUs of another, which has the shim.
 
     Args:
         requests: of each ``words``, ``world``, ``rank`` and ``backend``; of :mod:`tests.plan_traps` ``where``:
             conditions, and ``without``: a stand-in to undo, whose answer may be an ``error``.
         shim: to plan for GPUs, whose answers have ``reserved`` bytes, too.
     """
-    program = [sys.executable, "-m", "tests.planned"] if shim is None else [*python_with(shim, "tests.planned"), "cuda"]
+    if shim is None:
+        return _planned(requests, CPU)
+    program = python_with(shim, "tests.planned")
     done = subprocess.run(program, input=json.dumps(requests), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -145,17 +147,13 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return answer if device.type == "cpu" else {**answer, "reserved": reserved_bytes(step)}
 
 
-def main(device_type: str = "cpu") -> None:
-    """Plan what the standard input asks for."""
-    import torch._dynamo
+def _planned(requests: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
 
     import tests.plan_traps  # noqa: F401
     from smp.plan.fork import in_child
 
-    device = torch.device(device_type)
-    answers = [in_child(functools.partial(_plan, request, device)) for request in json.load(sys.stdin)]
-    print(json.dumps(answers))
+    return [in_child(functools.partial(_plan, request, device)) for request in requests]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(_planned(json.load(sys.stdin), torch.device("cuda"))))

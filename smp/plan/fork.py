@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import traceback
@@ -33,6 +34,7 @@ def in_child(call: Callable[[], Any]) -> Any:
     reading, writing = Pipe(duplex=False)
     if (child := os.fork()) == 0:
         end_with_parent()
+        gc.freeze()  # what was there before is not looked through at each collection
         _answer(call, writing)
     writing.close()
     answer = None

@@ -8,8 +8,6 @@ import functools
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -272,12 +270,15 @@ def test_a_tiny_job_is_planned_and_trained(tmp_path, capsys):
     assert "run" in capsys.readouterr().out
 
 
-@pytest.mark.full
-def test_a_dry_run_shows_the_plan(tmp_path):
-    words = ["--model", "llama_tiny", "--use_synthetic_data", "1", "--output_dir", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "smp.train", *words, "--dry_run", "1", "--dry_run_world_size", "4", "--plan", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report, _, plan = done.stdout.partition("on 4 CPU processes: fits")
-    assert "predicted peak of each rank:" in report and "memory of rank 0" in plan
+def test_a_dry_run_asks_for_the_plan(tmp_path):
+    command = planned.planner_command
+
+    def is_printed(rank):
+        planned.planner_command = lambda job: ["echo", *command(job)]
+
+    words = [*LLAMA, "--use_synthetic_data", 1, "--output_dir", tmp_path / "run"]
+    dry = ["--dry_run", 1, "--dry_run_world_size", 4, "--plan", 1]
+    report, _, asked = run_job(*words, *dry, prepare=is_printed).succeeded().output.partition("-m smp plan")
+    assert "predicted peak of each rank:" in report
+    assert "--search 0 --nodes 1 --gpus_per_node 4 --device cpu" in asked and "--hidden_width 32" in asked
     assert not (tmp_path / "run").exists()

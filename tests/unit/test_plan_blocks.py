@@ -27,9 +27,9 @@ CASES = {
     "offloading": (*LLAMA, "--offload_activations", "1", "--num_layers", "12"),
     "tp": (*LLAMA, "--tensor_parallel_degree", "2"),
     "cp": (*LLAMA, "--context_parallel_degree", "2"),
-    "cp in a ring, selective, accumulation": (
+    "cp in a ring, selective": (
         *(*LLAMA, "--context_parallel_degree", "4", "--cp_comm_type", "p2p"),
-        *("--activation_checkpointing_mode", "selective", "--gradient_accumulation_steps", "2"),
+        *("--activation_checkpointing_mode", "selective"),
     ),
     "deferred": (
         *LLAMA, "--sharding_strategy", "shard_grad_op", "--gradient_accumulation_steps", "2",
@@ -39,7 +39,7 @@ CASES = {
     "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
     "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
 }  # fmt: skip
-USUAL = ("offloading", "cp in a ring, selective, accumulation", "every second block")  # the last: blocks of two kinds
+USUAL = ("every second block", "offloading")  # the first: blocks of two kinds
 MARKED = [pytest.param(name, marks=pytest.mark.full if name in USUAL else pytest.mark.slow) for name in CASES]
 
 

@@ -146,7 +146,7 @@ import os, time, torch
 from smp.plan import bench, measure
 measure.LINEAR, measure.HEADS, bench.ROTATED = measure.LINEAR[:2], measure.HEADS[:1], (2**20, 2**20)
 measure.SIZES, measure.PARTS, measure.ADAMW = measure.SIZES[:2], measure.PARTS[:2], measure.ADAMW[:1]
-measure.WAITS, measure.CALLS, measure.STEPS, measure.TURNS, measure.TOUCHED = 20, (8, 4), 4, 1, 2**20
+measure.WAITS, measure.CALLS, measure.STEPS, measure.TURNS, measure.TOUCHED = 10, (8, 4), 2, 1, 2**20
 bench.WARM = 0.01
 computes = torch.Tensor.__matmul__
 
