@@ -148,7 +148,6 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _planned(requests: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-
     import tests.plan_traps  # noqa: F401
     from smp.plan.fork import in_child
 

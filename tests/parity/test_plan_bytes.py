@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import pathlib
 import random
 
 import pytest
@@ -58,44 +58,32 @@ USUAL = (
 CROSSES = tuple(name for name in CASES if name not in SMOKE + USUAL)
 
 
-def request(name: str, rank: int = 0) -> dict[str, object]:
+def compare(name: str, folder: pathlib.Path) -> None:
+    """Of crosses the first rank is looked at, too."""
     world, backend, words = CASES[name]
-    return {"words": [*words], "world": world, "rank": rank, "backend": backend}
-
-
-@functools.cache
-def plans(names: tuple[str, ...]) -> dict[str, list[tuple[int, dict[str, object]]]]:
-    """Plan the last rank of each case, of crosses the first, too, all in one process."""
-    asked = [(name, rank) for name in names for rank in sorted({CASES[name][0] - 1, *([0] if name in CROSSES else [])})]
-    found: dict[str, list[tuple[int, dict[str, object]]]] = {name: [] for name in names}
-    for (name, rank), plan in zip(asked, planned([request(*each) for each in asked]), strict=True):
-        found[name].append((rank, plan))
-    return found
-
-
-def compare(name: str, found: list[tuple[int, dict[str, object]]], folder) -> None:
-    world, backend, words = CASES[name]
+    ranks = sorted({world - 1, *([0] if name in CROSSES else [])})
+    plans = planned([{"words": [*words], "world": world, "rank": rank, "backend": backend} for rank in ranks])
     real = measured([*words], world, backend, folder)
-    for rank, plan in found:
+    for rank, plan in zip(ranks, plans, strict=True):
         assert plan["at_peak"] == real[rank]["at_peak"], (name, rank)
         assert plan["total"] == real[rank]["total"]
 
 
 @pytest.mark.parametrize("name", SMOKE)
 def test_bytes(name, tmp_path):
-    compare(name, plans(SMOKE)[name], tmp_path)
+    compare(name, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", USUAL)
 def test_bytes_of_every_technique(name, tmp_path):
-    compare(name, plans(USUAL)[name], tmp_path)
+    compare(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CROSSES)
 def test_bytes_of_crosses(name, tmp_path):
-    compare(name, plans(CROSSES)[name], tmp_path)
+    compare(name, tmp_path)
 
 
 def random_case(seed: int) -> tuple[int, str, tuple[str, ...]]:
