@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -45,6 +46,8 @@ def _measure(processes: int, seconds: float, *, gpus: bool) -> Tables:
     with tempfile.TemporaryDirectory(prefix="smp-calibrate-") as folder:
         command = [sys.executable, "-m", "smp.plan.measure", folder, str(seconds)]
         status = LocalJob(command, processes, 0, no_gpus=not gpus).run()
+        if status == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
         outputs = list(Path(folder).iterdir())
         if status != 0 or len(outputs) != processes:
             raise UserError(

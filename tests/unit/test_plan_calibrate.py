@@ -124,6 +124,13 @@ def test_processes_that_fail(folder, monkeypatch, tmp_path):
     assert not list(folder.iterdir())
 
 
+def test_ctrl_c_ends_the_command(folder, monkeypatch):
+    monkeypatch.setattr(LocalJob, "run", lambda job: 130)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate()
+    assert not list(folder.iterdir())
+
+
 def test_what_is_logged_is_what_a_trace_holds():
     a, b = torch.ones(4, 6), torch.ones(6, 8)
     with Log() as log:
