@@ -33,9 +33,10 @@ for dtype in ("float32", "bfloat16"):
 
 def test_products_keep_some_megabytes_and_always_as_many():
     printed = subprocess.check_output([sys.executable, "-c", KEPT], cwd=REPOSITORY, text=True)
-    for found, again in (map(int, line.split()) for line in printed.splitlines()):
-        assert 0 < found == again <= 64 * MIB and found % MIB == 0
-    assert len(printed.splitlines()) == 2
+    kept = [tuple(map(int, line.split())) for line in printed.splitlines()]
+    assert len(kept) == 2 and kept[0][0] > 0  # processors without instructions for bfloat16 keep nothing of it
+    for found, again in kept:
+        assert found == again <= 64 * MIB and found % MIB == 0
 
 
 def test_what_computes_no_product_keeps_nothing():
