@@ -36,4 +36,8 @@ def strict_yaml(text: str) -> Any:
         ValueError: also for a date that cannot be.
         RecursionError: nested too deep.
     """
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()

@@ -131,7 +131,7 @@ def test_only_known_places_parse_a_command_line():
     assert {module_name(p) for p in sources() if "yaml" in imports(p)} <= {
         "smp.train.arguments",
         "smp.train.report",
-        "smp.models.preset",
+        "smp.yaml_input",
         "smp.launch.kubernetes",
     }
 
