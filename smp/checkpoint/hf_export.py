@@ -132,19 +132,18 @@ def _plan_files(
 
 
 def _pretrained_files(
-    tokenizer_dir: pathlib.Path | str | None, generation_dir: pathlib.Path | None
+    tokenizer_dir: pathlib.Path | str | None, generation_dir: pathlib.Path | str | None
 ) -> dict[str, pathlib.Path]:
     """Return the files that an export copies, by their names in it.
 
     The tokenizer's ``generation_config.json`` is taken where the model has none: token ids to stop at belong to it.
     """
     found = {}
-    if tokenizer_dir is not None:
-        root = pathlib.Path(tokenizer_dir)
-        files = [file for pattern in (*_TOKENIZER_FILES, _GENERATION) for file in root.glob(pattern)]
-        found = {str(file.relative_to(root)): file for file in files if file.is_file()}
-    if generation_dir is not None:
-        found[_GENERATION] = generation_dir / _GENERATION
+    for directory, names in ((tokenizer_dir, (*_TOKENIZER_FILES, _GENERATION)), (generation_dir, (_GENERATION,))):
+        if directory is not None:
+            root = pathlib.Path(directory)
+            files = [file for name in names for file in root.glob(name) if file.is_file()]
+            found.update({str(file.relative_to(root)): file for file in files})
     return found
 
 
@@ -253,7 +252,7 @@ def export_hf(
     hf_config: Any = None,
     whole: Callable[[str], torch.Tensor] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
-    generation_dir: pathlib.Path | None = None,
+    generation_dir: pathlib.Path | str | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
     progress: Callable[[], None] = lambda: None,
