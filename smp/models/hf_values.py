@@ -158,7 +158,10 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     found: list[str] = []
     padding = values.get("pad_token_id")
     if padding is not None and not 0 <= padding < values.get("vocab_size", padding + 1):
-        found.append(f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it")
+        found.append(
+            f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it, or make it "
+            f"null in config.json"
+        )
     heads, key_value_heads = (
         values.get(family.settings.get(name, "")) for name in ("num_heads", "num_key_value_heads")
     )

@@ -18,7 +18,7 @@ from smp.models.family import COMMON_DEFAULTS, Family
 from smp.models.hf_values import apply_settings, differences, new_config, rebuilt, set_positions, value_problems
 from smp.models.preset import list_presets, load_preset
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
-from smp.models.weight_files import generation_dir_of, tokenizer_dir_of, weight_map
+from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -243,8 +243,9 @@ def _type_source(model_type: str) -> _Source:
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
-    """Return the source of a name: a preset, or else a local directory."""
-    if name in list_presets():
+    """Return the source of a name: a local directory, or a preset where weights are not asked of it."""
+    presets = list_presets() if flag != "hf_pretrained_model_name_or_dir" else []
+    if name in presets:
         return _preset_source(name)
     if "://" in name:
         raise UserError(
@@ -256,16 +257,12 @@ def _named_source(name: str, *, flag: str) -> _Source:
         return _directory_source(directory)
     if directory.is_dir():
         raise UserError(f"--{flag} {name} is a directory without config.json: give a Hugging Face model directory")
-    near = difflib.get_close_matches(name, list_presets(), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, presets, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory or one of "
-        f"{', '.join(list_presets())}{hub_advice(name)}"
+        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory"
+        f"{' or one of ' + ', '.join(presets) if presets else ', with its weights'}{hub_advice(name)}"
     )
-
-
-def _directory_of(weights: pathlib.Path | None) -> pathlib.Path | None:
-    return weights.parent if weights is not None and not weights.is_dir() else weights
 
 
 def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
@@ -273,7 +270,7 @@ def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
         return _named_source(config.hf_pretrained_model_name_or_dir, flag="hf_pretrained_model_name_or_dir")
     if config.model is not None:
         return _named_source(config.model, flag="model")
-    beside = _directory_of(weights)
+    beside = directory_of(weights)
     has_config = beside is not None and (beside / "config.json").is_file()
     if config.pretrained_model_name is not None:
         try:
@@ -350,7 +347,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         ConfigError: settings that do not fit the model, all of them.
     """
     weights = config.weights_path
-    beside = _directory_of(weights)
+    beside = directory_of(weights)
     source = _find_source(config, weights)
     family = family_of(source.hf_config)
     found = []

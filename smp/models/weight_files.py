@@ -22,6 +22,15 @@ def _refuse_pickle(path: pathlib.Path) -> UserError:
     )
 
 
+def _named_in(config: pathlib.Path) -> str | None:
+    """Return the file of the weights that a config names, as ``from_pretrained`` reads it; None if it names none."""
+    try:
+        name = read_object(config).get("transformers_weights")
+    except (OSError, ValueError):  # which is said where it is read as a config
+        return None
+    return pathlib.PurePath(name).name if isinstance(name, str) else None
+
+
 def find_weights(path: pathlib.Path) -> pathlib.Path:
     """Return the safetensors file or the index JSON of ``path`` (either of them, or their directory).
 
@@ -43,6 +52,8 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
             f"{path} holds an adapter (adapter_config.json), which is not read: give a directory with the model that "
             f"peft's merge_and_unload makes of it"
         )
+    if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
+        return path / named
     for name in _NAMES:
         if (path / name).is_file():
             return path / name
@@ -55,7 +66,10 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
         return candidates[0]
     if candidates:
         names = ", ".join(file.name for file in candidates[:3])
-        raise UserError(f"{path} holds {len(candidates)} sets of weights ({names}) and no model.safetensors: give one")
+        raise UserError(
+            f"{path} holds {len(candidates)} sets of weights ({names}) and no model.safetensors: give one of them "
+            f"(to a job by --finetune 1 --pretrained_checkpoint_file)"
+        )
     pickles = sorted(file for file in path.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise _refuse_pickle(pickles[0])
@@ -126,6 +140,11 @@ def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
         if found[key].name != name:
             raise UserError(f"{path} names {key} in {name}, but {found[key].name} has it: copy index and shards again")
     return found
+
+
+def directory_of(weights: pathlib.Path | None) -> pathlib.Path | None:
+    """Return the directory of weights that may be a file of it."""
+    return weights.parent if weights is not None and not weights.is_dir() else weights
 
 
 def _first_with(names: tuple[str, ...], directories: tuple[pathlib.Path | None, ...]) -> pathlib.Path | None:

@@ -259,8 +259,9 @@ class MetricsLogger:
         self.trackers.log(record)
         if self._file is None:
             return
-        line, size = (json_line(record) + "\n").encode(), os.fstat(self._file.fileno()).st_size
+        line, size = (json_line(record) + "\n").encode(), None
         try:
+            size = os.fstat(self._file.fileno()).st_size
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

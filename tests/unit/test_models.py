@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from smp.errors import ConfigError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.preset import list_presets, preset_path
 from smp.models.registry import FAMILIES, build_model, count_parameters, family_of
+from smp.models.weight_files import find_weights
 
 # From the models' cards; gpt_neox_65b has no published weights (12 h^2 L + 13 h L + 2 V h + 2 h worked out by hand).
 PUBLISHED = {
@@ -277,6 +279,23 @@ def test_a_preset_that_agrees_with_the_config_of_the_weights_is_taken(tmp_path):
     resolved = resolve(finetune=True, rotary_emb_base=5.0, **by_name)  # which says it
     assert (resolved.name, resolved.sequence_length) == ("llama_tiny", preset.sequence_length)
     assert resolved.hf_config.eos_token_id == [7, 9] and resolved.hf_config.rope_parameters["rope_theta"] == 5.0
+
+
+def test_advice_on_pretrained_models_can_be_followed(tmp_path):
+    assert "Give a local Hugging Face directory, with its weights" in refusal(
+        hf_pretrained_model_name_or_dir="llama_tiny"
+    )
+    directory = save_weights(save_config(tmp_path / "w", pad_token_id=-1))  # as the first Llama's
+    assert "make it null in config.json" in refusal(hf_pretrained_model_name_or_dir=str(directory))
+    save_config(directory, pad_token_id=None)
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
+    shutil.copy(directory / "a.safetensors", directory / "b.safetensors")
+    said = refusal(hf_pretrained_model_name_or_dir=str(directory))
+    assert "2 sets of weights" in said and "--finetune 1 --pretrained_checkpoint_file" in said
+    assert resolve(finetune=True, pretrained_checkpoint_file=str(directory / "b.safetensors")).weights is not None
+    save_config(directory, pad_token_id=None, transformers_weights="b.safetensors")
+    assert resolve(hf_pretrained_model_name_or_dir=str(directory)).weights == directory
+    assert find_weights(directory) == directory / "b.safetensors"
 
 
 def test_code_of_a_type_that_transformers_has_is_left_out_of_account(tmp_path):
