@@ -259,17 +259,28 @@ class MetricsLogger:
         self.trackers.log(record)
         if self._file is None:
             return
-        line, size = (json_line(record) + "\n").encode(), None
         try:
-            size = os.fstat(self._file.fileno()).st_size
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _append(self._file, (json_line(record) + "\n").encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(size)  # no part of a line, to which the next would be joined
             if not self._warned:
                 logger.warning("%s cannot be written (%s): steps are left out of it.", self._file.name, error.strerror)
                 self._warned = True
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Append the line to an unbuffered file, or nothing: to a part of it the next would be joined.
+
+    Raises:
+        OSError: the disk has not taken all of it.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
 
 
 def _open_metrics(path: Path, *, keep_until: int | None) -> BinaryIO | None:
