@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import zlib
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta
 from smp.environment import malloc
 from smp.errors import ConfigError, UserError
+from smp.json_input import read_json
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
@@ -103,7 +103,7 @@ def _read(config: dict[str, Any] | str | Path | None, keywords: dict[str, Any]) 
     """Return all settings of ``init`` by the names of the fields and of SMP v2's keys."""
     if isinstance(config, (str, Path)):
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
+            config = read_json(Path(config))
         except (OSError, ValueError) as error:
             raise UserError(f"smp.init: {config} is no readable JSON ({error}): give a dict or a JSON file") from None
     values = {} if config is None else config

@@ -109,6 +109,31 @@ class _Console(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
+class _File(logging.FileHandler):
+    """A rank's log file; on a full disk one warning, and no traceback for each line."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self.setFormatter(_Formatter(LINE_FORMAT, DATE_FORMAT))
+        self._warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Warn, once, on the console of the rank if it has one."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._warned:
+            self._warned = True  # first: the warning comes here, too
+            logging.getLogger("smp").warning(
+                "%s cannot be written (%s): lines are left out of it.", self.baseFilename, error.strerror
+            )
+
+    def close(self) -> None:
+        """Close the file; what it has no room for is lost."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def begin_line() -> None:
     """Erase a progress bar, of whichever process, from the terminal's line before a message to standard error."""
     with contextlib.suppress(OSError):
@@ -154,13 +179,11 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
         path = log_dir / f"rank{rank}.log"
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            file = logging.FileHandler(path, encoding="utf-8")
+            handlers.append(_File(path))
         except OSError as error:
             raise UserError(
                 f"cannot write the log file {path} ({error.strerror}): choose an --output_dir you may write to"
             ) from error
-        file.setFormatter(_Formatter(LINE_FORMAT, DATE_FORMAT))
-        handlers.append(file)
     logger = logging.getLogger("smp")
     kept = next((handler for handler in logger.handlers if isinstance(handler, MemoryHandler)), None)
     kept = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize) if kept is None else kept

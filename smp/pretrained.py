@@ -17,7 +17,7 @@ from smp.errors import ConfigError, UserError
 from smp.models.family import Family
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
-from smp.models.weight_files import weight_map
+from smp.models.weight_files import INDEX, find_weights, weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,13 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
                 problems.append(f"{twin[0]} and {key} differ, but the model ties them: use --tie_word_embeddings 0")
         elif not family.file_names.ignored(key):
             unexpected.append(key)
-    missing = [family.file_names.file_key(name) for name in dict.fromkeys(names.values()) if name not in plan]
+    missing = [name for name in dict.fromkeys(names.values()) if name not in plan]
     if missing:
-        problems.append(f"the weights lack {_some(missing)}: they are of another model, or incomplete")
+        tie = "tie_word_embeddings" in family.settings and len(missing) == 1
+        tie = tie and missing[0] in (f"{family.head}.weight", f"{family.embedding}.weight")
+        advice = "or its head is its embedding, which is --tie_word_embeddings 1" if tie else "or incomplete"
+        lacking = _some(map(family.file_names.file_key, missing))
+        problems.append(f"the weights lack {lacking}: they are of another model, {advice}")
     if unexpected:
         problems.append(f"the model has no place for {_some(unexpected)}: the weights are of another model")
     return plan, problems
@@ -136,6 +140,8 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
         raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")
     family = family_of(hf_config)
     family.file_names.check(weights, "train from initial values")
+    if (file := find_weights(weights)).name != INDEX and weights.is_dir() and (weights / INDEX).exists():
+        logger.warning("%s is read, and not %s beside it, as transformers does: delete the older one", file, INDEX)
     plan, problems = _match_keys(model, family, weight_map(weights))
     problems += _check_tensors(tensors, plan)
     if problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -34,8 +35,9 @@ MARKER = "smp_export.json"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
-    "tekken.json", "emoji.json", "chat_template.json",
+    "sentencepiece.model", "tekken.json", "emoji.json", "chat_template.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+_GENERATION = "generation_config.json"
 
 
 def _is_main() -> bool:
@@ -129,6 +131,22 @@ def _plan_files(
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
+def _pretrained_files(
+    tokenizer_dir: pathlib.Path | str | None, generation_dir: pathlib.Path | str | None
+) -> dict[str, pathlib.Path]:
+    """Return the files that an export copies, by their names in it.
+
+    The tokenizer's ``generation_config.json`` is taken where the model has none: token ids to stop at belong to it.
+    """
+    found = {}
+    for directory, names in ((tokenizer_dir, (*_TOKENIZER_FILES, _GENERATION)), (generation_dir, (_GENERATION,))):
+        if directory is not None:
+            root = pathlib.Path(directory)
+            files = [file for name in names for file in root.glob(name) if file.is_file()]
+            found.update({str(file.relative_to(root)): file for file in files})
+    return found
+
+
 def _write_configs(
     partial: pathlib.Path,
     hf_config: Any,
@@ -136,7 +154,7 @@ def _write_configs(
     *,
     generation: Any,
     dtype: torch.dtype,
-    tokenizer_dir: pathlib.Path | str | None,
+    copied: Mapping[str, pathlib.Path],
 ) -> None:
     from transformers import GenerationConfig
 
@@ -146,17 +164,18 @@ def _write_configs(
     config.use_cache = True  # off in training only
     config.save_pretrained(partial)
     plain = GenerationConfig.from_model_config(config)
+    generation = copy.deepcopy(generation) or plain
+    if generation._from_model_config:  # made while training had it off
+        generation.use_cache = True
     try:
-        (generation or plain).save_pretrained(partial)
+        generation.save_pretrained(partial)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         logger.warning("the model's generation_config is left out, as transformers refuses it: %s", reason)
         plain.save_pretrained(partial)
-    # Token ids to stop at belong to the tokenizer.
-    for name in (*_TOKENIZER_FILES, "generation_config.json") if tokenizer_dir is not None else ():
-        file = pathlib.Path(tokenizer_dir, name)  # type: ignore[arg-type]
-        if file.is_file():
-            shutil.copyfile(file, partial / name)
+    for name, file in copied.items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, partial / name)
 
 
 def _write_tensors(path: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -213,9 +232,9 @@ def _gather_and_write(
 
 def _publish(partial: pathlib.Path, directory: pathlib.Path) -> None:
     """Flush the finished export and put it in the place of ``directory``."""
-    names = sorted(path.name for path in partial.iterdir())
+    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*"))
     (partial / MARKER).write_text(json.dumps({"files": names}, indent=2) + "\n")
-    for path in [*partial.iterdir(), partial]:
+    for path in [*partial.rglob("*"), partial]:
         sync(path)
     old = _beside(directory, "old")
     if directory.exists():
@@ -233,6 +252,7 @@ def export_hf(
     hf_config: Any = None,
     whole: Callable[[str], torch.Tensor] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
+    generation_dir: pathlib.Path | str | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
     progress: Callable[[], None] = lambda: None,
@@ -248,7 +268,8 @@ def export_hf(
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
         whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
-        tokenizer_dir: directory whose tokenizer files and ``generation_config.json`` are copied along.
+        tokenizer_dir: directory whose tokenizer files are copied along.
+        generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
         progress: called before each parameter and each file.
@@ -278,7 +299,8 @@ def export_hf(
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
             generation = getattr(model, "generation_config", None)
-            _write_configs(partial, hf_config, family, generation=generation, dtype=stored, tokenizer_dir=tokenizer_dir)
+            copied = _pretrained_files(tokenizer_dir, generation_dir)
+            _write_configs(partial, hf_config, family, generation=generation, dtype=stored, copied=copied)
 
         _on_main(prepare)
         _gather_and_write(

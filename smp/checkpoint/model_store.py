@@ -60,7 +60,7 @@ def upload_model(directory: Path, url: str, advance: Callable[[int], None] = lam
         StoreError: it cannot be written.
     """
     store = ObjectStore(url)
-    names = sorted((file.name for file in directory.iterdir()), key=lambda name: (name == _LAST, name != MARKER, name))
+    names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
     # The marker first: whatever of this is there, a later export may replace it.
     old = _files_of_export(store)
     store.remove(_LAST)

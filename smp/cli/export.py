@@ -27,8 +27,8 @@ from smp.comm.report import readable
 from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
-from smp.models.model_config import tokenizer_dir_of
 from smp.models.registry import build_model
+from smp.models.weight_files import generation_dir_of, tokenizer_dir_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MODEL = "model."
@@ -102,12 +102,26 @@ def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[
     return {name: torch.empty(shape, dtype=saved[name].dtype, device="meta") for name, shape in expected.items()}
 
 
+def model_dirs(manifest: Manifest) -> list[Path]:
+    """Return the directories of the run's pretrained model, as the trainer looks through them."""
+    names = (
+        "hf_pretrained_model_name_or_dir", "model", "pretrained_model_name", "finetune_checkpoint_load_dir",
+        "pretrained_checkpoint_file",
+    )  # fmt: skip
+    found = [Path(text).expanduser() for name in names if (text := _setting(manifest, name)) is not None]
+    return [path.parent if path.is_file() else path for path in found]
+
+
+def _setting(manifest: Manifest, name: str) -> str | None:
+    config = manifest.run.get("config")
+    value = config.get(name) if isinstance(config, dict) else None
+    return value if isinstance(value, str) else None
+
+
 def tokenizer_of(manifest: Manifest) -> Path | None:
     """Return the directory that the run had its tokenizer from, as the trainer chooses it, if it is there."""
-    config = manifest.run.get("config")
-    config = config if isinstance(config, dict) else {}
-    names = ("tokenizer_name_or_dir", "hf_pretrained_model_name_or_dir", "model", "finetune_checkpoint_load_dir")
-    return tokenizer_dir_of(*(Path(text).expanduser() for name in names if isinstance(text := config.get(name), str)))
+    given = _setting(manifest, "tokenizer_name_or_dir")
+    return tokenizer_dir_of(Path(given).expanduser() if given else None, *model_dirs(manifest))
 
 
 def _tokenizer_given(text: str) -> Path:
@@ -138,6 +152,7 @@ def _write(place: Place, manifest: Manifest, output: Path, options: argparse.Nam
             hf_config=hf_config,
             whole=lambda name: reader.read(_MODEL + name),
             tokenizer_dir=tokenizer,
+            generation_dir=generation_dir_of(*model_dirs(manifest)),
             max_shard_bytes=parse_size(options.max_shard_size),
             dtype=DTYPES[options.dtype] if options.dtype else None,
         )

@@ -29,6 +29,7 @@ def is_crash_loop(run_dir: Path, restart: int, step: int) -> bool:
     with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or cut off by a crash
         steps = [int(value) for value in json.loads(path.read_text(encoding="utf-8"))]
     steps = [*steps, step][-SAME_STARTS:]
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(steps), encoding="utf-8")
+    with contextlib.suppress(OSError):  # on a full disk the launcher alone counts restarts
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(steps), encoding="utf-8")
     return steps == [step] * SAME_STARTS

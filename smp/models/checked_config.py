@@ -33,6 +33,11 @@ def _class_of(where: object, content: Mapping[str, Any]) -> Any:
     if name is None:
         raise UserError(f"{where} names no model_type: add the one that transformers knows the architecture by")
     known = CONFIG_MAPPING[name] if isinstance(name, str) and name in CONFIG_MAPPING else None
+    if known is None and "auto_map" in content:
+        raise UserError(
+            f"{where} is of a type that transformers does not know, {str(name)[:40]!r}, and asks to run code from the "
+            f"checkpoint (auto_map), which is never done: use a model of a type that transformers has"
+        )
     if known is None or known not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "transformers does not know it" if known is None else "it is no causal language model"
         raise UserError(f"architecture {str(name)[:40]!r} is not supported: {what}; give another model than {where}")
@@ -52,13 +57,11 @@ def config_from(where: object, content: Mapping[str, Any]) -> Any:
         content: of a config.json.
 
     Raises:
-        UserError: it asks to run code, or is of an unknown architecture, or holds values that cannot be.
+        UserError: it is of an unknown architecture, or holds values that cannot be.
     """
-    if "auto_map" in content:
-        raise UserError(
-            f"{where} asks to run code from the checkpoint (auto_map), which is never done: use another model"
-        )
     known = _class_of(where, content)
+    # Of a type that transformers knows its own class is built, and an export holds no such code.
+    content = {key: value for key, value in content.items() if key != "auto_map"}
     if problems := range_problems(content, known.attribute_map):
         raise UserError(f"{where} describes no model that can be built: {'; '.join(problems)}")
     try:

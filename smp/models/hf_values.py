@@ -158,7 +158,10 @@ def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
     found: list[str] = []
     padding = values.get("pad_token_id")
     if padding is not None and not 0 <= padding < values.get("vocab_size", padding + 1):
-        found.append(f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it")
+        found.append(
+            f"the model's pad_token_id {padding} is outside the vocabulary: raise --vocab_size above it, or make it "
+            f"null in config.json"
+        )
     heads, key_value_heads = (
         values.get(family.settings.get(name, "")) for name in ("num_heads", "num_key_value_heads")
     )
@@ -229,6 +232,39 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
     if lost:
         raise ConfigError(lost)
     return hf_config
+
+
+# Of a config's values those that do not change what a trained model computes: of the file, of a fresh model, of
+# generation, and the number of positions, which shapes tell where they are learned.
+_NOT_COMPUTED = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range",
+    "label2id", "max_position_embeddings", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "return_dict", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping)
+        found.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+    return found
+
+
+def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """Return, as ``key value instead of other``, what a model of ``values`` computes otherwise than one of ``others``.
+
+    Args:
+        values: of a config object, complete with the defaults of its class.
+        others: of one of the same class.
+    """
+    known = values.keys() & others.keys() - _NOT_COMPUTED  # others are of no meaning to transformers
+    mine, theirs = (_flat({key: each[key] for key in sorted(known)}) for each in (values, others))
+    return [
+        f"{key} {str(mine.get(key))[:40]} instead of {str(theirs.get(key))[:40]}"
+        for key in dict.fromkeys([*mine, *theirs])
+        if mine.get(key) != theirs.get(key)
+    ]
 
 
 def ropes_of(parameters: Any) -> list[Mapping[str, Any]]:

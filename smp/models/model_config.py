@@ -15,10 +15,10 @@ from smp.models.attention_support import attention_misfit, default_attention
 from smp.models.checked_config import checked_config
 from smp.models.derive import OTHER_SETTINGS
 from smp.models.family import COMMON_DEFAULTS, Family
-from smp.models.hf_values import apply_settings, new_config, rebuilt, set_positions, value_problems
+from smp.models.hf_values import apply_settings, differences, new_config, rebuilt, set_positions, value_problems
 from smp.models.preset import list_presets, load_preset
 from smp.models.registry import FAMILIES, MODEL_TYPES, family_of
-from smp.models.weight_files import weight_map
+from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of, weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +188,7 @@ class ResolvedModel:
         sequence_length: tokens per sample.
         weights: pretrained weights, checked to be readable safetensors; None: start from initial values.
         tokenizer_dir: directory of the tokenizer that belongs to the weights or the config, if there is one.
+        generation_dir: directory of the ``generation_config.json`` that does, if there is one.
         attn_implementation: Hugging Face's attention function to build with, checked to be usable here.
         delayed_param: whether to build on the meta device.
     """
@@ -198,6 +199,7 @@ class ResolvedModel:
     sequence_length: int
     weights: pathlib.Path | None
     tokenizer_dir: pathlib.Path | None
+    generation_dir: pathlib.Path | None
     attn_implementation: str
     delayed_param: bool
 
@@ -241,8 +243,9 @@ def _type_source(model_type: str) -> _Source:
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
-    """Return the source of a name: a preset, or else a local directory."""
-    if name in list_presets():
+    """Return the source of a name: a local directory, or a preset where weights are not asked of it."""
+    presets = list_presets() if flag != "hf_pretrained_model_name_or_dir" else []
+    if name in presets:
         return _preset_source(name)
     if "://" in name:
         raise UserError(
@@ -254,16 +257,12 @@ def _named_source(name: str, *, flag: str) -> _Source:
         return _directory_source(directory)
     if directory.is_dir():
         raise UserError(f"--{flag} {name} is a directory without config.json: give a Hugging Face model directory")
-    near = difflib.get_close_matches(name, list_presets(), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, presets, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory or one of "
-        f"{', '.join(list_presets())}{hub_advice(name)}"
+        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory"
+        f"{' or one of ' + ', '.join(presets) if presets else ', with its weights'}{hub_advice(name)}"
     )
-
-
-def _directory_of(weights: pathlib.Path | None) -> pathlib.Path | None:
-    return weights.parent if weights is not None and not weights.is_dir() else weights
 
 
 def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
@@ -271,7 +270,7 @@ def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
         return _named_source(config.hf_pretrained_model_name_or_dir, flag="hf_pretrained_model_name_or_dir")
     if config.model is not None:
         return _named_source(config.model, flag="model")
-    beside = _directory_of(weights)
+    beside = directory_of(weights)
     has_config = beside is not None and (beside / "config.json").is_file()
     if config.pretrained_model_name is not None:
         try:
@@ -287,6 +286,26 @@ def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
     if beside is not None and config.model_type is None:
         raise UserError(f"no config.json beside the weights {weights}: say which model they are with --model")
     return _type_source(config.model_type or "gpt_neox")
+
+
+def _own_config(source: _Source, beside: pathlib.Path | None) -> Any:
+    """Return the config that lies beside the weights, where another one was named."""
+    if beside is None or not (beside / "config.json").is_file():
+        return None
+    if source.directory is not None and source.directory.resolve() == beside.resolve():
+        return None
+    return _directory_source(beside).hf_config
+
+
+def _contradiction(config: ModelConfig, name: str, beside: pathlib.Path, differ: list[str]) -> str:
+    if config.pretrained_checkpoint_file is not None:
+        advice = "leave --model out"
+    else:
+        advice = f"give --hf_pretrained_model_name_or_dir {beside} alone"
+    return (
+        f"{name} is another model than the config.json beside the weights in {beside} says ({', '.join(differ)}): "
+        f"{advice}, which takes that config"
+    )
 
 
 def _attention_problem(config: ModelConfig, hf_config: Any, dropout: float) -> str | None:
@@ -318,16 +337,6 @@ def _built_with(config: ModelConfig, hf_config: Any) -> str:
     return "sdpa" if wanted == "fused" else wanted
 
 
-def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
-    """Return the first directory that holds a tokenizer."""
-    for directory in directories:
-        if directory is not None and any(
-            (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        ):
-            return directory
-    return None
-
-
 def resolve_model(config: ModelConfig) -> ResolvedModel:
     """Find the model, put the settings into its config, and check both.
 
@@ -338,6 +347,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         ConfigError: settings that do not fit the model, all of them.
     """
     weights = config.weights_path
+    beside = directory_of(weights)
     source = _find_source(config, weights)
     family = family_of(source.hf_config)
     found = []
@@ -354,6 +364,15 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     # Without a config beside the weights, the settings give their shape.
     fixed = weights is not None and not source.from_settings
     values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)
+    own = _own_config(source, beside)
+    if own is not None and beside is not None:
+        own_values = own.to_dict()
+        if own.model_type == family.hf_model_type:
+            own_values, _ = apply_settings(own_values, family, given, pretrained=True)
+        if differ := differences(values, own_values):
+            found.append(_contradiction(config, source.name, beside, differ))
+        else:  # in what does not change the model's function, the weights' own counts, too
+            source, values = dataclasses.replace(source, hf_config=own), own_values
     found += problems + value_problems(values, family)
     if problem := _attention_problem(
         config, source.hf_config, values.get(family.settings.get("attn_pdrop", "")) or 0.0
@@ -371,7 +390,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         hf_config=hf_config,
         sequence_length=length,
         weights=weights,
-        tokenizer_dir=tokenizer_dir_of(source.directory, _directory_of(weights)),
+        tokenizer_dir=tokenizer_dir_of(source.directory, beside),
+        generation_dir=generation_dir_of(source.directory, beside),
         attn_implementation=_built_with(config, hf_config),
         delayed_param=config.delayed_param,
     )

@@ -6,7 +6,7 @@ import importlib.resources
 import pathlib
 from typing import Any
 
-import yaml
+from smp.yaml_input import strict_yaml
 
 # Wheels are unpacked on installation, so that the resource is a folder on disk.
 _FOLDER = pathlib.Path(str(importlib.resources.files("smp.models"))) / "presets"
@@ -29,4 +29,4 @@ def load_preset(name: str) -> dict[str, Any]:
         ``family``: its name; ``sequence_length``: tokens per sample unless ``--max_context_width`` sets it; ``config``:
         config.json values, of which others have Hugging Face's defaults.
     """
-    return yaml.safe_load(preset_path(name).read_text())
+    return strict_yaml(preset_path(name).read_text())

@@ -1,14 +1,18 @@
-"""Files of a checkpoint's weights: one safetensors file, several with an index, or a directory of either."""
+"""Files of a pretrained model: its weights, in one safetensors file or several with an index, and those beside them."""
 
 from __future__ import annotations
 
 import pathlib
+import re
 
 from smp.errors import UserError
 from smp.json_input import read_object, strict_json
 
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+INDEX = "model.safetensors.index.json"
+_NAMES = ("model.safetensors", INDEX)  # in transformers' order: its save_pretrained leaves an older index beside a file
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
 def _refuse_pickle(path: pathlib.Path) -> UserError:
@@ -18,11 +22,22 @@ def _refuse_pickle(path: pathlib.Path) -> UserError:
     )
 
 
+def _named_in(config: pathlib.Path) -> str | None:
+    """Return the file of the weights that a config names, as ``from_pretrained`` reads it; None if it names none."""
+    try:
+        name = read_object(config).get("transformers_weights")
+    except (OSError, ValueError):  # which is said where it is read as a config
+        return None
+    return pathlib.PurePath(name).name if isinstance(name, str) else None
+
+
 def find_weights(path: pathlib.Path) -> pathlib.Path:
     """Return the safetensors file or the index JSON of ``path`` (either of them, or their directory).
 
+    Of a directory that has both, the file, as ``from_pretrained`` does.
+
     Raises:
-        UserError: none is there, pickles only, or several candidates.
+        UserError: none is there, pickles only, an adapter, or several candidates.
     """
     if not path.exists():
         raise UserError(f"no weights at {path}: give a .safetensors file, its .index.json or their directory")
@@ -32,15 +47,28 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
         if path.suffix not in (".safetensors", ".json"):
             raise UserError(f"{path} is no weights file: give a .safetensors file, its .index.json or their directory")
         return path
-    for name in ("model.safetensors.index.json", "model.safetensors"):
+    if (path / "adapter_config.json").is_file():  # from_pretrained would add it to the weights
+        raise UserError(
+            f"{path} holds an adapter (adapter_config.json), which is not read: give a directory with the model that "
+            f"peft's merge_and_unload makes of it"
+        )
+    if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
+        return path / named
+    for name in _NAMES:
         if (path / name).is_file():
             return path / name
-    candidates = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob("*.safetensors"))
+    candidates = [file for file in files if not _SHARD.search(file.name)] + sorted(
+        path.glob("*.safetensors.index*.json")
+    )
+    candidates = candidates or files
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
+        names = ", ".join(file.name for file in candidates[:3])
         raise UserError(
-            f"{path} holds {len(candidates)} safetensors files and no model.safetensors.index.json: give one file"
+            f"{path} holds {len(candidates)} sets of weights ({names}) and no model.safetensors: give one of them "
+            f"(to a job by --finetune 1 --pretrained_checkpoint_file)"
         )
     pickles = sorted(file for file in path.iterdir() if file.suffix in _PICKLES)
     if pickles:
@@ -112,3 +140,23 @@ def weight_map(path: pathlib.Path) -> dict[str, pathlib.Path]:
         if found[key].name != name:
             raise UserError(f"{path} names {key} in {name}, but {found[key].name} has it: copy index and shards again")
     return found
+
+
+def directory_of(weights: pathlib.Path | None) -> pathlib.Path | None:
+    """Return the directory of weights that may be a file of it."""
+    return weights.parent if weights is not None and not weights.is_dir() else weights
+
+
+def _first_with(names: tuple[str, ...], directories: tuple[pathlib.Path | None, ...]) -> pathlib.Path | None:
+    found = (d for d in directories if d is not None and any((d / name).is_file() for name in names))
+    return next(found, None)
+
+
+def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
+    """Return the first directory that holds a tokenizer."""
+    return _first_with(("tokenizer.json", "tokenizer_config.json", "tokenizer.model"), directories)
+
+
+def generation_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
+    """Return the first directory that holds a ``generation_config.json``."""
+    return _first_with(("generation_config.json",), directories)

@@ -42,6 +42,7 @@ from smp.train.logging_config import LoggingConfig
 from smp.train.lr_schedule import LRConfig
 from smp.train.optimizer import OptimConfig
 from smp.train.run_config import RunConfig
+from smp.yaml_input import strict_yaml
 
 DEFAULT_MAX_STEPS = 5000
 
@@ -216,7 +217,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         UserError: no such file, not YAML, or not a mapping.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = strict_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}; give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date of month 13 is a ValueError to PyYAML
@@ -295,8 +296,10 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
             for key, value in read_yaml(path).items():
                 if key in FLAGS and value == [] and FLAGS[key].field.default == ():
                     continue  # an empty list, as written by flat()
-                if key in FLAGS:
-                    given[FLAGS[key].field.name] = value if isinstance(value, list) else [value]
+                if key in FLAGS and (name := FLAGS[key].field.name) in given:
+                    problems.append(f"{path}: {key} is another name of a setting that is given, {name}: keep one")
+                elif key in FLAGS:
+                    given[name] = value if isinstance(value, list) else [value]
                 else:
                     problems.append(f"{path}: {_unknown(key, key)}")
         except UserError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -11,7 +13,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from smp.errors import UserError
 from smp.log import FILE_ONLY, digits, get_logger
@@ -25,6 +27,7 @@ logger = get_logger(__name__)
 
 # SMP v2 left the first steps out of its averages ("high variance on initial steps").
 STEPS_BEFORE_AVERAGE = 15
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclasses.dataclass
@@ -85,6 +88,8 @@ class MetricsLogger:
             not find a ``metrics.jsonl``.
         trackers: get what ``metrics.jsonl`` gets.
 
+    What cannot be written once training has begun is a warning, and left out: a report ends no training.
+
     Raises:
         UserError: ``metrics.jsonl`` exists in a new run, ``run_dir`` cannot be written, or the nccl-tests log is
             missing or holds no bandwidth.
@@ -115,6 +120,7 @@ class MetricsLogger:
         self._curves = Curves(run_dir)
         bandwidths = nccl_bandwidths(config.nccl_test_log)
         self._file = _open_metrics(run_dir / "metrics.jsonl", keep_until=resume_from.step if resume_from else None)
+        self._warned = False
         folders = config.tensorboard_folders(run_dir)
         if not folders:
             logger.info("No TensorBoard curves: %s to have them.", GET_TENSORBOARD)
@@ -246,19 +252,44 @@ class MetricsLogger:
         runtime = {"total": time.monotonic() - self._started, "train": self._train_seconds}
         self.writers.scalars("Perf/runtime", runtime, self._step)
         self.writers.close()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json_line(record) + "\n")
-        self._file.flush()
         self.trackers.log(record)
+        if self._file is None:
+            return
+        try:
+            _append(self._file, (json_line(record) + "\n").encode())
+        except OSError as error:
+            if not self._warned:
+                logger.warning("%s cannot be written (%s): steps are left out of it.", self._file.name, error.strerror)
+                self._warned = True
 
 
-def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
-    """Open ``metrics.jsonl`` to append, after dropping the lines beyond step ``keep_until``.
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Append the line to an unbuffered file, or nothing: to a part of it the next would be joined.
 
-    The shortened file replaces the old one in one step, so that a crash here loses no line.
+    Raises:
+        OSError: the disk has not taken all of it.
     """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def _open_metrics(path: Path, *, keep_until: int | None) -> BinaryIO | None:
+    """Open ``metrics.jsonl`` to append, unbuffered, after dropping the lines beyond step ``keep_until``.
+
+    The shortened file replaces the old one in one step, so that a crash here loses no line. Returns None, with a
+    warning, where the disk has no room for it.
+    """
+    shortened = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
@@ -267,15 +298,19 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> TextIO:
                     f"{path} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
                     f"or choose another --output_dir"
                 )
-            shortened = path.with_name(path.name + ".tmp")
             with path.open(encoding="utf-8", errors="replace") as old, shortened.open("w", encoding="utf-8") as new:
                 # A start at step 0 is a new one: the validation before its first step is made again.
                 new.writelines(line for line in old if keep_until and 0 <= _step_of(line) <= keep_until)
                 new.flush()
                 os.fsync(new.fileno())
             shortened.replace(path)
-        return path.open("a", encoding="utf-8")
+        return path.open("ab", buffering=0)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            shortened.unlink(missing_ok=True)
+        if error.errno in _FULL:
+            logger.warning("%s cannot be written (%s): this start writes no metrics.", path, error.strerror)
+            return None
         raise UserError(f"cannot write {path} ({error.strerror}): choose an --output_dir you may write to") from error
 
 

@@ -117,7 +117,7 @@ class Planned:
         self._allocated = self._reserved = 0
         self._line: dict[str, Any] | None = None
         if predicted is not None:
-            document.write(predicted, plan.run_dir / ledger.PLAN)
+            self._write_document(predicted, ledger.PLAN)
 
     @contextlib.contextmanager
     def profiled(
@@ -181,10 +181,13 @@ class Planned:
                 "versions": versions(),
             },
         )
+        self._write_document(self._line, ledger.ERROR)
+
+    def _write_document(self, content: Mapping[str, Any], name: str) -> None:
         try:
-            document.write(self._line, self._plan.run_dir / ledger.ERROR)
+            document.write(content, self._plan.run_dir / name)
         except OSError as error:
-            logger.warning("%s cannot be written (%s).", self._plan.run_dir / ledger.ERROR, error.strerror)
+            logger.warning("%s cannot be written (%s).", self._plan.run_dir / name, error.strerror)
 
     def _read_allocator(self) -> None:
         device = self._plan.device

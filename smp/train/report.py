@@ -153,10 +153,8 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
     if not launch.is_main:
         return NullMetricsLogger()
     flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
-    text = yaml.safe_dump(plan.config.flat(), sort_keys=True)
     notes = [f"model FLOPs: {flops.formula}", *(f"chosen: {choice}" for choice in plan.choices)]
-    head = "".join(f"# {note}\n" for note in notes)
-    (plan.run_dir / "config.yaml").write_text(head + text, encoding="utf-8")
+    _write_settings(plan.config, plan.run_dir / "config.yaml", notes)
     device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"
     continues = plan.config.checkpoint.resume_from_checkpoint is not None
     settings = plan.config.logging
@@ -179,6 +177,18 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
             run_dir=plan.run_dir,
         ),
     )
+
+
+def _write_settings(config: TrainConfig, path: Path, notes: list[str]) -> None:
+    """Write the configuration, in place of an earlier start's; a full disk is only a warning."""
+    text = "".join(f"# {note}\n" for note in notes) + yaml.safe_dump(config.flat(), sort_keys=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        logger.warning("%s cannot be written (%s).", path, error.strerror)
 
 
 def arguments_table(config: TrainConfig) -> str:
@@ -252,7 +262,7 @@ def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
         )  # fmt: skip
         try:
             profile.plot(plan.run_dir / "memory_timeline.png")
-        except UserError as error:
+        except (UserError, OSError) as error:
             logger.info("No memory_timeline.png: %s", error)
     if plan.config.logging.memory_profiling_all_ranks:
         peaks: list[Any] = [None] * dist.get_world_size()
@@ -267,9 +277,12 @@ def _allocator_history(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.cuda.memory._dump_snapshot(str(path))
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+            logger.info("Wrote %s: open it at https://pytorch.org/memory_viz", path)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s).", path, error.strerror)
         torch.cuda.memory._record_memory_history(enabled=None)
-        logger.info("Wrote %s: open it at https://pytorch.org/memory_viz", path)
 
 
 def print_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:

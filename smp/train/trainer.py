@@ -254,7 +254,8 @@ def finish(trainer: Trainer, status: int) -> None:
             trainer.model,
             final,
             hf_config=plan.model.hf_config,
-            tokenizer_dir=Path(tokenizer) if tokenizer else plan.model.tokenizer_dir,
+            tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else plan.model.tokenizer_dir,
+            generation_dir=plan.model.generation_dir,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         logger.info("Final model: %s (AutoModelForCausalLM.from_pretrained loads it).", final)

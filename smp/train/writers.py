@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ FINISH_SECONDS = 30.0
 
 
 class Writers:
-    """TensorBoard writers of several folders, or of none.
+    """TensorBoard writers of several folders, or of none; one that fails is left out, with a warning.
 
     Args:
         folders: each gets an event file with all curves.
@@ -36,31 +36,43 @@ class Writers:
     """
 
     def __init__(self, folders: list[Path], first_step: int):
-        self._writers: list[Any] = []
+        self._writers: dict[Path, Any] = {}
         if folders:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writers = [SummaryWriter(str(folder), purge_step=first_step) for folder in folders]
+            for folder in folders:
+                with self._leaving_out(folder):
+                    self._writers[folder] = SummaryWriter(str(folder), purge_step=first_step)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Write one value of one curve."""
-        for writer in self._writers:
-            writer.add_scalar(tag, value, step)
+        self._each(lambda writer: writer.add_scalar(tag, value, step))
 
     def scalars(self, tag: str, values: Mapping[str, float], step: int) -> None:
         """Write a value of several curves of one chart."""
-        for writer in self._writers:
-            writer.add_scalars(tag, dict(values), step)
+        self._each(lambda writer: writer.add_scalars(tag, dict(values), step))
 
     def text(self, tag: str, text: str) -> None:
         """Write a text (markdown), secrets redacted."""
-        for writer in self._writers:
-            writer.add_text(tag, redact(text))
+        self._each(lambda writer: writer.add_text(tag, redact(text)))
 
     def close(self) -> None:
         """Flush and close."""
-        for writer in self._writers:
-            writer.close()
+        self._each(lambda writer: writer.close())
+
+    def _each(self, call: Callable[[Any], object]) -> None:
+        for folder, writer in list(self._writers.items()):
+            with self._leaving_out(folder):
+                call(writer)
+
+    @contextlib.contextmanager
+    def _leaving_out(self, folder: Path) -> Iterator[None]:
+        """Drop the folder's writer if it fails: a report ends no training."""
+        try:
+            yield
+        except Exception as error:  # of any type: that of its thread
+            self._writers.pop(folder, None)
+            logger.warning("TensorBoard's %s cannot be written (%s): it gets no more curves.", folder, error)
 
 
 class Trackers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import tempfile
 
 import pytest
 import torch
@@ -101,6 +102,11 @@ def _keywords():
     ):
         with pytest.raises(smp.UserError, match=sentence):
             smp.init(config, **settings)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write('{"tp": 2, "tp": 4}')
+        file.flush()
+        with pytest.raises(smp.UserError, match="a key appears twice"):
+            smp.init(file.name)
 
 
 def test_init_takes_settings_by_keyword():

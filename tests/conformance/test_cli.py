@@ -347,6 +347,15 @@ def test_the_tokenizer_of_the_run_comes_along(call, tmp_path):
     assert status == 0 and out[1] == f"Tokenizer: that of the run, {tmp_path / 'tokenizer'}"
     for folder in ("run/final", "out"):
         assert (tmp_path / folder / "tokenizer.json").exists() and (tmp_path / folder / "spiece.model").exists()
+    # A model's own settings of generation stay with it, wherever the tokenizer is.
+    kept = '{"eos_token_id": [0, 5, 9], "temperature": 0.6, "do_sample": true}'
+    (tmp_path / "run/final/generation_config.json").write_text(kept)
+    words = ["--hf_pretrained_model_name_or_dir", tmp_path / "run/final", *FLAGS[:2], "--max_steps", 1]
+    words += ["--tokenizer_name_or_dir", tmp_path / "tokenizer", "--save_final_model", 1]
+    run_job(*words, "--output_dir", tmp_path / "tuned").succeeded()
+    assert call("export", tmp_path / "tuned/checkpoints/latest", tmp_path / "again")[0] == 0
+    for folder in ("tuned/final", "again"):
+        assert (tmp_path / folder / "generation_config.json").read_text() == kept
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
     (tmp_path / "tokenizer" / "spiece.model").unlink()
     status, out, _ = call("export", tmp_path / "run/checkpoints/latest", tmp_path / "out")

@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import re
 import resource
+import shutil
 import signal
 import struct
 import traceback
@@ -531,7 +532,7 @@ def config(folder: pathlib.Path, **changes: Any) -> str:
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"auto_map": {"AutoConfig": "evil.Config"}}, "auto_map"),
+    ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "auto_map"),
     ({"model_type": "evil"}, "architecture 'evil' is not supported"),
     ({"model_type": ["llama"]}, "is not supported"),
     ({"num_hidden_layers": -1}, "num_hidden_layers must be a whole number from 1 to 10000, got -1"),
@@ -565,9 +566,25 @@ CODE = "import pathlib\npathlib.Path({!r}).touch()\nclass Config: pass\nclass To
 def test_code_in_a_model_is_not_run(tmp_path, canary):
     folder = pathlib.Path(config(tmp_path / "m", auto_map={"AutoConfig": "evil.Config"}))
     (folder / "evil.py").write_text(CODE.format(str(canary[1])))
-    with pytest.raises(UserError, match=r"config\.json asks to run code from the checkpoint .auto_map."):
+    resolve_model(ModelConfig(model=str(folder)))
+    assert not canary[1].exists()
+    config(folder, model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(
+        UserError, match=r"config\.json is of a type .* asks to run code from the checkpoint .auto_map."
+    ):
         resolve_model(ModelConfig(model=str(folder)))
     assert not canary[1].exists()
+
+
+def test_code_beside_a_tokenizer_is_not_run(tmp_path, canary):
+    folder = tmp_path / "m"
+    shutil.copytree(pathlib.Path(__file__).parents[2] / "data" / "sample" / "tokenizer", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config(folder, auto_map={"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Tokenizer", None]})
+    (folder / "evil.py").write_text(CODE.format(str(canary[1])))
+    assert TextTokenizer(str(folder)).digest and not canary[1].exists()
 
 
 def test_an_attention_function_from_a_hub_is_not_fetched(tmp_path):

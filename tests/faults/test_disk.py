@@ -112,6 +112,22 @@ def test_an_error_that_passes_is_tried_again(kind, tmp_path):
     assert [c.step for c in find_checkpoints(folder, "llama_v2")] == [2]
 
 
+def test_a_full_disk_of_reports_ends_no_training(tmp_path):
+    """Of the run directory, with checkpoints elsewhere."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    for name in ("history.jsonl", "logs/rank0.log"):
+        (run / name).symlink_to("/dev/full")
+    (run / "config.yaml").mkdir()
+    (run / "tensorboard").symlink_to("/dev/null")
+    for words in (["--max_steps", 2], ["--max_steps", 4, "--resume_from_checkpoint", "latest"]):
+        done = run_job(*JOB, *words, "--output_dir", run, "--checkpoint_dir", tmp_path / "saved").succeeded()
+        for name in ("config.yaml", "rank0.log", "run/tensorboard"):
+            assert done.output.count(f"{name} cannot be written") == 1, done.output
+        assert "Traceback" not in done.output
+    assert [c.step for c in find_checkpoints(tmp_path / "saved", "llama_v2")] == [2, 4]
+
+
 def test_an_error_that_stays_ends_the_run_with_its_file(tmp_path):
     run = tmp_path / "run"
 

@@ -93,7 +93,7 @@ def assert_values(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def prepared(name: str, layout: Layout, *, weights: pathlib.Path | None = None, delayed: bool = True):
     """The model as the job builds it."""
     config = tiny_config(name)
-    resolved = ResolvedModel(name, family_of(config), config, 16, weights, None, "sdpa", delayed)
+    resolved = ResolvedModel(name, family_of(config), config, 16, weights, None, None, "sdpa", delayed)
     return prepare_model(
         resolved, mesh=mesh_of(layout), dtype=torch.float32, device=CPU, seed=3, load_weights=weights is not None,
         settings=Settings((layout.parallel(), ActivationConfig(activation_checkpointing=False))),

@@ -174,6 +174,12 @@ def test_generation_settings_stay_with_the_model(tmp_path, caplog):
     export_hf(model, tmp_path / "copied", tokenizer_dir=tmp_path / "tokenizer")
     assert GenerationConfig.from_pretrained(tmp_path / "copied").eos_token_id == [3]
 
+    (tmp_path / "pretrained").mkdir()
+    kept = '{"eos_token_id": [1, 5], "temperature": 0.6, "do_sample": true, "of_a_later_version": 1}'
+    (tmp_path / "pretrained" / "generation_config.json").write_text(kept)
+    export_hf(model, tmp_path / "kept", tokenizer_dir=tmp_path / "tokenizer", generation_dir=tmp_path / "pretrained")
+    assert (tmp_path / "kept" / "generation_config.json").read_text() == kept
+
     model.generation_config = GenerationConfig(eos_token_id=1)
     model.generation_config.temperature = 0.5  # which transformers does not save without do_sample
     model.config.repetition_penalty = 1.5  # nor this, in the config of a model
@@ -233,7 +239,7 @@ BAD = {
     "text": ({"model_type": "gpt2", "n_head": "4"}, r"n_head must be a whole number"),
     "counts": ({"model_type": "qwen2", "max_window_layers": 10**12}, r"max_window_layers must be at most 65536"),
     "experts": ({"model_type": "mixtral", "num_local_experts": 10**9}, r"num_local_experts must be at most 65536"),
-    "code": ({"model_type": "qwen2", "auto_map": {}}, r"asks to run code"),
+    "code": ({"model_type": "nonesuch", "auto_map": {}}, r"asks to run code"),
 }
 
 

@@ -63,6 +63,17 @@ def test_config_files(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_generation_has_its_cache_again(tmp_path):
+    """Training builds models without one."""
+    config = tiny_config("llama_gqa")
+    config.use_cache = False
+    model = build_model(config, attn_implementation="eager")
+    export_hf(model, tmp_path / "out")
+    assert AutoConfig.from_pretrained(tmp_path / "out").use_cache
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["use_cache"]
+    assert not model.generation_config.use_cache  # a copy was written
+
+
 def test_the_index_agrees_with_the_files(tmp_path):
     reference = export(tmp_path / "out", "gpt_neox", max_shard_bytes=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -78,9 +89,17 @@ def test_the_index_agrees_with_the_files(tmp_path):
 
 def test_dtype_and_tokenizer(tmp_path):
     (tmp_path / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "unrelated.txt"):
+    (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "unrelated.txt",
+        "additional_chat_templates/tool_use.jinja",
+    ):
         (tmp_path / "tokenizer" / name).write_text("{}")
-    export(tmp_path / "out", dtype=torch.bfloat16, tokenizer_dir=tmp_path / "tokenizer")
+    for _ in range(2):  # over an earlier one, too
+        export(tmp_path / "out", dtype=torch.bfloat16, tokenizer_dir=tmp_path / "tokenizer")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").is_file()
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer.json").is_file() and not (tmp_path / "out" / "unrelated.txt").exists()

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # A file imports only from lower layers, or from its own package within one layer.
 LAYERS = {
     "smp.errors": 0,
-    "smp.config": 1, "smp.log": 1, "smp.json_input": 1, "smp.host_copies": 1,
+    "smp.config": 1, "smp.log": 1, "smp.json_input": 1, "smp.yaml_input": 1, "smp.host_copies": 1,
     "smp.environment": 1,
     "smp.runtime": 2, "smp.mesh": 2, "smp.models": 2, "smp.loss": 2,
     "smp.comm": 3, "smp.cpu_bf16": 3, "smp.memory.shape": 3, "smp.memory.warnings": 3,
@@ -131,7 +131,7 @@ def test_only_known_places_parse_a_command_line():
     assert {module_name(p) for p in sources() if "yaml" in imports(p)} <= {
         "smp.train.arguments",
         "smp.train.report",
-        "smp.models.preset",
+        "smp.yaml_input",
         "smp.launch.kubernetes",
     }
 

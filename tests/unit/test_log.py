@@ -137,6 +137,18 @@ def test_an_unwritable_folder_is_a_sentence(tmp_path):
 
 
 @pytest.mark.full
+def test_a_full_disk_is_one_warning_and_no_traceback(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    configure_logging(rank=0, local_rank=0, world_size=1, log_dir=tmp_path / "logs")
+    for number in range(3):
+        get_logger("train").info("line %d", number)
+    configure_logging(rank=0, local_rank=0, world_size=1, log_dir=None)  # closes the file
+    out, err = capsys.readouterr()
+    assert err == "" and [f"line {number}" in out for number in range(3)] == [True] * 3
+    assert out.count("rank0.log cannot be written (No space left on device)") == 1
+
+
 def test_importing_adds_no_handler():
     code = "import logging as g, smp.log as l; l.get_logger('a'); print(g.root.handlers, g.getLogger('smp').handlers)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -1,13 +1,18 @@
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
+import os
+import resource
+import threading
 
 import pytest
 
 from smp.errors import ConfigError, UserError
 from smp.log import digits
-from smp.train import logging_config, metrics
+from smp.train import logging_config, metrics, writers
 from smp.train.logging_config import LoggingConfig
 from smp.train.metrics import MetricsLogger, NullMetricsLogger, last_logged_step
 
@@ -209,6 +214,66 @@ def test_resuming_drops_the_lost_stretch_and_continues(tmp_path, lines):
     assert [(r["step"], r.get("loss")) for r in read(tmp_path)] == [(1, 2.0), (2, 2.0), (3, 2.0), (3, None), (4, 9.0)]
     assert read(tmp_path)[-1]["tokens_per_sec"] == 800.0
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+@contextlib.contextmanager
+def files_end_at(size):
+    """A file system that takes no more than ``size`` bytes of each file: a short write, then an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_lines_out_and_ends_nothing(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(logging_config, "has_tensorboard", lambda: False)
+    logger = make(tmp_path)
+    report(logger, 1)
+    with files_end_at((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        for step in (2, 3):
+            report(logger, step)
+            logger.validation(step, loss=1.0)
+    report(logger, 4)
+    logger.finish()
+    assert [record["step"] for record in read(tmp_path)] == [1, 4]
+    assert sum("metrics.jsonl cannot be written (No space left on device)" in line for line in lines) == 1
+
+
+def test_a_full_disk_leaves_curves_of_tensorboard_out(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # of TensorBoard's own thread
+    with caplog.at_level(logging.WARNING, logger="smp"):
+        caplog.handler.setLevel(logging.WARNING)
+        logging.getLogger("smp").addHandler(caplog.handler)
+        written = writers.Writers([tmp_path / "a"], 0)
+        with files_end_at(1):
+            for step in range(3):
+                written.scalar("Loss/train", 1.0, step)
+            written.close()
+        written.close()
+        logging.getLogger("smp").removeHandler(caplog.handler)
+    assert len({record.getMessage() for record in caplog.records}) == 1
+    assert "TensorBoard's" in caplog.text and "it gets no more curves" in caplog.text
+
+
+def test_a_resume_on_a_full_disk_trains_without_metrics(tmp_path, lines, monkeypatch):
+    logger = make(tmp_path)
+    for step in (1, 2):
+        report(logger, step)
+    logger.finish()
+    before = (tmp_path / "metrics.jsonl").read_text()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics.os, "fsync", full)
+    logger = make(tmp_path, resume_from=Position(1, 8, 400))
+    report(logger, 2)
+    logger.finish()
+    assert any("this start writes no metrics" in line for line in lines)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_new_run_refuses_an_old_runs_metrics(tmp_path):

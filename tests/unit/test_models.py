@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from smp.errors import ConfigError, UserError
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.models.preset import list_presets, preset_path
 from smp.models.registry import FAMILIES, build_model, count_parameters, family_of
+from smp.models.weight_files import find_weights
 
 # From the models' cards; gpt_neox_65b has no published weights (12 h^2 L + 13 h L + 2 V h + 2 h worked out by hand).
 PUBLISHED = {
@@ -38,6 +40,11 @@ PUBLISHED = {
 }
 TINY = ["llama_tiny", "gpt_neox_tiny"]
 SMALL = {"hidden_width": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
+
+
+SMALL_HF = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 
 
 def resolve(**settings):
@@ -198,7 +205,7 @@ def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"auto_map": {"AutoConfig": "x.Y"}}, "auto_map"),
+        ({"auto_map": {"AutoConfig": "x.Y"}, "model_type": "x"}, "auto_map"),
         ({"model_type": "bert"}, "it is an encoder"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
@@ -228,8 +235,81 @@ def test_every_spelling_of_finetuning_finds_config_and_weights(tmp_path):
     for spelling in spellings:
         resolved = resolve(**spelling)
         assert resolved.name == "base" and resolved.weights is not None and resolved.hf_config.num_hidden_layers == 3
-    preset = resolve(finetune=True, pretrained_model_name="llama7b", finetune_checkpoint_load_dir=text)
-    assert preset.name == "llama7b" and str(preset.weights) == text
+    directory = save_weights(save_config(tmp_path / "tiny"))
+    preset = resolve(finetune=True, pretrained_model_name="llama_tiny", finetune_checkpoint_load_dir=str(directory))
+    assert preset.name == "llama_tiny" and preset.weights == directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            "rope_parameters.rope_theta 10000.0 instead of 5.0",
+        ),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps 1e-05 instead of 0.5"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings False instead of True"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.0 instead of 0.1"),
+        ({"model_type": "mistral"}, "model_type llama instead of mistral"),
+    ],
+)
+def test_a_preset_that_contradicts_the_config_of_the_weights_is_refused(tmp_path, changes, words):
+    directory = save_weights(save_config(tmp_path / "w", **changes))
+    by_name = {"pretrained_model_name": "llama_tiny", "finetune_checkpoint_load_dir": str(directory)}
+    said = refusal(finetune=True, **by_name)
+    assert words in said and f"--hf_pretrained_model_name_or_dir {directory} alone" in said
+    by_file = {"finetune": True, "pretrained_checkpoint_file": str(directory / "model.safetensors")}
+    assert words in (said := refusal(model="llama_tiny", **by_file)) and "leave --model out" in said
+    for followed in ({"hf_pretrained_model_name_or_dir": str(directory)}, by_file):
+        values = resolve(**followed).hf_config.to_dict()
+        assert values | changes == values
+
+
+def test_a_preset_that_agrees_with_the_config_of_the_weights_is_taken(tmp_path):
+    """An older file, with defaults left out, and other values of what changes no computation, which count."""
+    old = {"model_type": "llama", "rope_theta": 5.0, "eos_token_id": [7, 9], "torch_dtype": "bfloat16", "_mine": 1}
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "rms_norm_eps")  # fmt: skip
+    preset = resolve(model="llama_tiny")
+    directory = save_weights(save_config(tmp_path / "w"))
+    old |= {key: getattr(preset.hf_config, key) for key in same}
+    (directory / "config.json").write_text(json.dumps(old))
+    by_name = {"pretrained_model_name": "llama_tiny", "finetune_checkpoint_load_dir": str(directory)}
+    assert "rope_theta" in refusal(finetune=True, **by_name)
+    resolved = resolve(finetune=True, rotary_emb_base=5.0, **by_name)  # which says it
+    assert (resolved.name, resolved.sequence_length) == ("llama_tiny", preset.sequence_length)
+    assert resolved.hf_config.eos_token_id == [7, 9] and resolved.hf_config.rope_parameters["rope_theta"] == 5.0
+
+
+def test_advice_on_pretrained_models_can_be_followed(tmp_path):
+    assert "Give a local Hugging Face directory, with its weights" in refusal(
+        hf_pretrained_model_name_or_dir="llama_tiny"
+    )
+    directory = save_weights(save_config(tmp_path / "w", pad_token_id=-1))  # as the first Llama's
+    assert "make it null in config.json" in refusal(hf_pretrained_model_name_or_dir=str(directory))
+    save_config(directory, pad_token_id=None)
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
+    shutil.copy(directory / "a.safetensors", directory / "b.safetensors")
+    said = refusal(hf_pretrained_model_name_or_dir=str(directory))
+    assert "2 sets of weights" in said and "--finetune 1 --pretrained_checkpoint_file" in said
+    assert resolve(finetune=True, pretrained_checkpoint_file=str(directory / "b.safetensors")).weights is not None
+    save_config(directory, pad_token_id=None, transformers_weights="b.safetensors")
+    assert resolve(hf_pretrained_model_name_or_dir=str(directory)).weights == directory
+    assert find_weights(directory) == directory / "b.safetensors"
+
+
+def test_code_of_a_type_that_transformers_has_is_left_out_of_account(tmp_path):
+    from transformers import AutoModelForCausalLM, Phi3Config
+
+    config = Phi3Config(**{**SMALL_HF, "pad_token_id": 0})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "evil.py").write_text("raise AssertionError")
+    resolved = resolve(hf_pretrained_model_name_or_dir=str(tmp_path))
+    assert resolved.hf_config.model_type == "phi3" and "auto_map" not in resolved.hf_config.to_dict()
+    assert build_model(resolved.hf_config, attn_implementation="eager")
 
 
 def test_finetuning_keeps_the_pretrained_shape(tmp_path):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from smp.delayed_init import build_on_meta, materialize_
 from smp.errors import UserError
 from smp.models.registry import build_model, family_of
+from smp.models.weight_files import find_weights
 from smp.pretrained import load_pretrained_
 from tests.distributed import run_distributed
 
@@ -230,7 +231,9 @@ MLP = [f"model.layers.{i}.mlp.{p}_proj.weight" for i in (0, 1) for p in ("up", "
     ("removed", "added", "words"),
     [
         (MLP, {}, "and 1 more: they are of another model"),
-        (["lm_head.weight"], {}, "lack lm_head.weight"),
+        (["model.norm.weight"], {}, "lack model.norm.weight: they are of another model, or incomplete"),
+        (["lm_head.weight"], {}, "lack lm_head.weight: .* --tie_word_embeddings 1"),
+        (["model.embed_tokens.weight"], {}, "lack model.embed_tokens.weight: .* --tie_word_embeddings 1"),
         ([], {"model.extra.weight": torch.ones(1)}, "no place for model.extra.weight"),
         ([], {"lm_head.weight": torch.ones(5, 32)}, r"lm_head.weight \[5, 32\] instead of \[97, 32\]"),
         ([], {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, r"model.norm.weight \(I8\)"),
@@ -243,6 +246,40 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path, removed, added, words)
     with pytest.raises(UserError, match=words):
         load_pretrained_(model, tmp_path, hf_config=model.config)
     assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+def test_a_file_is_read_and_not_an_index_beside_it(tmp_path, caplog):
+    """transformers leaves the index where a sharded model is written over, and reads the file."""
+    from transformers import LlamaForCausalLM
+
+    older = reference_model("llama_gqa")
+    older.save_pretrained(tmp_path, max_shard_size="30KB")
+    with torch.no_grad():
+        newer = reference_model("llama_gqa")
+        newer.get_output_embeddings().weight.add_(1)
+    newer.save_pretrained(tmp_path / "new")
+    (tmp_path / "new" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), newer)
+    for shards in ("beside it", "deleted"):
+        model = empty_model("llama_gqa")
+        with caplog.at_level(logging.WARNING, logger="smp"):
+            load_pretrained_(model, tmp_path, hf_config=model.config)
+        assert_same(model, newer)
+        assert "model.safetensors.index.json beside it" in caplog.messages[-1], shards
+        for shard_file in tmp_path.glob("model-*.safetensors"):
+            shard_file.unlink()
+
+
+def test_weights_of_a_variant_and_adapters(tmp_path):
+    reference = reference_model("llama_gqa")
+    reference.save_pretrained(tmp_path, variant="fp16", max_shard_size="30KB")
+    assert find_weights(tmp_path).name == "model.safetensors.index.fp16.json"
+    (tmp_path / "other.safetensors").touch()
+    with pytest.raises(UserError, match=r"2 sets of weights \(other.safetensors, model.safetensors.index.fp16.json\)"):
+        find_weights(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(UserError, match="holds an adapter"):
+        find_weights(tmp_path)
 
 
 def test_damaged_checkpoints_are_named(tmp_path):
