@@ -150,7 +150,7 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"model": "lama7b"}, "did you mean llama7b"),
         (
             {},
-            "qwen3_8b, smollm3_3b, or to a local Hugging Face directory; or --model_type with sizes such as --num_layers",
+            "smollm3_3b, or to a local Hugging Face directory; or --model_type with sizes such as --num_layers",
         ),
         ({"max_context_width": 64}, "no model: set --model to one of gemma3_12b"),
         ({"hf_pretrained_model_name_or_dir": "qwen3_4b"}, "; --model qwen3_4b trains the preset from initial values"),
@@ -176,8 +176,8 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"hf_pretrained_model_name_or_dir": "x", "pretrained_checkpoint_file": "y"}, "both name the weights"),
         (
             {"hf_pretrained_model_name_or_dir": "a/Qwen3-0.6B"},
-            "is no directory: give a local one with a model's config.json and safetensors weights; hubs are never asked: "
-            "download it first, `hf download a/Qwen3-0.6B --local-dir DIR`, then give DIR",
+            "is no directory: give a local one with a model's config.json and safetensors weights; hubs are never "
+            "asked: download it first, `hf download a/Qwen3-0.6B --local-dir DIR`, then give DIR",
         ),
     ],
 )
