@@ -1,7 +1,8 @@
 """Open, SMP-v2-style model-parallel training for PyTorch: the public names.
 
 ``import smp`` imports torch and registers the backend ``smddp``, so that ``init_process_group("smddp")`` works in
-whatever order a script imports the two. Only the ``smp`` command, whose help need not wait for torch, does without.
+whatever order a script imports the two. Only the ``smp`` command, whose help need not wait for torch, and the launcher
+of other processes do without.
 """
 
 import itertools
@@ -9,15 +10,23 @@ import pathlib
 import sys
 
 
-def _is_command() -> bool:
-    """Return whether this process was started as ``smp`` or ``python -m smp``."""
+def _program() -> str:
+    """Return the module of smp that this process was started as, ``smp`` for the command; empty in a script."""
     if sys.argv[:1] == ["-m"]:  # while Python looks for the module
-        return next((name for flag, name in itertools.pairwise(sys.orig_argv) if flag == "-m"), "") == "smp"
+        return next((name for flag, name in itertools.pairwise(sys.orig_argv) if flag == "-m"), "")
     script, bin_directory = pathlib.Path(*sys.argv[:1]), pathlib.Path(sys.executable or "").parent
-    return script.stem == "smp" and script.resolve().parent == bin_directory.resolve()
+    if script.name == "train_lib.py" and str(script) in sys.orig_argv:  # SMP v2's job, and no process that it starts
+        return "smp.train"
+    return "smp" if script.stem == "smp" and script.resolve().parent == bin_directory.resolve() else ""
 
 
-if not _is_command():
+__version__ = "0.1.0"
+if _program() in ("smp.train", "smp.launch.local"):
+    from smp.starting import announce
+
+    announce(__version__, sys.argv[1:], is_launcher=_program() == "smp.launch.local")
+
+if _program() not in ("smp", "smp.launch.local"):
     from smp import comm
     from smp.api import current as _current
     from smp.api import (
@@ -96,5 +105,3 @@ __all__ = [
     "state",
     "transform",
 ]
-
-__version__ = "0.1.0"

@@ -22,7 +22,7 @@ from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta
 from smp.environment import malloc
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, UserError, a_type
 from smp.json_input import read_json
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import build_model, family_of
@@ -108,7 +108,7 @@ def _read(config: dict[str, Any] | str | Path | None, keywords: dict[str, Any]) 
             raise UserError(f"smp.init: {config} is no readable JSON ({error}): give a dict or a JSON file") from None
     values = {} if config is None else config
     if not isinstance(values, dict):
-        raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got a {type(values).__name__}")
+        raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got {a_type(values)}")
     known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")} | _SHORT
     for field in dataclasses.fields(ParallelConfig):
         known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)

@@ -85,12 +85,14 @@ def report(
     work: Workload,
     available: int | None,
     choices: Sequence[Choice] = (),
+    where: str = "",
     host: dict[str, int] | None = None,
 ) -> str:
     """Format the result of a dry run: the mesh, the memory table of one rank, what is chosen, and the legal degrees.
 
     Args:
         available: bytes that a rank may use; None if it is planned for another machine.
+        where: what the memory is predicted for, as ``, on a GPU``.
         host: prediction of the host memory of a rank on a GPU.
     """
     shapes = sharded_parameters(resolved, mesh, work.settings)
@@ -100,7 +102,7 @@ def report(
             f"{resolved.name}: {shape.parameters:,} parameters in {len(shapes)} tensors; rank 0 holds {held:,}",
             f"mesh: {mesh} = {mesh.world_size} processes",
             "",
-            "predicted peak of each rank:",
+            f"predicted peak of each rank{where}:",
             memory_table(estimate_memory(shape, mesh, work), available),
             "",
             *([] if host is None else ["predicted host memory of each rank:", memory_table(host, None), ""]),

@@ -21,6 +21,12 @@ def hub_advice(name: str, kind: str = "") -> str:
     return f"; hubs are never asked: download it first, `hf download {name}{kind} --local-dir DIR`, then give DIR"
 
 
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article, such as ``an int``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 class UserError(ValueError):
     """Bad input; the text states the mistake, the value given, the allowed ones and the remedy."""
 

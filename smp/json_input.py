@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from smp.errors import a_type
+
 # The largest index of a published model has 10 MB.
 MAX_JSON = 64 << 20
 
@@ -71,5 +73,5 @@ def read_object(path: Path, *, limit: int = MAX_JSON) -> dict[str, Any]:
     """
     found = read_json(path, limit=limit)
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__} instead of an object")
+        raise ValueError(f"it holds {a_type(found)} instead of an object")
     return found

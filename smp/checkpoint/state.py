@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
-from smp.errors import UserError
+from smp.errors import UserError, a_type
 from smp.models.file_names import buffers_of, clean_name
 from smp.parallel.sharding import reshard
 
@@ -27,9 +27,7 @@ def plain(model: nn.Module) -> nn.Module:
             they are part of.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"Checkpointer takes a torch.nn.Module, got a {type(model).__name__}: put several into an nn.ModuleList"
-        )
+        raise UserError(f"Checkpointer takes a torch.nn.Module, got {a_type(model)}: put several into an nn.ModuleList")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     # Not by isinstance: smp's own drop-in answers to that name, too.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from smp.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES
+from smp.errors import a_type
 
 # Python's reader takes JSON that is about 1000 deep, and a dict with other keys than texts takes four of them.
 MAX_DEPTH = 100
@@ -54,7 +55,7 @@ def encode(value: Any, where: str = "value", *, depth: int = 0) -> Any:
                 return {key: inner(item, f"{where}[{key!r}]") for key, item in value.items()}
             items = [[inner(k, f"a key of {where}"), inner(v, f"{where}[{k!r}]")] for k, v in value.items()]
             return {_TAG: kind, "items": items}
-    raise ValueError(f"{where} is a {type(value).__name__}")
+    raise ValueError(f"{where} is {a_type(value)}")
 
 
 def decode(value: Any) -> Any:

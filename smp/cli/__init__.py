@@ -11,10 +11,14 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from smp.errors import RunError, UserError
+from smp import __version__
+from smp.errors import ConfigError, RunError, UserError
+
+TRAIN = "train"
 
 # Sub-command -> what it does, in one line of the help.
 COMMANDS = {
+    TRAIN: "train, resume, finetune or evaluate a model",
     "verify": "check that checkpoints are as they were written",
     "inspect": "show what a checkpoint or a Hugging Face model holds",
     "export": "write a Hugging Face model from a checkpoint",
@@ -55,12 +59,16 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     """Return the parser; only the ``chosen`` sub-command's module is imported, as most of them import torch."""
     parser = _Parser(
         prog="smp",
-        description="What comes before and after a training job, without starting one.",
+        description="A training job, and what comes before and after it.",
+        epilog="To train: smp train --model llama_tiny --use_synthetic_data 1 --max_steps 3\n"
+        "on N processes: python -m smp.launch.local --nproc_per_node N -m smp.train ..., or torchrun",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"smp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == chosen:
+        if name == chosen and name != TRAIN:
             module = importlib.import_module(f"smp.cli.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
@@ -68,20 +76,33 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _train(arguments: list[str]) -> NoReturn:
+    """Become ``python -m smp.train``: the same job under any launcher, with the exit status and signals of its own."""
+    python = sys.orig_argv[1 : -len(sys.argv)]  # Python's own options, as torchrun's -u
+    if python[-1:] == ["-m"]:
+        del python[-1]
+    else:
+        python.append("-P")  # a script's folder is not searched for modules; python -m would search the current one
+    os.execv(sys.executable, [sys.executable, *python, "-m", "smp.train", *arguments])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a sub-command.
 
     Returns:
-        The exit status: 0 good, 1 damaged or different, 2 bad input.
+        The exit status: 0 good, 1 damaged or different, 2 bad input; the training job's own.
     """
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        options = _parser(arguments[0] if arguments else "").parse_args(arguments)
+        if arguments[:1] == [TRAIN]:
+            _train(arguments[1:])
+        options = _parser(arguments[0] if arguments else "").parse_args(arguments or ["--help"])
         status = options.run(options)
         sys.stdout.flush()
         return status
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for problem in error.problems if isinstance(error, ConfigError) else [error]:
+            print(f"error: {problem}", file=sys.stderr)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -28,7 +28,7 @@ from smp.launch.command_line import (
 from smp.launch.hostfile import hostfile_script, read_hosts
 from smp.launch.kubernetes import KubernetesOptions, pytorch_job, train_job
 from smp.launch.script import RESUME, Job, local_command, local_script
-from smp.launch.slurm import SlurmOptions, slurm_script
+from smp.launch.slurm import NO_TIME, SlurmOptions, slurm_script
 
 _IMAGE_WORKDIR = "/opt/smp"  # the Dockerfile's
 _GPUS = 8
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (summary, add, _) in _TARGETS.items():
         target = targets.add_parser(name, help=summary, description=summary)
         # For the targets that do not have these flags.
-        target.set_defaults(venv=None, conda=None, image=None, container=None, mount=[], job_name=None)
+        target.set_defaults(venv=None, conda=None, image=None, container=None, mount=[], setup=[], job_name=None)
         _add_common(target)
         add(target)
         target.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training job")
@@ -74,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="as the job's; it may stand among its flags instead")
     parser.add_argument(
-        "--gpus_per_node", type=int, metavar="N", help="default 8, or the slots of --hosts; 0 trains on CPUs"
-    )
+        "--gpus_per_node", type=int, metavar="N",
+        help="default 8, the slots of --hosts, or the GPUs of this machine; 0 trains on CPUs",
+    )  # fmt: skip
     parser.add_argument("--processes_per_node", type=int, metavar="N", help="default: as many as GPUs")
     parser.add_argument("--gpu_memory_gib", type=float, default=80.0, metavar="GIB", help="of one GPU; default 80")
     parser.add_argument("--workdir", metavar="DIR", help="where the job runs, on all nodes; default: here")
@@ -91,6 +92,10 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mount", action="append", default=[], metavar="HOST:DIR", help="also mounted, besides --workdir; repeatable"
     )
+    parser.add_argument(
+        "--setup", action="append", default=[], metavar="LINE",
+        help="bash for each node before that, such as 'module load cuda' or 'export NAME=VALUE'; repeatable",
+    )  # fmt: skip
 
 
 def _add_slurm(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +174,8 @@ def _require_texts(options: argparse.Namespace) -> None:
     for name, (pattern, what) in allowed.items():
         if (value := getattr(options, name, None)) is not None:
             require_match(f"--{name}", value, pattern, what)
+    for line in options.setup:
+        require_plain("--setup", line)
     image = options.image or ""
     named = re.sub(r"^\w+://|@[\w+.-]+:[0-9a-fA-F]{32,}$", "", image)  # without its scheme and its digest
     if not image.startswith(("/", ".")) and re.match(r"[^/]*:[^@]*@", named):
@@ -232,7 +239,7 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
         nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir, program=_program(options),
         arguments=[*arguments, *chosen], resumes=RESUME.removeprefix("--") in given, comments=comments,
         venv=options.venv, conda=options.conda, image=options.image, container=options.container,
-        mounts=tuple(options.mount),
+        mounts=tuple(options.mount), setup=tuple(options.setup),
     )  # fmt: skip
 
 
@@ -253,12 +260,17 @@ def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int
         raise UserError(
             f"--gpus_per_node {gpus} contradicts the hosts' slots={slots}: leave it out, or change the slots"
         )
-    if gpus is None:
+    if gpus is None and options.target == "local":
+        import torch
+
+        gpus = torch.cuda.device_count()
+    elif gpus is None:
         gpus = slots or _GPUS
     processes = options.processes_per_node or slots or gpus
     if not processes:
+        none = "" if options.gpus_per_node == 0 else "this machine has no GPU; "
         raise UserError(
-            "--gpus_per_node 0 trains on CPUs: say with --processes_per_node how many processes a node runs"
+            f"{none}--gpus_per_node 0 trains on CPUs: say with --processes_per_node how many processes a node runs"
         )
     if slots is not None and processes != slots:
         raise UserError(f"--processes_per_node {processes} contradicts the hosts' slots={slots}: leave it out")
@@ -311,6 +323,8 @@ def _slurm(options: argparse.Namespace) -> str:
         exclusive=not options.shared, gres=not options.no_gres, signal_seconds=options.signal_seconds,
         max_requeues=options.max_requeues, max_failures=options.max_failures, **own,
     )  # fmt: skip
+    if options.time is None:
+        print(f"note: {NO_TIME}", file=sys.stderr)
     return slurm_script(job, known)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp.cli.output import table
+from smp.compat.other_trainers import plan_advice
 from smp.environment.threads import available_cores
 from smp.errors import ConfigError, UserError
 from smp.plan import document, ledger
@@ -127,8 +127,9 @@ def _nearer(problem: str) -> str:
     flag = problem.removeprefix("unknown flag ").partition(":")[0]
     own = argparse.ArgumentParser(add_help=False)
     add_arguments(own)
-    near = difflib.get_close_matches(flag, [action.option_strings[0] for action in own._actions], n=1)
-    return f"unknown flag {flag}: did you mean {near[0]}?" if near and problem.startswith("unknown flag") else problem
+    names = [action.option_strings[0].removeprefix("--") for action in own._actions]
+    says = plan_advice(flag.removeprefix("--"), names) if problem.startswith("unknown flag") else None
+    return f"unknown flag {flag}: {says}" if says else problem
 
 
 def _device(options: argparse.Namespace) -> DeviceRow:

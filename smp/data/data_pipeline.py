@@ -212,7 +212,7 @@ class DataPipeline:
 
     Attributes:
         samples_per_epoch: rows of the data; stream position g is in epoch ``g // samples_per_epoch``.
-        fingerprint: changes with the data and its cutting into samples; a resumed run reports a change.
+        fingerprint: changes with the data's files and their cutting into samples; a resumed run reports a change.
     """
 
     def __init__(self, source: RowSource, collate: Collator, batch: BatchShape, *, shuffle: bool, workers: int):

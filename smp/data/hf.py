@@ -21,7 +21,7 @@ from smp.data.packing import WindowRows
 from smp.data.storage import ARROW, DataFile, filesystem_of, list_files, open_file, reading
 from smp.data.text import TextTokenizer, tokenized_texts
 from smp.data.token_cache import IGNORED, Columns, digest_of, recorded, token_dtype
-from smp.errors import UserError
+from smp.errors import UserError, a_type
 from smp.json_input import MAX_JSON, strict_json
 
 BLOCK = 1 << 22  # labels that are compared at once
@@ -332,7 +332,7 @@ def _described(path: str, name: str) -> dict[str, Any] | None:
     except ValueError as error:
         raise UserError(f"{path}/{name} is not valid JSON ({error}): save the dataset again") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path}/{name} holds a {type(found).__name__} instead of an object: save the dataset again")
+        raise UserError(f"{path}/{name} holds {a_type(found)} instead of an object: save the dataset again")
     return found
 
 

@@ -16,7 +16,7 @@ from smp.data.packing import WindowRows
 from smp.data.storage import DataFile, open_file
 from smp.data.text import TextTokenizer, tokenized_texts
 from smp.data.token_cache import TokenFile, digest_of, token_dtype
-from smp.errors import UserError
+from smp.errors import UserError, a_type
 
 CHUNK = 1 << 20  # bytes that are converted at once
 BOM = b"\xef\xbb\xbf"
@@ -73,7 +73,7 @@ def objects_of(file: DataFile, first: int, block: bytes) -> Iterator[tuple[str, 
             ) from error
         if not isinstance(found, dict):
             raise UserError(
-                f"{where}: holds a {type(found).__name__}; each line must be one object "
+                f"{where}: holds {a_type(found)}; each line must be one object "
                 f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}'
             )
         yield where, found

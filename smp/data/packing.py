@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class RowSource(Protocol):
-    """Rows by number, and a fingerprint that changes with their content."""
+    """Rows by number, and a fingerprint that changes with the names, sizes and order of their files."""
 
     fingerprint: str
 

@@ -23,7 +23,7 @@ from smp.environment.mpi import port_of, port_of_mpi, read_mpi
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
 
-__all__ = ["Launch", "read_launch", "rendezvous", "sagemaker_hosts", "starter"]
+__all__ = ["Launch", "read_launch", "rendezvous", "sagemaker_hosts", "started_by_us", "starter"]
 
 _SAGEMAKER = "SageMaker"
 _SAGEMAKER_PORT = 7777
@@ -87,11 +87,17 @@ def starter(environment: Environment | None = None) -> str:
         return "job"
     one_host = env.get("GROUP_WORLD_SIZE") == "1"
     if env.get("TORCHELASTIC_RUN_ID") and one_host and "ACCELERATE_MIXED_PRECISION" not in env:
-        # smp.launch.local names a job by its own process.
-        if env["TORCHELASTIC_RUN_ID"] != str(os.getppid()):
+        if not started_by_us(env):
             return "torchrun"
         return "make" if "MAKELEVEL" in env else "smp.launch.local"
-    return "python" if read_launch(env) == Launch() and "RANK" not in env else ""
+    # A process on its own that has joined its group has RANK and the others, too.
+    return "python" if read_launch(env) == Launch() and not env.get("TORCHELASTIC_RUN_ID") else ""
+
+
+def started_by_us(environment: Environment | None = None) -> bool:
+    """Return whether ``smp.launch.local`` started this process: it names a job by its own process."""
+    env = os.environ if environment is None else environment
+    return env.get("TORCHELASTIC_RUN_ID") == str(os.getppid())
 
 
 def rendezvous(launch: Launch, environment: Environment | None = None) -> tuple[str, int]:

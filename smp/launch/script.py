@@ -34,6 +34,7 @@ class Job:
         image: a container's image or file, with
         container: docker, enroot (through pyxis) or apptainer, and
         mounts: ``HOST:CONTAINER`` directories besides ``workdir``.
+        setup: lines of bash that come before Python's environment on each node.
     """
 
     nodes: int
@@ -49,6 +50,7 @@ class Job:
     image: str | None = None
     container: str | None = None
     mounts: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
 
 
 def template(name: str) -> str:
@@ -67,6 +69,13 @@ def filled(name: str, values: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def enter(workdir: str) -> str:
+    """Return what changes to the directory where the job runs, or ends with status 2 and a sentence."""
+    where = shlex.quote(workdir)
+    missing = '"is no directory of this node: give --workdir one that all nodes see"'
+    return f'cd {where} || {{ echo "smp: $HOSTNAME:" {where} {missing} >&2; exit 2; }}'
+
+
 def node_script(job: Job, *, rank_info: str, name: str = "", controlled: bool = False, first: bool = False) -> str:
     """Return what bash runs on each node, with the training flags as its arguments; values are quoted in it.
 
@@ -80,7 +89,8 @@ def node_script(job: Job, *, rank_info: str, name: str = "", controlled: bool = 
     values = {
         "NETWORK": template("network.sh"),
         "RANK_INFO": rank_info,
-        "WORKDIR": shlex.quote(job.workdir),
+        "ENTER": enter(job.workdir),
+        "SETUP": "\n".join(job.setup),
         "ENVIRONMENT": _environment(job, name, controlled=controlled),
         "INSIDE": '"${inside[@]}" ' if job.container in ("docker", "apptainer") else "",
         "TRAPS": template("hand_on.sh") if stays else "",
@@ -133,5 +143,4 @@ def local_script(job: Job) -> str:
     """Return a bash script of that command."""
     start = local_command(job)[: -len(with_resume(job))]
     lines = quoted_lines(with_resume(job)).replace("\n", " \\\n")
-    where = f"cd {shlex.quote(job.workdir)} || exit 2"
-    return f"#!/bin/bash\n{comment(job.comments)}\n{where}\nexec {quoted(start)} \\\n{lines}\n"
+    return f"#!/bin/bash\n{comment(job.comments)}\n{enter(job.workdir)}\nexec {quoted(start)} \\\n{lines}\n"

@@ -7,9 +7,10 @@ import shlex
 
 from smp.errors import UserError
 from smp.launch.command_line import comment, quoted_lines
-from smp.launch.script import RESUME, Job, filled, node_script, with_resume
+from smp.launch.script import RESUME, Job, enter, filled, node_script, with_resume
 from smp.runtime import START_SECONDS
 
+NO_TIME = "Without --time the partition's limit holds; where it has none, the job is never asked to stop."
 _BEYOND_SECONDS = 120.0  # for processes that give up after START_SECONDS to end by themselves
 _NAME = '"smp-$SLURM_JOB_ID-$SLURM_NODEID"'
 # A task that was killed could not remove its container.
@@ -68,8 +69,8 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         step += "".join(f"step_options+=({shlex.quote(word)})\n" for word in extra)
     values = {
         "DIRECTIVES": "\n".join(f"#SBATCH --{directive}" for directive in _directives(job, options)),
-        "COMMENTS": comment(job.comments),
-        "WORKDIR": shlex.quote(job.workdir),
+        "COMMENTS": comment([*job.comments, *([] if options.time else [NO_TIME])]),
+        "ENTER": enter(job.workdir),
         "MAX_REQUEUES": str(options.max_requeues),
         "MAX_FAILURES": str(options.max_failures),
         "ARGUMENTS": quoted_lines(with_resume(job)),

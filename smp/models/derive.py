@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp.errors import UserError
+from smp.errors import UserError, a_type
 from smp.models.derive_plan import Call, derive_plan
 from smp.models.family import COMMON_SETTINGS, Family, LogitTransform
 from smp.models.file_names import file_names_of
@@ -235,9 +235,7 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
     if mixture := next(
         (m for m in model.modules() if _MIXTURE.search(type(m).__name__.removesuffix("ForCausalLM"))), None
     ):
-        raise _refusal(
-            hf_config, f"mixture-of-experts models are out of scope for now (it has a {type(mixture).__name__})"
-        )
+        raise _refusal(hf_config, f"mixture-of-experts models are out of scope for now (it has {a_type(mixture)})")
     embedding = _path_of(model, model.get_input_embeddings())  # type: ignore[operator]
     head = _path_of(model, model.get_output_embeddings())  # type: ignore[operator]
     if embedding is None or head is None:

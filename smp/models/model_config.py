@@ -35,7 +35,7 @@ class ModelConfig(Section):
         None, "Preset name, or local Hugging Face directory (its config.json; weights only with the finetune settings)."
     )
     model_type: Literal["gpt_neox", "llama_v2", "llama_v3", "mistral", "mixtral", "gpt2"] | None = setting(
-        None, "SMP v2's choice of architecture, shaped by the settings below. Default without --model: gpt_neox.",
+        None, "SMP v2's choice of architecture, shaped by the settings below. With these and no --model: gpt_neox.",
         only=(None, *MODEL_TYPES),
         otherwise="mixtral is out of scope for now; use gpt_neox, llama_v2, llama_v3, mistral or gpt2",
     )  # fmt: skip
@@ -169,6 +169,12 @@ class ModelConfig(Section):
         return found
 
     @property
+    def shape(self) -> dict[str, Any]:
+        """Return the settings of the architecture that were given, by name, sorted."""
+        known = {*OTHER_SETTINGS, *(name for member in FAMILIES.values() for name in member.settings)}
+        return {name: value for name in sorted(known) if (value := getattr(self, name)) is not None}
+
+    @property
     def weights_path(self) -> pathlib.Path | None:
         """Path of the pretrained weights; None: the model starts from initial values."""
         path = (
@@ -243,9 +249,9 @@ def _type_source(model_type: str) -> _Source:
 
 
 def _named_source(name: str, *, flag: str) -> _Source:
-    """Return the source of a name: a local directory, or a preset where weights are not asked of it."""
-    presets = list_presets() if flag != "hf_pretrained_model_name_or_dir" else []
-    if name in presets:
+    """Return the source of a name: a preset, except where its weights are needed as well, or else a local directory."""
+    needs_weights = flag == "hf_pretrained_model_name_or_dir"
+    if name in list_presets() and not needs_weights:
         return _preset_source(name)
     if "://" in name:
         raise UserError(
@@ -257,11 +263,17 @@ def _named_source(name: str, *, flag: str) -> _Source:
         return _directory_source(directory)
     if directory.is_dir():
         raise UserError(f"--{flag} {name} is a directory without config.json: give a Hugging Face model directory")
-    near = difflib.get_close_matches(name, presets, n=1, cutoff=0.4)
+    if needs_weights:
+        initial = f"; --model {name} trains the preset from initial values" if name in list_presets() else ""
+        raise UserError(
+            f"--{flag} {name} is no directory: give a local one with a model's config.json and safetensors "
+            f"weights{initial or hub_advice(name)}"
+        )
+    near = difflib.get_close_matches(name, list_presets(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory"
-        f"{' or one of ' + ', '.join(presets) if presets else ', with its weights'}{hub_advice(name)}"
+        f"unknown model --{flag} {name}: {hint}Give a local Hugging Face directory or one of "
+        f"{', '.join(list_presets())}{hub_advice(name)}"
     )
 
 
@@ -285,6 +297,11 @@ def _find_source(config: ModelConfig, weights: pathlib.Path | None) -> _Source:
         return _directory_source(beside)
     if beside is not None and config.model_type is None:
         raise UserError(f"no config.json beside the weights {weights}: say which model they are with --model")
+    if config.model_type is None and not config.shape:
+        raise UserError(
+            f"no model: set --model to one of {', '.join(list_presets())}, or to a local Hugging Face directory; or "
+            f"--model_type with sizes such as --num_layers"
+        )
     return _type_source(config.model_type or "gpt_neox")
 
 
@@ -359,8 +376,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
             weight_map(weights)
         except UserError as error:
             found.append(str(error))
-    known = {*OTHER_SETTINGS, *(name for member in FAMILIES.values() for name in member.settings)}
-    given = {name: value for name in sorted(known) if (value := getattr(config, name)) is not None}
+    given = config.shape
     # Without a config beside the weights, the settings give their shape.
     fixed = weights is not None and not source.from_settings
     values, problems = apply_settings(source.hf_config.to_dict(), family, given, pretrained=fixed)

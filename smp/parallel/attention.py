@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from smp.config import PrecisionConfig
 from smp.models.attention_support import (
@@ -101,6 +100,7 @@ def _fused_attention(
     Returns:
         ``(batch, sequence, heads, width)``, as transformers' attention functions.
     """
+    from torch.nn.attention import varlen
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if cu_seq_lens_q is None:
@@ -109,7 +109,7 @@ def _fused_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     batch, heads, length, width = query.shape
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    found = varlen_attn(
+    found = varlen.varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
@@ -320,10 +320,12 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 def _unfit(hf_config: Any, *, half: bool) -> str | None:
     """Return why the fused kernels cannot be used, if so."""
+    from torch.nn.attention import varlen  # imported late: it takes a second
+
     width, dropout = head_width(hf_config), attention_dropout(hf_config)
     if why := attention_misfit(hf_config, "fused"):
         return why
-    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
         return f"torch {torch.__version__} has no variable-length attention with windows and grouped heads"
     if dropout:
         return f"they have no attention dropout, and it is {dropout}"

@@ -128,7 +128,9 @@ class DeviceRow:
     @property
     def described(self) -> str:
         """Return a phrase for a person: where the row's numbers come from and how far to trust them."""
-        fitted = f", one factor fitted to {self.runs} runs" if self.runs else ""
+        sheet = DEVICES.get(self.name)
+        published = "published " if sheet is not None and (sheet.factor, sheet.runs) == (self.factor, self.runs) else ""
+        fitted = f", one factor fitted to {self.runs} {published}runs" if self.runs else ""
         if self.source == MEASURED:
             return f"measured {self.date} on {self.on}{fitted}"
         return f"data-sheet constants of {self.name}, not measured here{fitted}: within 25 %"
@@ -208,10 +210,12 @@ def device_row(name: str) -> DeviceRow:
             return read_row(path)
     if sheet:
         return sheet
-    own = sorted(file.stem for file in devices_folder().glob("*.json"))
+    known = dict.fromkeys([*DEVICES, *sorted(file.stem for file in devices_folder().glob("*.json"))])
+    if alike := [each for each in known if each.startswith(f"{plain_name(name)}_")]:
+        raise UserError(f"--device {name} is not one device: say which, {' or '.join(alike)}")
     raise UserError(
-        f"--device {name} is not known: give one of {', '.join(dict.fromkeys([*DEVICES, *own]))}, the path of a row's "
-        f"JSON file, or measure the device at hand with `smp plan --calibrate`"
+        f"--device {name} is not known: give one of {', '.join(known)}, the path of a row's JSON file, or measure the "
+        f"device at hand with `smp plan --calibrate`"
     )
 
 

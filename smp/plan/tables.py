@@ -161,7 +161,7 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         yield from wrapped(words_of(layout.flags), width, indent=4)
     others = instructive(found)
     if others:
-        yield "why not more:" if found.plans else "nothing fits:"
+        yield "why not another; the first layout, but with" if found.plans else "nothing fits:"
     best = found.plans[0][0] if found.plans else None
     for refused in others:
         changes = [] if best is None else [text for _, text in differences(refused.layout, best)]

@@ -20,7 +20,9 @@ from typing import Any, Literal
 
 import yaml
 
+from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
+from smp.compat.other_trainers import advice
 from smp.compat.retired import RETIRED
 from smp.config import (
     ActivationConfig,
@@ -32,10 +34,11 @@ from smp.config import (
     flag_text,
 )
 from smp.data.data_pipeline import DataConfig
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
 from smp.log import redact
 from smp.models.model_config import ModelConfig
+from smp.models.preset import list_presets
 from smp.parallel.allocator import AllocatorConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
@@ -106,7 +109,14 @@ class Flag:
     @property
     def allowed(self) -> str:
         """Description of the accepted values."""
+        if only := [value for value in self.field.metadata["only"] if isinstance(value, str)]:
+            return ", ".join(only)
         return f"one or more of {_noun(self.kind)}" if self.is_list else _noun(self.kind)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether this version has not what the setting is for: no value but the default is accepted."""
+        return len(self.field.metadata["only"]) == 1
 
 
 _NOUNS = {bool: "0 or 1", int: "a whole number", float: "a number", str: "text"}
@@ -194,7 +204,8 @@ def _convert(name: str, values: list[Any]) -> Any:
                 raise ValueError
             converted.append(_convert_one(flag.kind, text))
         except ValueError:
-            near = difflib.get_close_matches(text, [a for a in typing.get_args(flag.kind) if isinstance(a, str)], n=1)
+            choices = flag.field.metadata["only"] or typing.get_args(flag.kind)
+            near = difflib.get_close_matches(text, [a for a in choices if isinstance(a, str)], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"--{name} takes {flag.allowed}, got {text!r}{hint}") from None
     return tuple(converted) if flag.is_list else converted[0]
@@ -203,11 +214,9 @@ def _convert(name: str, values: list[Any]) -> Any:
 def _unknown(name: str, where: str) -> str:
     if name in RETIRED:
         return f"{where} is not used any more: {RETIRED[name]}"
-    is_flag = where.startswith("--")
-    known = [*FLAGS, "config"] if is_flag else [*FLAGS]
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists all of them"
-    return f"unknown {'flag' if is_flag else 'key'} {where}: {hint}"
+    if where.startswith("--"):
+        return f"unknown flag {where}: {advice(name, [*FLAGS, 'config'])}"
+    return f"unknown key {where}: {advice(name, FLAGS, dashes='')}"
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -227,12 +236,13 @@ def read_yaml(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"--config {path} must hold settings as `name: value` lines, got a {type(content).__name__}")
+        raise UserError(f"--config {path} must hold settings as `name: value` lines, got {a_type(content)}")
     return {str(key): value for key, value in content.items()}
 
 
 _USAGE = """python -m smp.train --model NAME --training_dir DIR [--flag VALUE ...]
 
+  try it           python -m smp.train --model llama_tiny --use_synthetic_data 1 --max_steps 3
   on N processes   python -m smp.launch.local --nproc_per_node N -m smp.train --model llama_tiny --training_dir DIR
   finetune         python -m smp.train --hf_pretrained_model_name_or_dir DIR --training_dir DIR
   resume           the same command with --resume_from_checkpoint latest
@@ -253,18 +263,21 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m smp.train",
         usage=_USAGE,
-        description="Train, resume, finetune or evaluate decoders of transformers: Llama, Qwen, Gemma and others.",
+        description="Train, resume, finetune or evaluate decoders of transformers: Llama, Qwen, Gemma and others. "
+        f"Presets for --model: {', '.join(list_presets())}.",
         epilog="docs/flags.md has the same as a table.",
         allow_abbrev=False,
         formatter_class=lambda prog: _Formatter(prog, max_help_position=36, width=110),
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags stand above it")
+    parser.add_argument("--version", action="version", version=f"smp {__version__}")
     groups = {name: parser.add_argument_group(f"{name}: {_title(cls).rstrip('.')}") for name, cls in SECTIONS.items()}
     for name, flag in FLAGS.items():
         if name == flag.field.name:
             names = [f"--{n}" for n in (name, *flag.field.metadata["aliases"])]
             default = "" if flag.field.default is None else f"; default {_default_text(flag)}"
-            text = f"{flag.field.metadata['help']} ({flag.allowed}{default})"
+            kind = "not in this version" if flag.is_missing else f"{flag.allowed}{default}"
+            text = f"{flag.field.metadata['help']} ({kind})"
             metavar = "X ..." if flag.is_list else "X"
             groups[flag.section].add_argument(
                 *names, dest=name, nargs="*", metavar=metavar, default=argparse.SUPPRESS, help=text.replace("%", "%%")

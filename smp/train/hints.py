@@ -22,10 +22,11 @@ class Results:
     curves: Path | None
     tensorboard: Sequence[Path]
     final: Path | None  # the exported model
+    checkpoint: Path | None = None  # a sharded one
 
 
 def next_commands(started: str, launch: Launch, found: Results, *, max_steps: int, resumes: bool) -> Iterator[str]:
-    """Yield the lines: where the curves are, how to train on, how to finetune.
+    """Yield the lines: where the curves are, how to train on, how to export, how to finetune.
 
     Args:
         started: what ``smp.environment.starter`` returns.
@@ -50,11 +51,14 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
     processes = "" if launch.world_size == 2 else f" NPROC={launch.world_size}"
     same = "the same job" if started == "job" else "the same command"
     yield "train on:  " + (f'make train{processes} ARGS="{further}"' if make else f"{same} with {further}")
+    python = "python" if activated else shown(Path(sys.executable))
     if found.final is None:
+        if found.checkpoint is not None:
+            output = found.checkpoint.parent.parent / "final"
+            yield f"export:    {python} -m smp export {shown(found.checkpoint)} {shown(output)}"
         return
     script = Path(sys.argv[0])
     program = "-m smp.train" if script.parts[-2:] == ("train", "__main__.py") else shown(script)
-    python = "python" if activated else shown(Path(sys.executable))
     local = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} {program}"
     commands = {
         "make": local,

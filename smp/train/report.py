@@ -202,10 +202,12 @@ def log_next_commands(plan: RunPlan, start: Start, step: int, final: Path | None
     if failure:
         logger.info("No curves.png: %s", failure)
     logger.info("Done: step %d of %d. What next:", step, start.max_steps)
+    latest = plan.checkpoint_dirs[0] / "latest"
     found = Results(
         curves=None if failure else plan.run_dir / "curves.png",
         tensorboard=plan.config.logging.tensorboard_folders(plan.run_dir),
         final=final,
+        checkpoint=latest if latest.exists() and not plan.config.checkpoint.is_local else None,
     )
     resumes = plan.config.checkpoint.resume_from_checkpoint == "latest"
     for line in next_commands(starter(), plan.launch, found, max_steps=2 * step, resumes=resumes):

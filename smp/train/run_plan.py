@@ -362,7 +362,13 @@ def dry_run(plan: RunPlan) -> None:
         batch = planned_batch(plan.config, plan.mesh)
         plan.choices.extend(choose_settings(plan, available, batch=batch))
         shape, work = sizes(plan)
-        others = (Choice(name, value, "nothing to choose here") for name, value in plan.settings.undecided().items())
+        off = {
+            "activation_checkpointing_mode": not plan.config.activation.activation_checkpointing,
+            "tp_overlap": plan.mesh.tp.size == 1,
+            "cp_comm_type": plan.mesh.cp.size == 1,
+        }
+        plain = {name: value for name, value in plan.settings.undecided().items() if not off.get(name)}
+        others = (Choice(name, value, "nothing to choose here") for name, value in plain.items())
         text = report(
             plan.model,
             plan.mesh,
@@ -370,6 +376,7 @@ def dry_run(plan: RunPlan) -> None:
             work=work,
             available=available if plan.config.run.dry_run_world_size is None else None,
             choices=[*plan.choices, *others],
+            where=f", a process on {'CPUs' if plan.device.type == 'cpu' else 'a GPU'} in {str(plan.dtype)[6:]}",
             host=_host_memory(plan, shape, work),
         )
         launch = plan.launch

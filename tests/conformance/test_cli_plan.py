@@ -203,6 +203,10 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--tokens", "lots"], "--tokens takes a number of tokens such as 4Mi, 300B or 1T, got 'lots'"),
         (["--network", "wire"], "--network wire is not known"),
         (["--gpus_per_nod", 4], "unknown flag --gpus_per_nod: did you mean --gpus_per_node?"),
+        (["--gpus", 4], "unknown flag --gpus: did you mean --gpus_per_node?"),
+        (["--lora", 1], "unknown flag --lora: LoRA and other adapters are not in this version"),
+        (["--learning_rate", 1], "unknown flag --learning_rate: here it is --lr"),
+        (["--device", "a100"], "--device a100 is not one device: say which, a100_40gb or a100_80gb"),
         (["--train_batch_siz", 4], "unknown flag --train_batch_siz: did you mean train_batch_size?"),
         (["--model", "llama_huge"], "llama_huge"),
         (["--json", "/nowhere/plan.json"], "--json /nowhere/plan.json cannot be written: /nowhere is no directory"),
@@ -279,6 +283,6 @@ def test_a_dry_run_asks_for_the_plan(tmp_path):
     words = [*LLAMA, "--use_synthetic_data", 1, "--output_dir", tmp_path / "run"]
     dry = ["--dry_run", 1, "--dry_run_world_size", 4, "--plan", 1]
     report, _, asked = run_job(*words, *dry, prepare=is_printed).succeeded().output.partition("-m smp plan")
-    assert "predicted peak of each rank:" in report
+    assert "predicted peak of each rank, a process on CPUs in float32:" in report
     assert "--search 0 --nodes 1 --gpus_per_node 4 --device cpu" in asked and "--hidden_width 32" in asked
     assert not (tmp_path / "run").exists()

@@ -224,7 +224,7 @@ def test_a_directory_is_the_same_on_all_hosts(tmp_path, monkeypatch):
     enroot = written("slurm", *CPU, *ENROOT, "--image", "i", "--workdir", ".", "--script", "x.py")
     assert f"--container-mounts={tmp_path}:{tmp_path})" in enroot
     over_ssh = written("hostfile", "--hosts", "hosts", "--gpus_per_node", "4", "--workdir", ".", "--script", "x.py")
-    assert f"cd {tmp_path} || exit 2" in over_ssh and "--nproc_per_node 4" in over_ssh
+    assert f"cd {tmp_path} ||" in over_ssh and "--nproc_per_node 4" in over_ssh
     on_cpus = written("hostfile", "--hosts", "hosts", "--gpus_per_node", "0", "--script", "x.py")
     assert "--nproc_per_node 4" in on_cpus
 

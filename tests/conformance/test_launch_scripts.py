@@ -43,6 +43,7 @@ ENVIRONMENTS = {
     "docker on CPUs": {"container": "docker", "image": "smp:1", "gpus": 0},
     "enroot": {"container": "enroot", "image": "/images/smp.sqsh", "mounts": ("/d:/d",)},
     "apptainer": {"container": "apptainer", "image": "/images/s m.sif", "mounts": ("/d:/d",)},
+    "setup": {"setup": ("module load cuda/12.4", "export NCCL_DEBUG=WARN"), "venv": "/x/venv"},
     "resumes": {"resumes": True, "arguments": ["--resume_from_checkpoint", "x"]},
 }
 
@@ -99,6 +100,32 @@ def test_what_environments_put_into_scripts():
         assert "[ -d /opt/sagemaker_cluster ]" in text and "--auto-resume=1" in text
 
 
+def test_lines_of_the_site_come_before_pythons_environment_on_each_node():
+    for kind in ("node", "slurm", "hostfile"):
+        text = scripts("setup")[kind]
+        assert "\nmodule load cuda/12.4\nexport NCCL_DEBUG=WARN\nsource /x/venv/bin/activate || exit 2\n" in text
+    flags = ["--setup", "module load x", "--setup", "export A=1", "--script", "x.py"]
+    status, out, err = says("slurm", *CPU, *flags)
+    assert status == 0 and "\nmodule load x\nexport A=1\n" in out, err
+    assert "note: Without --time the" in err and "# Without --time the partition's limit holds" in out
+    _, out, err = says("slurm", *CPU, "--time", "1-0", "--script", "x.py")
+    assert "Without --time" not in out + err and "#SBATCH --time=1-0" in out
+
+
+def test_a_directory_that_a_node_lacks_is_one_sentence():
+    text = script.enter("/a b/it's") + "\n"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True)
+    assert done.returncode == 2 and "/a b/it's is no directory of this node: give --workdir one that" in done.stderr
+
+
+def test_this_machines_gpus_are_the_default_of_local(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    status, _, err = says("local", "--script", "x.py")
+    assert status == 2 and "this machine has no GPU; --gpus_per_node 0 trains on CPUs: say with --proc" in err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert "--nproc_per_node 3 x.py" in says("local", "--script", "x.py")[1]
+
+
 def test_a_container_over_ssh_has_its_jobs_name():
     """One of the same name is removed as the rest of an earlier start."""
 
@@ -115,12 +142,7 @@ def test_marks_in_values_stay_as_they_are():
     words = ["--output_dir", "/x/@@MAX_REQUEUES@@/@@NODE@@/@@PORT@@", "@@SCRIPT@@"]
     job = job_of(arguments=words, workdir="/@@RANK_INFO@@", program=["@@COMMENTS@@.py"])
     for text in (slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@")), hostfile.hostfile_script(job, ["a"], 1)):
-        assert (
-            words[1] in text
-            and words[2] in text
-            and "cd /@@RANK_INFO@@ || exit 2" in text
-            and "@@COMMENTS@@.py" in text
-        )
+        assert words[1] in text and words[2] in text and "cd /@@RANK_INFO@@ ||" in text and "@@COMMENTS@@.py" in text
     assert "#SBATCH --job-name=@@NODES@@\n" in slurm.slurm_script(job, slurm.SlurmOptions("@@NODES@@"))
 
 

@@ -11,8 +11,11 @@ import re
 import pytest
 import yaml
 
+import smp
+from smp.compat import other_trainers
 from smp.compat.names import FLAGS as SMP_V2
 from smp.errors import ConfigError, UserError
+from smp.models.preset import list_presets
 from smp.train import arguments
 from smp.train.arguments import FLAGS, RETIRED, SECTIONS, parse_args
 
@@ -77,6 +80,9 @@ def test_yaml_values(tmp_path):
     [
         ("max_step: 3", "unknown key max_step: did you mean max_steps"),
         ("data_type: gpt", "data_type is not used any more.*--dataset_type"),
+        ("learning_rate: 1", "run.yaml: unknown key learning_rate: here it is lr$"),
+        ("adapter: lora", "unknown key adapter: LoRA and other adapters are not in this version"),
+        ("config_file: other.yaml", "unknown key config_file: --help lists"),
         ("config: other.yaml", "unknown key config(?!.*mean config)"),
         ("lr: 1e-3\nbeta1: 0.8\nlr: 1e-4\n", "line 3 .*: lr is given there and in line 1: keep one of them"),
         ("lr: 1\n'lr': 2", "line 2 .*: lr is given there and in line 1"),
@@ -125,7 +131,22 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
     [
         (["--max_step", 3], "unknown flag --max_step: did you mean max_steps"),
         (["--hybrid-shard-degree", 2], "did you mean hybrid_shard_degree"),
-        (["--learning_rte=1"], "unknown flag --learning_rte"),
+        (["--learning_rte=1"], "unknown flag --learning_rte: --help lists all of them"),
+        (["--learning_rate", 1], "unknown flag --learning_rate: here it is --lr$"),
+        (["--batch_size", 4], "--batch_size: .* of a rank .* --train_batch_size .* all ranks --global_batch_size$"),
+        (["--num_train_epochs=2"], "--num_train_epochs: here it is --epochs$"),
+        (["--seq_len", 8], "here it is --max_context_width$"),
+        (["--tensor-parallel-size", 2], "unknown flag --tensor-parallel-size: here it is --tensor_parallel_degree$"),
+        (["--training.seq_len", 8], "here it is --max_context_width$"),
+        (["--training.global_batch_size", 8], "here it is --global_batch_size$"),
+        (["--lora", 1], "unknown flag --lora: LoRA and other adapters are not in this version"),
+        (["--lora_rank", 8], "--lora_rank: LoRA and other adapters are not in this version"),
+        (["--pipeline_parallel_degree", 2], "pipeline parallelism is not in this version"),
+        (["--fp16", 1], "fp16 is not in this version: use --bf16 1$"),
+        (["--optimizer", "adam"], "--optimizer: the optimizer is always AdamW: leave it out$"),
+        (["--nproc_per_node", 2], "it is the launcher's, .*python -m smp.launch.local --nproc_per_node N -m smp.train"),
+        (["--auto_find_batch_size", 1], "--auto_find_batch_size: --help lists all of them"),
+        (["--model_type", "mixtrl"], "takes gpt_neox, llama_v2, llama_v3, mistral, gpt2, got 'mixtrl'; .* mistral"),
         (["--conf", "a.yaml"], "did you mean config"),
         (["--sharding_strategy", "ful_shard"], "takes .*full_shard.*did you mean full_shard"),
         (["--bf16", "yes"], "--bf16 takes 0 or 1, got 'yes'"),
@@ -148,6 +169,19 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
 def test_what_is_refused(words, expected):
     found = problems(*words)
     assert len(found) == 1 and re.search(expected, found[0]), found
+
+
+def test_names_of_other_trainers_lead_to_flags_that_there_are():
+    theirs = [name for table in (other_trainers.SAME, other_trainers.OTHERWISE) for names in table.values()
+              for name in names.split()]  # fmt: skip
+    assert len(theirs) == len(set(theirs)) and not set(theirs) & {*FLAGS, *RETIRED}
+    live = [name for name, flag in FLAGS.items() if not flag.is_missing]
+    for pattern in other_trainers.MISSING.values():
+        assert not [name for name in (*live, *RETIRED, *theirs) if re.fullmatch(pattern, name)], pattern
+    flags = {*FLAGS, "config", "nproc_per_node"}
+    assert {*other_trainers.SAME} <= flags
+    said = " ".join([*other_trainers.OTHERWISE, *other_trainers.MISSING])
+    assert {*re.findall(r"--(\w+)", said)} <= flags
 
 
 def test_a_stray_word_before_flags_is_named():
@@ -214,6 +248,23 @@ def test_help_names_every_flag(capsys):
     shown = capsys.readouterr().out
     assert stopped.value.code == 0
     assert [name for name in FLAGS if f"--{name}" not in shown] == [] and "--config" in shown
+    assert [name for name in list_presets() if f"{name}," not in shown and f"{name}." not in shown] == []
+
+
+def test_help_marks_what_is_not_in_this_version(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    entries = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
+    marked = {entry.split()[0][2:] for entry in entries if "(not in this version)" in re.sub(r"\s+", " ", entry)}
+    single = {name for name, flag in FLAGS.items() if len(flag.field.metadata["only"]) == 1}
+    assert marked == single and {"fp8", "moe", "num_local_experts", "expert_parallel_degree"} <= marked
+    assert "mixtral" not in "".join(entries)
+
+
+def test_the_version_is_printed_and_nothing_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"smp {smp.__version__}\n"
 
 
 def test_help_begins_with_what_a_user_needs(capsys):
@@ -221,6 +272,7 @@ def test_help_begins_with_what_a_user_needs(capsys):
         parse_args(["--help"])
     shown = capsys.readouterr().out
     usage, _, rest = shown.partition("\n\nTrain, resume")
+    assert re.search(r"^  try it +python -m smp.train --model llama_tiny --use_synthetic_data 1", usage, re.M)
     assert len(usage.splitlines()) <= 8 and usage.startswith("usage: python -m smp.train --model NAME --training_dir")
     titles = re.findall(r"^(\w+): (\w.*):$", rest, re.M)
     assert [name for name, _ in titles] == [*SECTIONS] and titles[0][0] == "model" and titles[-1][0] == "allocator"

@@ -53,7 +53,7 @@ def applied(model, *, chosen="sdpa", settings=()):
 def fused(monkeypatch):
     """Fused attention as on a GPU, with a reference in place of the kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
 
 
 def varlen(q, k, v, bounds, _, longest, __, *, scale, window_size, enable_gqa):
@@ -128,7 +128,9 @@ def test_fused_attention_is_hugging_face_s(family, batch, fused, monkeypatch):
 
 def test_fused_attention_takes_lengths_only_where_a_mask_would_be(fused, monkeypatch):
     calls = []
-    monkeypatch.setattr(attention, "varlen_attn", lambda *a, **k: calls.append(k["window_size"]) or varlen(*a, **k))
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn", lambda *a, **k: calls.append(k["window_size"]) or varlen(*a, **k)
+    )
     used = {}
     for family in FAMILIES:
         model = applied(build(config_of(family)), chosen="fused")

@@ -26,6 +26,7 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} |
         (OURS | {"SLURM_JOB_ID": "7"}, "job"),
         (OURS | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "job"),
         (ELASTIC, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "python"),  # in its own group
         (OPEN_MPI, ""),
     ],
 )
@@ -73,6 +74,12 @@ def test_other_starts_are_told_theirs(monkeypatch, started, again, program):
 def test_only_what_is_there_is_named(monkeypatch):
     (on,) = hints(monkeypatch, "python", found=Results(None, [], None))
     assert on.startswith("train on:")
+
+
+def test_a_checkpoint_is_exported_where_there_is_no_final_model(monkeypatch):
+    found = Results(None, [], None, Path("/r/checkpoints/latest"))
+    _, export = hints(monkeypatch, "python", found=found)
+    assert export == "export:    python -m smp export /r/checkpoints/latest /r/final"
 
 
 def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):

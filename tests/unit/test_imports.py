@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 import smp
+import smp.cli
 from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -61,6 +63,46 @@ def test_the_commands_help_imports_no_torch(command):
         pytest.skip("smp is not installed here")
     found = imported_by(sys.executable, *command, "--help")
     assert "smp.cli" in found and not found & {"torch", "transformers", "numpy"}
+
+
+TORCH = "torch was asked for"
+BEGINS = f"smp {smp.__version__}: loading torch\n"
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "says"),
+    [
+        (["-m", "smp.train"], {}, BEGINS),
+        (["-u", "-m", "smp", "train", "--max_steps", "3"], {}, BEGINS),
+        (["train_lib.py"], {}, BEGINS),
+        (["-m", "smp.train"], RANK, ""),
+        (["-m", "smp.train"], RANK | {"RANK": "0", "LOCAL_RANK": "0"}, BEGINS),
+        (["-m", "smp.train"], {"TORCHELASTIC_RUN_ID": str(os.getpid())}, ""),  # the launcher, as here, has said it
+        (["-m", "smp.train", "--help"], {}, ""),
+        (["-m", "smp.launch.local", "-m", "smp.train"], {}, BEGINS),
+        (["-m", "smp.launch.local", "--nnodes", "2", "--node_rank", "1", "-m", "smp.train"], {}, ""),
+        (["-m", "smp.launch.local", "mine.py"], {}, ""),
+        (["-c", "import smp"], {}, ""),
+    ],
+)
+def test_a_job_says_that_it_begins_before_it_waits_for_torch(words, environment, says, tmp_path):
+    (tmp_path / "torch.py").write_text(f"raise SystemExit({TORCH!r})\n")
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=path | environment, capture_output=True, text=True)
+    assert done.stderr == f"{says}{TORCH}\n" and done.stdout == ""
+
+
+def test_smp_train_is_the_job():
+    started = [[sys.executable, *words, "--version"] for words in (["-m", "smp", "train"], ["-m", "smp.train"])]
+    outputs = {subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout for words in started}
+    assert outputs == {f"smp {smp.__version__}\n"}
+
+
+def test_smp_alone_prints_the_commands_and_how_to_train():
+    done = subprocess.run([sys.executable, "-m", "smp"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and all(f"    {name} " in done.stdout for name in smp.cli.COMMANDS), done.stderr
+    assert "To train: smp train --model llama_tiny --use_synthetic_data 1" in done.stdout
 
 
 def test_no_public_name_is_also_a_modules():

@@ -117,7 +117,8 @@ def test_settings_override_a_preset_and_dependent_values_follow():
 
 
 def test_defaults_are_smp_v2s():
-    resolved = resolve()
+    resolved = resolve(model_type="gpt_neox")
+    assert resolve(num_layers=3).name == "gpt_neox"
     config = resolved.hf_config
     assert resolved.name == "gpt_neox" and resolved.sequence_length == 2048 and resolved.weights is None
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
@@ -154,6 +155,12 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
     ("settings", "words"),
     [
         ({"model": "lama7b"}, "did you mean llama7b"),
+        (
+            {},
+            "smollm3_3b, or to a local Hugging Face directory; or --model_type with sizes such as --num_layers",
+        ),
+        ({"max_context_width": 64}, "no model: set --model to one of gemma3_12b"),
+        ({"hf_pretrained_model_name_or_dir": "qwen3_4b"}, "; --model qwen3_4b trains the preset from initial values"),
         ({"model": "llama_tiny", "num_heads": 3}, "--num_heads 3 does not divide --hidden_width 160"),
         ({"model": "llama_tiny", "num_key_value_heads": 3}, "--num_key_value_heads 3 does not divide --num_heads 4"),
         ({"model": "llama_tiny", "num_layers": 0}, "--num_layers must be at least 1"),
@@ -174,7 +181,11 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"pretrained_checkpoint_file": "x"}, "add --finetune 1"),
         ({"hf_pretrained_model_name_or_dir": "x", "model": "llama7b"}, "both name the model"),
         ({"hf_pretrained_model_name_or_dir": "x", "pretrained_checkpoint_file": "y"}, "both name the weights"),
-        ({"hf_pretrained_model_name_or_dir": "org/model"}, "unknown model --hf_pretrained_model_name_or_dir"),
+        (
+            {"hf_pretrained_model_name_or_dir": "a/Qwen3-0.6B"},
+            "is no directory: give a local one with a model's config.json and safetensors weights; hubs are never "
+            "asked: download it first, `hf download a/Qwen3-0.6B --local-dir DIR`, then give DIR",
+        ),
     ],
 )
 def test_bad_settings_say_what_to_do(settings, words):

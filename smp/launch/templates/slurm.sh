@@ -6,7 +6,7 @@
 # Before the time is over the job saves a checkpoint and goes back into the queue, where it resumes.
 set -uo pipefail
 
-cd @@WORKDIR@@ || exit 2
+@@ENTER@@
 max_requeues=@@MAX_REQUEUES@@ # of any kind
 max_failures=@@MAX_FAILURES@@ # in a row
 restarts=${SLURM_RESTART_COUNT:-0}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, UserError, a_type
 from smp.models.attention_support import attention_dropout
 from smp.models.family import Family, tensor_parallel_problems
 from smp.models.tensor_plan import Part, PlanSizes
@@ -115,7 +115,7 @@ def _linear(module: nn.Module, path: str, where: str) -> Any:
         type(found).forward is nn.Linear.forward or type(found).__module__.startswith("transformers.models.")
     )
     if not plain and not is_transposed(found):
-        raise UserError(f"the tensor-parallel plan splits {path} of {where}, which is a {type(found).__name__}: only "
+        raise UserError(f"the tensor-parallel plan splits {path} of {where}, which is {a_type(found)}: only "
                         f"nn.Linear can be split, and its product is replaced by smp.parallel.linear")  # fmt: skip
     return found
 

@@ -1,0 +1,31 @@
+"""The first line of a job, before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+
+from smp.environment import read_launch, started_by_us
+from smp.errors import UserError
+from smp.log import say
+
+
+def announce(version: str, arguments: Sequence[str], *, is_launcher: bool) -> None:
+    """Say once a job, on standard error, that it begins: by the launcher of its first host, or else by rank 0.
+
+    Args:
+        version: smp's.
+        arguments: of the program.
+        is_launcher: whether the program is ``smp.launch.local``, which may also start other programs than the job.
+    """
+    if {"-h", "--help", "--version"}.intersection(arguments):
+        return
+    if is_launcher:
+        begins = "smp.train" in arguments and not re.search(r"--node_rank[= ]0*[1-9]", " ".join(arguments))
+    else:
+        begins = False
+        with contextlib.suppress(UserError):  # raised again by whoever reads it next
+            begins = read_launch().rank == 0 and not started_by_us()
+    if begins:
+        say(f"smp {version}: loading torch")
