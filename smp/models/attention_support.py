@@ -48,6 +48,33 @@ def attention_misfit(hf_config: Any, name: str) -> str | None:
     return None
 
 
+def attention_problem(hf_config: Any, name: str, *, dropout: float) -> str | None:
+    """Return why ``--attn_implementation`` cannot have a value on this machine, and what to use, if so.
+
+    Args:
+        hf_config: of the model.
+        name: the value.
+        dropout: of attention.
+    """
+    import torch
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    flag = f"--attn_implementation {name}"
+    if why := attention_misfit(hf_config, name):
+        return f"{flag}: {why}: use {default_attention(hf_config)}"
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        return f"{flag} needs a GPU and the flash-attn package (pip install flash-attn): use sdpa"
+    if name == "flash_attention_3" and not is_flash_attn_3_available():
+        return f"{flag} needs a GPU and the flash-attn-3 package (built from flash-attn's folder hopper): use sdpa"
+    if name == "flex_attention" and not torch.cuda.is_available():
+        return f"{flag} has no backward on a CPU: use sdpa"
+    if name == "fused" and not torch.cuda.is_available():
+        return f"{flag} needs a GPU and none is visible: use sdpa"
+    if name in ("flash_attention_3", "flex_attention") and dropout > 0:
+        return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
+    return None
+
+
 def default_attention(hf_config: Any) -> str:
     """Return sdpa, or eager for a model that cannot have it."""
     return "eager" if attention_misfit(hf_config, "sdpa") else "sdpa"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from smp.config import AUTO, Section, Settings, setting
 from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
-from smp.models.attention_support import attention_misfit, default_attention
+from smp.models.attention_support import attention_misfit, attention_problem
 from smp.models.checked_config import checked_config
 from smp.models.derive import OTHER_SETTINGS
 from smp.models.family import COMMON_DEFAULTS, Family
@@ -325,26 +325,6 @@ def _contradiction(config: ModelConfig, name: str, beside: pathlib.Path, differ:
     )
 
 
-def _attention_problem(config: ModelConfig, hf_config: Any, dropout: float) -> str | None:
-    import torch
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
-
-    flag = f"--attn_implementation {config.attn_implementation}"
-    if why := attention_misfit(hf_config, config.attn_implementation):
-        return f"{flag}: {why}: use {default_attention(hf_config)}"
-    if config.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        return f"{flag} needs a GPU and the flash-attn package (pip install flash-attn): use sdpa"
-    if config.attn_implementation == "flash_attention_3" and not is_flash_attn_3_available():
-        return f"{flag} needs a GPU and the flash-attn-3 package (built from flash-attn's folder hopper): use sdpa"
-    if config.attn_implementation == "flex_attention" and not torch.cuda.is_available():
-        return f"{flag} has no backward on a CPU: use sdpa"
-    if config.attn_implementation == "fused" and not torch.cuda.is_available():
-        return f"{flag} needs a GPU and none is visible: use sdpa"
-    if config.attn_implementation in ("flash_attention_3", "flex_attention") and dropout > 0:
-        return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
-    return None
-
-
 def _built_with(config: ModelConfig, hf_config: Any) -> str:
     """Return the function to build with: what is no function of Hugging Face's takes the place of its sdpa."""
     wanted = Settings((config,))[ModelConfig].attn_implementation
@@ -390,9 +370,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         else:  # in what does not change the model's function, the weights' own counts, too
             source, values = dataclasses.replace(source, hf_config=own), own_values
     found += problems + value_problems(values, family)
-    if problem := _attention_problem(
-        config, source.hf_config, values.get(family.settings.get("attn_pdrop", "")) or 0.0
-    ):
+    dropout = values.get(family.settings.get("attn_pdrop", "")) or 0.0
+    if problem := attention_problem(source.hf_config, config.attn_implementation, dropout=dropout):
         found.append(problem)
     if found:
         raise ConfigError(found)

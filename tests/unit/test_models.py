@@ -293,9 +293,7 @@ def test_a_preset_that_agrees_with_the_config_of_the_weights_is_taken(tmp_path):
 
 
 def test_advice_on_pretrained_models_can_be_followed(tmp_path):
-    assert "Give a local Hugging Face directory, with its weights" in refusal(
-        hf_pretrained_model_name_or_dir="llama_tiny"
-    )
+    assert "--model llama_tiny trains the preset" in refusal(hf_pretrained_model_name_or_dir="llama_tiny")
     directory = save_weights(save_config(tmp_path / "w", pad_token_id=-1))  # as the first Llama's
     assert "make it null in config.json" in refusal(hf_pretrained_model_name_or_dir=str(directory))
     save_config(directory, pad_token_id=None)
