@@ -323,9 +323,10 @@ def _slurm(options: argparse.Namespace) -> str:
         exclusive=not options.shared, gres=not options.no_gres, signal_seconds=options.signal_seconds,
         max_requeues=options.max_requeues, max_failures=options.max_failures, **own,
     )  # fmt: skip
+    text = slurm_script(job, known)
     if options.time is None:
         print(f"note: {NO_TIME}", file=sys.stderr)
-    return slurm_script(job, known)
+    return text
 
 
 def _kubernetes(options: argparse.Namespace) -> str:

@@ -55,7 +55,8 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
     if found.final is None:
         if found.checkpoint is not None:
             output = found.checkpoint.parent.parent / "final"
-            yield f"export:    {python} -m smp export {shown(found.checkpoint)} {shown(output)}"
+            words = [python, "-m", "smp", "export", shown(found.checkpoint), shown(output)]
+            yield f"export:    {shlex.join(words)}"
         return
     script = Path(sys.argv[0])
     program = "-m smp.train" if script.parts[-2:] == ("train", "__main__.py") else shown(script)

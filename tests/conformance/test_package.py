@@ -58,7 +58,7 @@ def test_the_job_trains_where_only_the_wheel_is(installed, tmp_path):
     where = [sys.executable, "-c", "import smp, sys; print(smp.__file__)"]
     assert run(installed[1], tmp_path / "empty", *where).stdout.startswith(str(installed[1]))
     words = "--model llama_tiny --use_synthetic_data 1 --max_steps 3 --logging_freq 1 --data_num_workers 1".split()
-    done = run(installed[1], tmp_path / "empty", *TORCHRUN, "-m", "smp.train", *words)
+    done = run(installed[1], tmp_path / "empty", *TORCHRUN, "-m", "smp", "train", *words)
     assert done.returncode == 0 and "Done: step 3 of 3" in done.stderr + done.stdout, done.stderr
     assert len((tmp_path / "empty/runs/llama_tiny/metrics.jsonl").read_text().splitlines()) == 3
 
