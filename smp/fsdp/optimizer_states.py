@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
-from smp.fsdp.units import clean_name, local_part, reshard_below, units_below, whole_tensor
+from smp.fsdp.units import clean_name, reshard_below, units_below, whole_tensor
+from smp.parallel.optimizers import local_part
 
 State = dict[str, Any]
 Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the plain model's names

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.param_group import refuse_assigned
-from smp.fsdp.units import Unit, clean_name, local_part, unit_of, units_below, whole_tensor
+from smp.fsdp.units import Unit, clean_name, unit_of, units_below, whole_tensor
+from smp.parallel.optimizers import local_part
 
 _KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (TorchFullStateDictConfig, FullOptimStateDictConfig),

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
@@ -272,17 +272,6 @@ def prefetch_in_forward(root: nn.Module) -> None:
     order = [inner for inner, unit in units_below(root) if unit.options.forward_prefetch]
     for inner, following in itertools.pairwise(order):
         inner.set_modules_to_forward_prefetch([following])
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a whole tensor that every rank has, with ``like``'s placements; not collective.
-
-    Args:
-        whole: of ``like``'s shape, on any device.
-        like: a sharded parameter.
-    """
-    part = distribute_tensor(whole.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
-    return part.to(like.to_local().device)  # type: ignore[return-value]
 
 
 def whole_tensor(sharded: DTensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from smp.fsdp.units import (
     units_below,
 )
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
+from smp.parallel.optimizers import following_optimizers
 
 # Names of the constructor that a single unit does not have.
 _OF_THE_MODEL = ("cls", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
@@ -76,11 +77,12 @@ def _shard(
                 f"members, or the module around it"
             )
     units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
-    for inner, own in [*units, (module, options)]:
-        original = type(inner)
-        unit = shard_unit(inner, own, **leave)
-        inner.__class__ = _wrapped_class(wrapper, original)
-        state_dicts.register_hooks(inner, unit)
+    with following_optimizers(module):
+        for inner, own in [*units, (module, options)]:
+            original = type(inner)
+            unit = shard_unit(inner, own, **leave)
+            inner.__class__ = _wrapped_class(wrapper, original)
+            state_dicts.register_hooks(inner, unit)
     if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     return module

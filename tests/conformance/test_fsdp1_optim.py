@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from smp import FSDP
+import smp
+from smp import FSDP, DelayedParamIniter
 from smp.errors import UserError
 from tests import fsdp1
 from tests.distributed import run_distributed
+from tests.reference import build_reference
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 RANK0 = FullOptimStateDictConfig(rank0_only=True)
@@ -202,3 +205,112 @@ def _without_groups(kind):
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_a_state_without_param_groups(kind):
     run_distributed(_without_groups, kind, world_size=2, timeout=60)
+
+
+def _losses(model, optimizer, *, steps=range(3), schedule=False):
+    """Train on the same batch on all ranks, as one process would."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if schedule else None
+    losses = []
+    for step in steps:
+        loss = fsdp1.loss_of(model, fsdp1.batch(step, 0))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _by_shape(model):
+    """Two groups, matrices and the rest, which only whole parameters tell apart."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
+    assert all(groups)
+    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1]}], lr=1e-2)
+
+
+def _made_before():
+    tied = {"tied": True}
+    plain = fsdp1.build(**tied).double()
+    wanted = _losses(plain, _by_shape(plain), steps=range(5), schedule=True)
+    for policy in (None, fsdp1.by_block):
+        for use_orig_params in (False, True):
+            model = fsdp1.build(**tied).double()
+            optimizer = _by_shape(model)
+            model = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+            assert _losses(model, optimizer, steps=range(5), schedule=True) == pytest.approx(wanted, rel=1e-9)
+
+    # It has stepped already, and goes on with a shard of its state.
+    model = fsdp1.build(**tied).double()
+    optimizer = _by_shape(model)
+    begun = _losses(model, optimizer, steps=range(2))
+    model = FSDP(model, auto_wrap_policy=fsdp1.by_block)
+    plain = fsdp1.build(**tied).double()
+    again = _losses(plain, _by_shape(plain), steps=range(5))
+    assert begun + _losses(model, optimizer, steps=range(2, 5)) == pytest.approx(again, rel=1e-9)
+    assert set(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]) == set(fsdp1.whole(model))
+
+    with torch.device("meta"):
+        model = fsdp1.build().double()
+    optimizer = _by_shape(model)
+    delayed = DelayedParamIniter(model)
+    model = FSDP(model, auto_wrap_policy=fsdp1.by_block, param_init_fn=delayed.get_param_init_fn())
+    plain = fsdp1.build().double()
+    plain.load_state_dict(model.state_dict())
+    assert _losses(model, optimizer) == pytest.approx(_losses(plain, _by_shape(plain)), rel=1e-9)
+
+    model = FSDP(fsdp1.build(**tied).double(), auto_wrap_policy=fsdp1.by_block)
+    with FSDP.summon_full_params(model):
+        optimizer = _by_shape(model)
+    assert _losses(model, optimizer, steps=range(5), schedule=True) == pytest.approx(wanted, rel=1e-9)
+
+    model = fsdp1.build(**tied).double()
+    optimizer = _by_shape(model)
+    for layer in model.layers:
+        smp.fully_shard(layer)
+    assert _losses(smp.fully_shard(model), optimizer, steps=range(5), schedule=True) == pytest.approx(wanted, rel=1e-9)
+
+    with mock.patch("gc.get_objects", side_effect=AssertionError("nobody holds a parameter of it")):
+        model = FSDP(fsdp1.build(**tied), auto_wrap_policy=fsdp1.by_block)
+        with FSDP.summon_full_params(model):
+            pass
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
+@pytest.mark.smoke
+def test_an_optimizer_made_before_trains_the_sharded_parameters(backend):
+    run_distributed(_made_before, world_size=2, backend=backend, timeout=60)
+
+
+def _made_before_parallelize(degrees):
+    ids = torch.arange(24).view(2, 12)
+
+    def losses(model, optimizer):
+        found = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain = build_reference("llama_tied", torch.float64)
+    wanted = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    smp.init(degrees)
+    for where in ("transform", "parallelize"):
+        model = build_reference("llama_tied", torch.float64)
+        if where == "parallelize":
+            smp.transform(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if where == "transform":
+            smp.transform(model)
+        model = smp.parallelize(model, gradient_reduction="mean")
+        assert losses(model, optimizer) == pytest.approx(wanted, rel=1e-6), where  # transformers' loss is in fp32
+
+
+@pytest.mark.parametrize("degrees", [{"hybrid_shard_degree": 2}, {"tensor_parallel_degree": 2}])
+def test_an_optimizer_made_before_parallelize(degrees):
+    run_distributed(_made_before_parallelize, degrees, world_size=2, timeout=60)
