@@ -62,6 +62,35 @@ def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
     raise UserError(f"FSDP: nothing in the {type(model).__name__} is wrapped: give the model that FSDP returned")
 
 
+def _agree(own: dict[str, State], parameters: dict[str, nn.Parameter]) -> None:
+    """Compare what ranks are about to gather; collective.
+
+    Raises:
+        UserError: on every rank, as some would gather other tensors than the others.
+    """
+    meshes = {name: parameter.device_mesh for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    for mesh in dict.fromkeys(meshes.values()):
+        outline = {
+            name: ", ".join(sorted(str(entry) for entry, value in values.items() if isinstance(value, DTensor)))
+            for name, values in own.items()
+            if meshes.get(name) == mesh
+        }
+        found = [(dist.get_rank(), outline)]
+        for axis in range(mesh.ndim):
+            parts: list[Any] = [None] * mesh.size(axis)
+            dist.all_gather_object(parts, found, group=mesh.get_group(axis))
+            found = [each for part in parts for each in part]
+        (first, wanted), *others = sorted(found)
+        for rank, other in others:
+            for name in sorted(wanted.keys() | other.keys()):
+                if wanted.get(name) != other.get(name):
+                    raise UserError(
+                        f"FSDP: the optimizer's state of {name} is {wanted.get(name) or 'nothing'} on rank {first} and "
+                        f"{other.get(name) or 'nothing'} on rank {rank}: give the optimizers of all ranks the same "
+                        f"parameters, and step them together"
+                    )
+
+
 def _gather(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -90,15 +119,18 @@ def _gather(
     state = optimizer.state_dict() if state is None else state
     keep = not rank0_only or _is_first_rank(model, group)
     by_name = {names[number]: values for number, values in state["state"].items()}
+    parameters = {name: parameter for parameter, name in _names(model).items()}
+    if full:
+        _agree(by_name, parameters)
     found: State = {}
     # In the model's order, and each parameter's entries sorted: ranks may order both differently, and all have to
     # gather the same tensor together.
-    for name in [name for name in _names(model).values() if name in by_name]:
+    for name in [name for name in parameters if name in by_name]:
         entries = found.setdefault(name, {})
         for entry, value in sorted(by_name[name].items(), key=lambda item: str(item[0])):
             if isinstance(value, torch.Tensor):
-                if full:  # a copy of what is whole already: the optimizer counts its steps in place
-                    value = whole_tensor(value) if isinstance(value, DTensor) else value.clone()
+                # A copy in any case: the optimizer changes its state in place.
+                value = whole_tensor(value) if full and isinstance(value, DTensor) else value.detach().clone()
                 value = value.cpu() if offload_to_cpu else value
             if keep:
                 entries[entry] = value
@@ -107,7 +139,7 @@ def _gather(
     if "param_groups" not in state:
         return {"state": found}
     pairs = zip(state["param_groups"], groups, strict=True)
-    return {"state": found, "param_groups": [{**saved, "params": list(own)} for saved, own in pairs]}
+    return {"state": found, "param_groups": [{**copy.deepcopy(saved), "params": list(own)} for saved, own in pairs]}
 
 
 def _to_load(
@@ -172,9 +204,9 @@ def _numbered(saved: list[State], groups: list[Group]) -> list[State]:
 
 def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
     """Return a saved value as the optimizer keeps it beside its parameter; a copy, which it may change."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    if not isinstance(value, torch.Tensor):
         return value
-    if not value.size():
+    if isinstance(value, DTensor) or not value.size():
         return value.clone()
     refuse_sharded_tensor(value, what)
     if value.size() != parameter.shape:

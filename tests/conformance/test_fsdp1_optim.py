@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -205,6 +207,41 @@ def _without_groups(kind):
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_a_state_without_param_groups(kind):
     run_distributed(_without_groups, kind, world_size=2, timeout=60)
+
+
+def _ranks_differ(sizes):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    model = layers(device_mesh=mesh, sharding_strategy="HYBRID_SHARD" if len(sizes) == 2 else "FULL_SHARD")
+    last = dist.get_rank() == dist.get_world_size() - 1
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters[:-1] if last else parameters)
+    train(model, optimizer, range(1))
+    wanted = rf"state of 3.weight is exp_avg, exp_avg_sq on rank 0 and nothing on rank {dist.get_world_size() - 1}: "
+    for rank0_only in (False, True):
+        with pytest.raises(UserError, match=wanted):
+            FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+    with pytest.raises(UserError, match=wanted):
+        FSDP.optim_state_dict(model, optimizer)
+    # What is sharded gathers nothing.
+    assert len(FSDP.sharded_optim_state_dict(model, optimizer)["state"]) == (3 if last else 4)
+
+    optimizer = torch.optim.Adam(parameters, amsgrad=last)
+    train(model, optimizer, range(1))
+    with pytest.raises(UserError, match=r"exp_avg, exp_avg_sq on rank 0 and exp_avg, exp_avg_sq, max_exp_avg_sq on "):
+        FSDP.optim_state_dict(model, optimizer)
+    assert fsdp1.mean(torch.tensor(float(dist.get_rank()))) == (dist.get_world_size() - 1) / 2, "ranks stay in step"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend"),
+    [
+        pytest.param((2,), "gloo", marks=pytest.mark.smoke),
+        ((2,), "smddp"),
+        ((2, 2), "smddp"),
+    ],
+)
+def test_all_ranks_refuse_states_that_differ(sizes, backend):
+    run_distributed(_ranks_differ, sizes, world_size=math.prod(sizes), backend=backend, timeout=60)
 
 
 def _losses(model, optimizer, *, steps=range(3), schedule=False):
