@@ -6,11 +6,13 @@ temporary directory until the manifest takes their place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -96,6 +98,46 @@ def appears(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() > end:
             return False
+        time.sleep(0.05)
+    return True
+
+
+def await_parts(directory: Path, ranks: list[int]) -> None:
+    """Return when all ranks have written their part.
+
+    Raises:
+        RunError: nothing more is being written, and one is missing.
+    """
+    missing = list(ranks)
+
+    def whole() -> bool:
+        missing[:] = [rank for rank in missing if not (directory / part_name(rank)).exists()]
+        return not missing
+
+    if not _while_written(directory, whole):
+        raise RunError(f"rank {missing[0]} has not written its part, and nothing was written for {VISIBLE_WITHIN:g} s")
+
+
+def await_published(temporary: Path) -> None:
+    """Return when another rank has published a checkpoint, or given it up.
+
+    Raises:
+        RunError: it does neither.
+    """
+    if not _while_written(temporary, lambda: not temporary.exists()):
+        raise RunError(f"rank 0 has not published it, and nothing was written for {VISIBLE_WITHIN:g} s")
+
+
+def _while_written(directory: Path, ready: Callable[[], bool]) -> bool:
+    """Wait until ``ready``; False if before that the files of ``directory`` have not grown for a while."""
+    seen, end = -1, 0.0
+    while not ready():
+        with contextlib.suppress(OSError):  # it is being renamed
+            size = sum(entry.stat().st_size for entry in os.scandir(directory))
+            if size != seen:
+                seen, end = size, time.monotonic() + VISIBLE_WITHIN
+        if time.monotonic() > end:
+            return ready()
         time.sleep(0.05)
     return True
 
