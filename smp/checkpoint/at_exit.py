@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 # its hook, after which no pool takes work, is then called after this one
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING
 
 from smp.checkpoint.background import PendingWrite
-from smp.checkpoint.layout import TEMPORARY, set_aside
+from smp.checkpoint.layout import CLAIMED, TEMPORARY, set_aside
 from smp.checkpoint.outcome import attempt
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import reason
@@ -47,32 +48,36 @@ def _finish_all() -> None:
 
 
 def _finish(checkpointer: Checkpointer, write: PendingWrite) -> None:
-    """Publish a checkpoint from rank 0, while the others wait: a launcher ends all when one has failed."""
-    storage = checkpointer.storage
+    """Publish a checkpoint, from the first rank that comes here; the others wait, as launchers end all with one."""
+    storage, mirror, rule = checkpointer.storage, checkpointer.storage.mirror, checkpointer.rule(write.manifest.step)
     final = write.temporary.with_name(write.temporary.name.removesuffix(TEMPORARY))
-    ranks, rule, mirror = list(range(write.manifest.world_size)), checkpointer.rule(write.manifest.step), storage.mirror
+    claimed = final.with_name(final.name + CLAIMED)
+    ranks = list(range(write.manifest.world_size))
 
     def publish() -> None:
         if write.failure is not None:
             raise write.failure
         if mirror is not None and final.name in mirror.needed:  # its files are about to be replaced
             mirror.finish_alone()
-        if write.rank != 0:
-            await_published(write.temporary)
-            return
         await_parts(write.temporary, ranks)
+        try:
+            write.temporary.rename(claimed)
+        except FileNotFoundError:  # another rank's
+            await_published(claimed)
+            return
         set_aside(storage.directory, checkpointer.name, after=rule.after)
-        finish(write.temporary, final, ranks, write.manifest)
+        finish(claimed, final, ranks, write.manifest)
+        spared = mirror.needed if mirror is not None else set()
+        prune(storage.directory, checkpointer.name, keep=rule.keep, keep_best=rule.keep_best, spared=spared)
 
     write.wait()
     if (failure := attempt(publish, storage.directory, 0)) is not None:
         say(f"rank {write.rank}: checkpoint {final} was not published as the script ended: {reason(failure)}")
-    elif mirror is not None and final.exists():  # else rank 0 has said why
-        mirror.offer_alone(final, rule)
-    if failure is None and write.rank == 0:
-        spared = mirror.needed if mirror is not None else set()
-        kept = {"keep": rule.keep, "keep_best": rule.keep_best, "spared": spared}
-        attempt(lambda: prune(storage.directory, checkpointer.name, **kept), storage.directory, 0)
+    elif mirror is not None and final.exists():
+        if hasattr(sys, "last_type"):  # the others may wait for this rank, and would not upload their files
+            say(f"rank {write.rank}: checkpoint {final} was not uploaded, as the script failed")
+        else:
+            mirror.offer_alone(final, rule)
 
 
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined] # atexit's own hooks come after the pools' end

@@ -163,6 +163,8 @@ class Checkpointer:
         self._require_agreement(step, tensors)
         if not wait:
             together(lambda: self._copies.reserve(self._snapshot(tensors).pieces))
+            dist.broadcast_object_list(said := [manifest])  # any rank may publish it as the script ends
+            manifest = said[0]
         directory = self.storage.directory
         together(lambda: own(directory, self.name, self, step) if self.storage.leads else None)
         if self.storage.mirror is not None and not self.storage.mirror.opened:

@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 POLL_SECONDS = (0.2, 5.0)  # from, to
 # After which the end of a process waits no longer.
-STALLED_SECONDS = 600.0
+STALLED_SECONDS = 300.0
 
 
 class _CancelledError(Exception):

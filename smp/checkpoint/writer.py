@@ -103,7 +103,7 @@ def appears(path: Path) -> bool:
 
 
 def await_parts(directory: Path, ranks: list[int]) -> None:
-    """Return when all ranks have written their part.
+    """Return when all ranks have written their part, or another one has taken the directory to publish it.
 
     Raises:
         RunError: nothing more is being written, and one is missing.
@@ -112,20 +112,20 @@ def await_parts(directory: Path, ranks: list[int]) -> None:
 
     def whole() -> bool:
         missing[:] = [rank for rank in missing if not (directory / part_name(rank)).exists()]
-        return not missing
+        return not missing or not directory.exists()
 
     if not _while_written(directory, whole):
         raise RunError(f"rank {missing[0]} has not written its part, and nothing was written for {VISIBLE_WITHIN:g} s")
 
 
-def await_published(temporary: Path) -> None:
-    """Return when another rank has published a checkpoint, or given it up.
+def await_published(claimed: Path) -> None:
+    """Return when another rank has published a checkpoint that it has taken.
 
     Raises:
-        RunError: it does neither.
+        RunError: it does not.
     """
-    if not _while_written(temporary, lambda: not temporary.exists()):
-        raise RunError(f"rank 0 has not published it, and nothing was written for {VISIBLE_WITHIN:g} s")
+    if not _while_written(claimed, lambda: not claimed.exists()):
+        raise RunError(f"the rank that was to publish it has not, and nothing was written for {VISIBLE_WITHIN:g} s")
 
 
 def _while_written(directory: Path, ready: Callable[[], bool]) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.fsdp.param_group import refuse_assigned
+from smp.fsdp.param_group import mark_taken, refuse_assigned
 from smp.fsdp.units import Unit, unit_of, units_below, whole_tensor
 from smp.parallel.optimizers import local_part, replace_parameters
 
@@ -40,6 +40,7 @@ class Summoned:
                 shown = nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=parameter.requires_grad)
                 shown.grad = None if gradient is None else gradient.to(shown.device)
                 self._whole[parameter] = shown
+        mark_taken(self._whole.values())
         for parameter, shown in self._whole.items():
             self._set(parameter, shown)
         assert isinstance(module, nn.Module)

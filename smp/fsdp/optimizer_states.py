@@ -118,8 +118,11 @@ def _gather(
     names = [name for own in groups for name in own]
     state = optimizer.state_dict() if state is None else state
     keep = not rank0_only or _is_first_rank(model, group)
-    by_name = {names[number]: values for number, values in state["state"].items()}
+    # Numbers of the optimizer's parameters; of a named optimizer their names.
+    by_name = {names[key] if isinstance(key, int) else clean_name(key): own for key, own in state["state"].items()}
     parameters = {name: parameter for parameter, name in _names(model).items()}
+    if unknown := [name for name in by_name if name not in parameters]:
+        raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the model")
     if full:
         _agree(by_name, parameters)
     found: State = {}
@@ -148,6 +151,7 @@ def _to_load(
     saved: State | None,
     *,
     from_first_rank: bool = False,
+    named: bool = False,
     optim_input: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
@@ -158,6 +162,7 @@ def _to_load(
         optimizer: None: one that holds all of the model's parameters in one group.
         saved: by names; whole tensors or DTensors.
         from_first_rank: only the group's first rank has ``saved``; collective then.
+        named: the optimizer's own keys are names, and not numbers.
         optim_input: an older argument of FSDP1: refused.
         group: None: all ranks.
 
@@ -176,37 +181,44 @@ def _to_load(
         )
     if unknown := [name for name in saved["state"] if name not in parameters]:
         raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the optimizer")
+    keys: dict[str, Any] = {name: name if named else number for number, name in enumerate(parameters)}
     result: State = {"state": {}}
-    for number, (name, parameter) in enumerate(parameters.items()):
-        if name in saved["state"]:
-            entries = saved["state"][name].items()
-            result["state"][number] = {key: _shard(value, parameter, f"{key} of {name}") for key, value in entries}
+    for name in sorted(saved["state"]):  # in one order on all ranks: what is sharded otherwise is gathered
+        entries = sorted(saved["state"][name].items(), key=lambda item: str(item[0]))
+        own = {entry: _shard(value, parameters[name], f"{entry} of {name}") for entry, value in entries}
+        result["state"][keys[name]] = own
     if "param_groups" in saved:
-        result["param_groups"] = _numbered(saved["param_groups"], groups)
+        result["param_groups"] = _numbered(saved["param_groups"], groups, keys)
     return result
 
 
-def _numbered(saved: list[State], groups: list[Group]) -> list[State]:
-    """Return the saved groups in the order of the optimizer's, with the numbers of its parameters."""
+def _numbered(saved: list[State], groups: list[Group], keys: dict[str, Any]) -> list[State]:
+    """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
     by_members = {frozenset(group["params"]): group for group in saved}
-    found, first = [], 0
     for own in groups:
         if len(saved) != len(groups) or frozenset(own) not in by_members:
+            other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
+            lacks = f", which have no {other[0]}: add it to one, and it begins without a state" if other else ""
             raise UserError(
-                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: "
-                f"make groups of the same parameters"
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones"
+                f"{lacks or ': make groups of the same parameters'}"
             )
-        numbers = list(range(first, first + len(own)))
-        found.append({**copy.deepcopy(by_members[frozenset(own)]), "params": numbers})
-        first += len(own)
-    return found
+    return [{**copy.deepcopy(by_members[frozenset(own)]), "params": [keys[name] for name in own]} for own in groups]
 
 
 def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
-    """Return a saved value as the optimizer keeps it beside its parameter; a copy, which it may change."""
+    """Return a saved value as the optimizer keeps it beside its parameter, in memory of its own.
+
+    Collective for a DTensor that is laid out otherwise than the parameter.
+    """
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, DTensor) or not value.size():
+    if isinstance(value, DTensor):
+        laid = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
+        if laid == (value.device_mesh, value.placements):
+            return value.clone()
+        value = whole_tensor(value)
+    if not value.size():
         return value.clone()
     refuse_sharded_tensor(value, what)
     if value.size() != parameter.shape:
@@ -274,10 +286,9 @@ def optim_state_dict_to_load(
 
     With ``rank0_only`` of the chosen type, the state of the group's first rank is taken; collective then.
     """
-    if is_named_optimizer:
-        raise UserError("FSDP.optim_state_dict_to_load: named optimizers are not available: use one of torch.optim")
     rank0_only = getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False)
-    result = _to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, group=group)
+    own: dict[str, Any] = {"named": is_named_optimizer, "group": group}
+    result = _to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, **own)
     if load_directly:
         if "param_groups" not in result:
             raise UserError(

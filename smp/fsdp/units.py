@@ -155,6 +155,11 @@ def shard_unit(
     mesh, strategy = resolve(options, kind)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     below, container = list(units_below(module)), is_container(module)
+    if ran := [inner for inner, _ in below if not container and inner._get_fsdp_state()._is_root]:
+        raise UserError(
+            f"FSDP: the {type(ran[0]).__name__} in the {type(module).__name__} has run as the outermost FSDP module "
+            f"already: wrap the module around it before its first forward"
+        )
     ignored_parameters = ignored_parameters.union(*(unit.ignored_parameters for _, unit in below))
     modules = own_modules(module, ignored_modules)
     materialize(modules, options, device, ignored_parameters)

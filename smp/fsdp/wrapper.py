@@ -257,6 +257,20 @@ class FullyShardedDataParallel(FSDPModule):
             "your own, or use DistributedDataParallel and its register_comm_hook"
         )
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Allocate buffers by the process group, as torch's method of ``fully_shard``.
+
+        Raises:
+            UserError: the unit has smp's collectives, with buffers of their own.
+        """
+        try:
+            super().set_allocate_memory_from_process_group_for_comm(enable)
+        except AssertionError:
+            raise UserError(
+                "FSDP.set_allocate_memory_from_process_group_for_comm: this unit communicates through smp's own "
+                "buffers, which it would replace: leave it out"
+            ) from None
+
     set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
     state_dict_type = staticmethod(state_dicts.chosen_state_dict_type)

@@ -45,7 +45,7 @@ def replace_parameters(pairs: Iterable[tuple[weakref.ref[nn.Parameter], nn.Param
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):  # isinstance may run a proxy's code
             continue
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", None) or ():  # it may be about to be made
             group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
         for old in replaced.keys() & optimizer.state.keys():
             values, new = optimizer.state.pop(old), replaced[old]
