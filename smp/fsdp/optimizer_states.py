@@ -198,7 +198,11 @@ def _numbered(saved: list[State], groups: list[Group], keys: dict[str, Any]) -> 
     for own in groups:
         if len(saved) != len(groups) or frozenset(own) not in by_members:
             other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
-            lacks = f", which have no {other[0]}: add it to one, and it begins without a state" if other else ""
+            lacks = (
+                f", whose 'params' lack {other[0]}: add it to those of one, and it begins without a state"
+                if other
+                else ""
+            )
             raise UserError(
                 f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones"
                 f"{lacks or ': make groups of the same parameters'}"

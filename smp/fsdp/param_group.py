@@ -18,8 +18,8 @@ from smp.errors import UserError
 # gradient that it showed after a backward without reduction.
 _NOTED, _SHOWN = "_smp_noted", "_smp_shown"
 
-# On parameters of a unit, as they were, as shards, and as summoned: any other module that holds one shares a tied weight. A table of
-# weak references would forbid torch to convert them.
+# On parameters of a unit, as they were, as shards, and as summoned: any other module that holds one shares a tied
+# weight. A table of weak references would forbid torch to convert them.
 _TAKEN = "_smp_taken"
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.optim import _NamedOptimizer
 
 import smp
 from smp import FSDP, DelayedParamIniter
@@ -242,6 +243,62 @@ def _ranks_differ(sizes):
 )
 def test_all_ranks_refuse_states_that_differ(sizes, backend):
     run_distributed(_ranks_differ, sizes, world_size=math.prod(sizes), backend=backend, timeout=60)
+
+
+def _named(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _NamedOptimizer(model.named_parameters(), torch.optim.Adam, None, model, lr=1e-2, **options)
+
+
+def _otherwise_kept():
+    """State of a named optimizer, of another wrapping and mesh, and of a model that lacked a parameter."""
+    model, plain = layers(), layers()
+    named, optimizer = _named(model), torch.optim.Adam(plain.parameters(), lr=1e-2)
+    train(model, named, range(2))
+    train(plain, optimizer, range(2))
+    full = FSDP.optim_state_dict(plain, optimizer)
+    same_state(FSDP.optim_state_dict(model, named), full)
+    again = layers()
+    fresh = _named(again)
+    fresh.init_state()
+    again.load_state_dict(plain.state_dict())
+    loaded = FSDP.optim_state_dict_to_load(again, fresh, full, is_named_optimizer=True)
+    assert set(loaded["state"]) == set(loaded["param_groups"][0]["params"]) == set(full["state"])
+    fresh.load_state_dict(loaded)
+    sharded = FSDP.sharded_optim_state_dict(plain, optimizer)
+    kept = {name: value.clone() for name, value in plain.state_dict().items()}
+    wanted = train(plain, optimizer, range(2, 4))
+    assert fsdp1.worst(train(again, fresh, range(2, 4)), wanted) == 0
+
+    half = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    unwrapped = layers(lambda m: m)
+    unwrapped[0] = FSDP(unwrapped[0])
+    for other in (unwrapped, layers(sharding_strategy="NO_SHARD"), layers(process_group=half)):
+        other.load_state_dict(kept)
+        mixed = adam(other, mixed=True)  # ranks order the parameters differently
+        state = FSDP.flatten_sharded_optim_state_dict({"state": sharded["state"]}, other, mixed)
+        mixed.load_state_dict({**state, "param_groups": mixed.state_dict()["param_groups"]})
+        same_state(FSDP.full_optim_state_dict(other, mixed, rank0_only=False), full)
+        train(other, mixed, range(1))
+
+    larger = layers(lambda m: m)
+    larger.add_module("4", nn.Linear(4, 4, bias=False))
+    larger = FSDP(larger)
+    optimizer = torch.optim.Adam(larger.parameters())
+    with pytest.raises(UserError, match=r"1 saved ones, whose 'params' lack 4\.weight: add it"):
+        FSDP.optim_state_dict_to_load(larger, optimizer, full)
+    full["param_groups"][0]["params"].append("4.weight")
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(larger, optimizer, full))
+    assert len(optimizer.state) == 4
+    train(larger, optimizer, range(1))
+    with pytest.raises(UserError, match="state of nobody belongs to no parameter of the model"):
+        FSDP.optim_state_dict(larger, optimizer, {"state": {"nobody": {}}})
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
+def test_states_of_other_optimizers_and_shardings(backend):
+    run_distributed(_otherwise_kept, world_size=2, backend=backend, timeout=60)
 
 
 def _losses(model, optimizer, *, steps=range(3), schedule=False):
