@@ -31,6 +31,7 @@ from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.context.batch import shard_batch
 from smp.parallel.context.exchange import EXCHANGES
 from smp.parallel.offload import apply_activation_offload, build_store
+from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
 from smp.parallel.sharding import average_gradients, reshard
@@ -228,7 +229,8 @@ def transform(
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
     _check_exchange("smp.transform", cp_comm_type)
-    _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
+    with following_optimizers(model):
+        _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
 
 
@@ -282,23 +284,24 @@ def parallelize(
     if gradient_reduction not in ("sum", "mean"):
         raise UserError(f"smp.parallelize: gradient_reduction {gradient_reduction!r} is not allowed: give sum or mean")
     on_meta = _is_on_meta(model, current.mesh)
-    _split(model, current)
     if activation is None:
         activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
-    _parallelize(
-        model,
-        family,
-        mesh=current.mesh,
-        parallel=current.parallel,
-        activation=activation,
-        dtype=dtype,
-        loss=loss,
-    )
-    if gradient_reduction == "mean":
-        average_gradients(model, current.mesh)
-    if on_meta:
-        device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
-        fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
+    with following_optimizers(model):
+        _split(model, current)
+        _parallelize(
+            model,
+            family,
+            mesh=current.mesh,
+            parallel=current.parallel,
+            activation=activation,
+            dtype=dtype,
+            loss=loss,
+        )
+        if gradient_reduction == "mean":
+            average_gradients(model, current.mesh)
+        if on_meta:
+            device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
+            fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     return model
 
 

@@ -121,6 +121,7 @@ class PendingWrite:
         device: the GPU that the snapshot is copied from; None: there is none.
 
     Attributes:
+        rank: that writes it.
         seconds: that it took, when it has ended.
     """
 
@@ -135,7 +136,7 @@ class PendingWrite:
         device: torch.device | None,
     ):
         self.temporary, self.manifest, self.seconds = temporary, manifest, 0.0
-        self._snapshot, self._copy, self._check, self._rank = snapshot, copy, check, dist.get_rank()
+        self._snapshot, self._copy, self._check, self.rank = snapshot, copy, check, dist.get_rank()
         self._outcome: BaseException | None = RunError("the thread that wrote it has died")
         self._copied = threading.Event()  # on a GPU: the copy has been asked for, and `_event` is set
         self._device = device
@@ -176,7 +177,7 @@ class PendingWrite:
         self._copied.set()
         if self._event is not None:
             self._event.synchronize()
-        write_part(self.temporary, copied.pieces, copied.shapes, rank=self._rank, check=self._check)
+        write_part(self.temporary, copied.pieces, copied.shapes, rank=self.rank, check=self._check)
 
     def wait_for_copy(self) -> None:
         """Return when the tensors may change; on a GPU by what the current stream is given to do from now on."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.checkpoint.at_exit import finish_at_exit, finished
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
 from smp.checkpoint.fetch import bring
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
@@ -79,6 +80,7 @@ class Checkpointer:
         staging: directory for a URL, on a file system that all hosts share; default: ``checkpoints/<end of the URL>``.
 
     Attributes:
+        name: of the model, in the names of checkpoints.
         writing: the write under way in the background.
         step: last loaded or saved.
 
@@ -108,7 +110,7 @@ class Checkpointer:
             raise UserError("Checkpointer needs a process group: call smp.init_process_group() before it")
         own_staging = Path(staging or f"checkpoints/{Path(str(directory)).name}")
         self.storage = directory if isinstance(directory, Storage) else storage_at(directory, name, own_staging)
-        self._name, self._keep, self._keep_best, self._verify = name, keep, keep_best, verify
+        self.name, self._keep, self._keep_best, self._verify = name, keep, keep_best, verify
         require_known(optimizer)
         self._model, self._optimizer = plain(model), optimizer
         self._copies = HostCopies() if copies is None else copies
@@ -143,8 +145,8 @@ class Checkpointer:
             step: updates done; in the checkpoint's name.
             extra: what else the script needs to go on: a scheduler's ``state_dict()``, a position in the data. None,
                 bools, numbers, texts, and lists, tuples, dicts and counters of them; rank 0's is saved.
-            wait: False writes while training goes on; the checkpoint is published by the next ``save`` or by
-                :meth:`finish`.
+            wait: False writes while training goes on; the checkpoint is published by the next ``save``, by
+                :meth:`finish`, or when the script ends.
 
         Returns:
             Where it is, or will be.
@@ -161,11 +163,16 @@ class Checkpointer:
         self._require_agreement(step, tensors)
         if not wait:
             together(lambda: self._copies.reserve(self._snapshot(tensors).pieces))
+            dist.broadcast_object_list(said := [manifest])  # any rank may publish it as the script ends
+            manifest = said[0]
         directory = self.storage.directory
-        together(lambda: own(directory, self._name, self, step) if self.storage.leads else None)
+        together(lambda: own(directory, self.name, self, step) if self.storage.leads else None)
         if self.storage.mirror is not None and not self.storage.mirror.opened:
             self.storage.mirror.open()
-        return self.write(manifest, wait=wait, verify=self._verify)
+        path = self.write(manifest, wait=wait, verify=self._verify)
+        if not wait or self.storage.mirror is not None:
+            finish_at_exit(self)
+        return path
 
     def write(self, manifest: Manifest, *, wait: bool, verify: bool) -> Path:
         """Save the present state as ``manifest`` describes it; collective, for who holds the directory's lock.
@@ -180,7 +187,7 @@ class Checkpointer:
         """
         self.publish()
         manifest = dataclasses.replace(manifest, kind=self.storage.kind)
-        temporary = self.storage.begin(checkpoint_name(self._name, manifest.step))
+        temporary = self.storage.begin(checkpoint_name(self.name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
         # Asked before pieces become buffers of the host, which the device is still to fill.
         device = next((piece.tensor.device for piece in snapshot.pieces if piece.tensor.is_cuda), None)
@@ -193,7 +200,7 @@ class Checkpointer:
             self.publish()
         else:
             self.writing.start()
-        return self.storage.directory / checkpoint_name(self._name, manifest.step)
+        return self.storage.directory / checkpoint_name(self.name, manifest.step)
 
     def _snapshot(self, tensors: dict[str, torch.Tensor]) -> Snapshot:
         first = {f"model.{name}" for name, _ in buffers_of(self._model)}
@@ -232,7 +239,9 @@ class Checkpointer:
         require_same(mine, "call it with the same on every rank", before="Checkpointer.save: ")
 
     def finish(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Publish the checkpoint that is being written, and wait for uploads; collective. Call it before a script ends.
+        """Publish the checkpoint that is being written, and wait for uploads; collective.
+
+        What a script has not waited for when it ends is finished then, and what fails is said on standard error alone.
 
         Args:
             progress: called while uploads get on.
@@ -244,6 +253,7 @@ class Checkpointer:
         if self.storage.mirror is not None:
             self.storage.mirror.finish(progress)
             self._prune()  # what was being uploaded at the last save has stayed
+        finished(self)
 
     def publish(self) -> float:
         """Publish the checkpoint that is being written, if there is one, and have it uploaded; collective.
@@ -257,8 +267,10 @@ class Checkpointer:
         if self.writing is None:
             return 0.0
         write, self.writing = self.writing, None
+        if self.storage.mirror is None:
+            finished(self)
         write.wait()
-        storage, name = self.storage, checkpoint_name(self._name, write.manifest.step)
+        storage, name = self.storage, checkpoint_name(self.name, write.manifest.step)
         directory, mirror = storage.directory, storage.mirror
         said = f"checkpoint {directory / name} could not be written"
         try:
@@ -280,7 +292,7 @@ class Checkpointer:
         directory, mirror = self.storage.directory, self.storage.mirror
         if self.storage.leads:
             rule, spared = {"keep": self._keep, "keep_best": self._keep_best}, mirror.needed if mirror else set()
-            failure = attempt(lambda: prune(directory, self._name, **rule, spared=spared), directory, 0)
+            failure = attempt(lambda: prune(directory, self.name, **rule, spared=spared), directory, 0)
             if failure is not None:  # the next save tries again
                 logger.warning("Old checkpoints in %s could not be deleted: %s", directory, reason(failure))
         agree(None, "")  # deleting may take long, and the others are to wait for it here
@@ -292,7 +304,7 @@ class Checkpointer:
     def _publish(self, write: PendingWrite) -> None:
         if self.storage.leads:
             # Found before this one, they would be loaded instead of it, and kept while it is deleted.
-            set_aside(self.storage.directory, self._name, after=self.rule(write.manifest.step).after)
+            set_aside(self.storage.directory, self.name, after=self.rule(write.manifest.step).after)
         self.storage.publish(write.temporary, write.manifest)
 
     def load(self, path: str | Path = LATEST) -> Saved | None:
@@ -314,7 +326,7 @@ class Checkpointer:
         """
         self.publish()
         if dist.get_rank() == 0:
-            bring_back(self.storage.directory, self._name)
+            bring_back(self.storage.directory, self.name)
         if self.storage.mirror is not None or is_url(path):
             together(lambda: hold(self.storage.directory) if self.storage.leads else None)
         candidate = functools.partial(self._candidate, str(path))
@@ -338,13 +350,13 @@ class Checkpointer:
         """
 
         elsewhere = Storage(self.storage.directory / "downloads")
-        wanted = str(bring([self.storage], wanted, self._name, damaged=damaged, elsewhere=elsewhere))
+        wanted = str(bring([self.storage], wanted, self.name, damaged=damaged, elsewhere=elsewhere))
 
         def choose() -> Path | None:
             if dist.get_rank() != 0:
                 return None
             try:
-                return choose_checkpoint(wanted, [self.storage.directory], self._name, damaged=damaged)
+                return choose_checkpoint(wanted, [self.storage.directory], self.name, damaged=damaged)
             except OSError as error:
                 raise UserError(
                     f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
@@ -367,7 +379,7 @@ class Checkpointer:
             ) from None
         return Manifest(
             step=step, world_size=dist.get_world_size(), degrees={"tp": len(alike(self._model))},
-            model=model_entry(self._name, getattr(self._model, "config", None)),
+            model=model_entry(self.name, getattr(self._model, "config", None)),
             run={"script": True, "extra": extra, "optimizer": settings_of(self._model, self._optimizer),
                  "extra_states": extra_states(self._model)},
             saved_at=now(), versions=versions(),

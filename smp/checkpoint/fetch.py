@@ -131,7 +131,8 @@ def _download_share(
         return None if digest == entry.digest else f"{file} is not as it was written (its digest differs)"
 
     with concurrent.futures.ThreadPoolExecutor(_STREAMS) as pool:
-        return [problem for problem in pool.map(one, share_of(manifest)) if problem]
+        own = share_of(manifest, dist.get_rank(), dist.get_world_size())
+        return [problem for problem in pool.map(one, own) if problem]
 
 
 def _publish(temporary: Path, final: Path, data: bytes) -> None:

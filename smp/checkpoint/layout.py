@@ -25,6 +25,8 @@ LATEST = "latest"
 BEST = "best"
 TEMPORARY = ".tmp"
 _REPLACED = f".old{TEMPORARY}"
+# Of one that a rank publishes as its process ends.
+CLAIMED = f".exit{TEMPORARY}"
 _NAME = re.compile(r"(.+)-(\d+)steps")
 
 logger = get_logger(__name__)
@@ -286,7 +288,7 @@ def clean(directory: Path, model_name: str) -> None:
     for replaced, final in interrupted_replacements(directory, model_name):
         replaced.rename(final)
         logger.warning("Brought back: %s, which was about to be replaced or deleted.", final)
-    for leftover in _named(directory, model_name, rf"(\.old)?{re.escape(TEMPORARY)}"):
+    for leftover in _named(directory, model_name, rf"(\.old|\.exit)?{re.escape(TEMPORARY)}"):
         if leftover.path.is_symlink():
             leftover.path.unlink()
         elif leftover.path.is_dir():

@@ -37,6 +37,8 @@ from smp.log import get_logger
 logger = get_logger(__name__)
 
 POLL_SECONDS = (0.2, 5.0)  # from, to
+# After which the end of a process waits no longer.
+STALLED_SECONDS = 300.0
 
 
 class _CancelledError(Exception):
@@ -52,9 +54,9 @@ class Rule:
     after: int
 
 
-def share_of(manifest: Manifest) -> list[str]:
-    """Return the files that this rank copies."""
-    return list(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+def share_of(manifest: Manifest, rank: int, size: int) -> list[str]:
+    """Return the files that one of ``size`` ranks copies."""
+    return list(manifest.files)[rank::size]
 
 
 class Upload:
@@ -76,6 +78,16 @@ class Upload:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def join(self) -> None:
+        """Wait for this rank's part; give it up where nothing moves for long, as another rank may be gone."""
+        moved = -1
+        while not self.ended and self.moved != moved:
+            moved = self.moved
+            self._thread.join(STALLED_SECONDS)
+        if not self.ended:
+            self.cancelled.set()
+            logger.warning("%s was not uploaded: nothing has moved for %g s.", self.path, STALLED_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -112,7 +124,7 @@ class Upload:
             self._wait_until(lambda: self._mirror.require_own().get("uploading") == content)
             committed = False  # as far as this rank knows, which then finds its files there
         there = store.sizes(name)
-        for file in share_of(manifest):
+        for file in share_of(manifest, self._mirror.rank, self._mirror.size):
             if there.get(file) != manifest.files[file].size:
                 self._go_on()
                 self._mirror.require_own()  # another job's file of this size would be committed as its own
@@ -213,11 +225,13 @@ class Mirror:
     Attributes:
         writer: name of the object that says who writes there.
         rated: what retention knows of the checkpoints there.
+        rank, size: of this process and the job when it was opened; uploads may outlive the process group.
     """
 
     def __init__(self, store: ObjectStore, model_name: str):
         self.store, self.model_name, self.writer = store, model_name, f"{model_name}.writer.json"
         self.rated: dict[str, Rated] = {}
+        self.rank, self.size = -1, 0
         self._id = self._since = ""
         self._current: Upload | None = None
         self._next: Upload | None = None
@@ -227,7 +241,7 @@ class Mirror:
     @property
     def leads(self) -> bool:
         """True if this rank commits and deletes there."""
-        return dist.get_rank() == 0
+        return self.rank == 0
 
     def holds(self, url: str) -> bool:
         """Tell whether this is the URL of a checkpoint here."""
@@ -244,7 +258,7 @@ class Mirror:
         Raises:
             RunError: it cannot be written.
         """
-        failure = None
+        failure, self.rank, self.size = None, dist.get_rank(), dist.get_world_size()
         if self.leads:
             self._id = uuid.uuid4().hex
             failure = attempt(self._take, Path(), 0)
@@ -348,6 +362,19 @@ class Mirror:
                 f"{upload.path.name} could not be uploaded to {self.store}: {why}. It is kept in {upload.path.parent}: "
                 f"running again with --resume_from_checkpoint latest uploads it"
             )
+
+    def offer_alone(self, path: Path, rule: Rule) -> None:
+        """Have a checkpoint uploaded by :meth:`finish_alone`, instead of one that waits."""
+        self._next = Upload(self, path, rule)
+
+    def finish_alone(self) -> None:
+        """Wait for this rank's part of all uploads, as the process ends; not collective. The log has what fails."""
+        if self._next is not None:
+            self._next.start()
+        for upload in (self._current, self._next):
+            if upload is not None:
+                upload.join()
+        self._current = self._next = None
 
     def _wait(self, progress: Callable[[], None]) -> None:
         """Wait for the present upload to end on all ranks."""

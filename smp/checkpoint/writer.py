@@ -6,11 +6,13 @@ temporary directory until the manifest takes their place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -96,6 +98,46 @@ def appears(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() > end:
             return False
+        time.sleep(0.05)
+    return True
+
+
+def await_parts(directory: Path, ranks: list[int]) -> None:
+    """Return when all ranks have written their part, or another one has taken the directory to publish it.
+
+    Raises:
+        RunError: nothing more is being written, and one is missing.
+    """
+    missing = list(ranks)
+
+    def whole() -> bool:
+        missing[:] = [rank for rank in missing if not (directory / part_name(rank)).exists()]
+        return not missing or not directory.exists()
+
+    if not _while_written(directory, whole):
+        raise RunError(f"rank {missing[0]} has not written its part, and nothing was written for {VISIBLE_WITHIN:g} s")
+
+
+def await_published(claimed: Path) -> None:
+    """Return when another rank has published a checkpoint that it has taken.
+
+    Raises:
+        RunError: it does not.
+    """
+    if not _while_written(claimed, lambda: not claimed.exists()):
+        raise RunError(f"the rank that was to publish it has not, and nothing was written for {VISIBLE_WITHIN:g} s")
+
+
+def _while_written(directory: Path, ready: Callable[[], bool]) -> bool:
+    """Wait until ``ready``; False if before that the files of ``directory`` have not grown for a while."""
+    seen, end = -1, 0.0
+    while not ready():
+        with contextlib.suppress(OSError):  # it is being renamed
+            size = sum(entry.stat().st_size for entry in os.scandir(directory))
+            if size != seen:
+                seen, end = size, time.monotonic() + VISIBLE_WITHIN
+        if time.monotonic() > end:
+            return ready()
         time.sleep(0.05)
     return True
 

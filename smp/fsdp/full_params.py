@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.fsdp.param_group import refuse_assigned
-from smp.fsdp.units import Unit, local_part, unit_of, units_below, whole_tensor
+from smp.fsdp.param_group import mark_taken, refuse_assigned
+from smp.fsdp.units import Unit, unit_of, units_below, whole_tensor
+from smp.parallel.optimizers import local_part, replace_parameters
 
 
 class Summoned:
@@ -38,6 +40,7 @@ class Summoned:
                 shown = nn.Parameter(whole.cpu() if offload_to_cpu else whole, requires_grad=parameter.requires_grad)
                 shown.grad = None if gradient is None else gradient.to(shown.device)
                 self._whole[parameter] = shown
+        mark_taken(self._whole.values())
         for parameter, shown in self._whole.items():
             self._set(parameter, shown)
         assert isinstance(module, nn.Module)
@@ -55,10 +58,15 @@ class Summoned:
             return
         self._unit.summoned = None
         self._handle.remove()
-        for parameter, shown in self._whole.items():
-            if self._writeback:
-                parameter.copy_(local_part(shown, parameter))
-            self._set(parameter, parameter)
+        replaced = [self._restore(*each) for each in self._whole.items()]
+        self._whole.clear()
+        replace_parameters(replaced)  # in optimizers that were made inside
+
+    def _restore(self, parameter: DTensor, shown: nn.Parameter) -> tuple[weakref.ref[nn.Parameter], DTensor]:
+        if self._writeback:
+            parameter.copy_(local_part(shown, parameter))
+        self._set(parameter, parameter)
+        return weakref.ref(shown), parameter
 
     def interrupt(self, *, collective: bool) -> None:
         """End it before the context does, for a forward or ``load_state_dict``, which take shards.

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as _fully_shard
 
 from smp.fsdp.meshes import default_mesh, shared_buffers
 from smp.fsdp.units import use_collectives
+from smp.parallel.optimizers import following_optimizers
 
 
 def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
@@ -26,8 +27,10 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **arguments: Any
         What torch returns: ``module``, changed in place.
     """
     mesh = mesh or default_mesh()
-    result = _fully_shard(module, mesh=mesh, **arguments)
-    first = module if isinstance(module, nn.Module) else module[0]
+    modules = [module] if isinstance(module, nn.Module) else module
+    with following_optimizers(*modules):
+        result = _fully_shard(module, mesh=mesh, **arguments)
+    first = modules[0]
     assert isinstance(first, FSDPModule)
     group = first._get_fsdp_state()._fsdp_param_group
     if group is not None and arguments.get("dp_mesh_dims") is None:

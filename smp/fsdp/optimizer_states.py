@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
-from smp.fsdp.units import clean_name, local_part, reshard_below, units_below, whole_tensor
+from smp.fsdp.units import clean_name, reshard_below, units_below, whole_tensor
+from smp.parallel.optimizers import local_part
 
 State = dict[str, Any]
 Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the plain model's names
@@ -61,6 +62,35 @@ def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
     raise UserError(f"FSDP: nothing in the {type(model).__name__} is wrapped: give the model that FSDP returned")
 
 
+def _agree(own: dict[str, State], parameters: dict[str, nn.Parameter]) -> None:
+    """Compare what ranks are about to gather; collective.
+
+    Raises:
+        UserError: on every rank, as some would gather other tensors than the others.
+    """
+    meshes = {name: parameter.device_mesh for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    for mesh in dict.fromkeys(meshes.values()):
+        outline = {
+            name: ", ".join(sorted(str(entry) for entry, value in values.items() if isinstance(value, DTensor)))
+            for name, values in own.items()
+            if meshes.get(name) == mesh
+        }
+        found = [(dist.get_rank(), outline)]
+        for axis in range(mesh.ndim):
+            parts: list[Any] = [None] * mesh.size(axis)
+            dist.all_gather_object(parts, found, group=mesh.get_group(axis))
+            found = [each for part in parts for each in part]
+        (first, wanted), *others = sorted(found)
+        for rank, other in others:
+            for name in sorted(wanted.keys() | other.keys()):
+                if wanted.get(name) != other.get(name):
+                    raise UserError(
+                        f"FSDP: the optimizer's state of {name} is {wanted.get(name) or 'nothing'} on rank {first} and "
+                        f"{other.get(name) or 'nothing'} on rank {rank}: give the optimizers of all ranks the same "
+                        f"parameters, and step them together"
+                    )
+
+
 def _gather(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -88,16 +118,22 @@ def _gather(
     names = [name for own in groups for name in own]
     state = optimizer.state_dict() if state is None else state
     keep = not rank0_only or _is_first_rank(model, group)
-    by_name = {names[number]: values for number, values in state["state"].items()}
+    # Numbers of the optimizer's parameters; of a named optimizer their names.
+    by_name = {names[key] if isinstance(key, int) else clean_name(key): own for key, own in state["state"].items()}
+    parameters = {name: parameter for parameter, name in _names(model).items()}
+    if unknown := [name for name in by_name if name not in parameters]:
+        raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the model")
+    if full:
+        _agree(by_name, parameters)
     found: State = {}
     # In the model's order, and each parameter's entries sorted: ranks may order both differently, and all have to
     # gather the same tensor together.
-    for name in [name for name in _names(model).values() if name in by_name]:
+    for name in [name for name in parameters if name in by_name]:
         entries = found.setdefault(name, {})
         for entry, value in sorted(by_name[name].items(), key=lambda item: str(item[0])):
             if isinstance(value, torch.Tensor):
-                if full:  # a copy of what is whole already: the optimizer counts its steps in place
-                    value = whole_tensor(value) if isinstance(value, DTensor) else value.clone()
+                # A copy in any case: the optimizer changes its state in place.
+                value = whole_tensor(value) if full and isinstance(value, DTensor) else value.detach().clone()
                 value = value.cpu() if offload_to_cpu else value
             if keep:
                 entries[entry] = value
@@ -106,7 +142,7 @@ def _gather(
     if "param_groups" not in state:
         return {"state": found}
     pairs = zip(state["param_groups"], groups, strict=True)
-    return {"state": found, "param_groups": [{**saved, "params": list(own)} for saved, own in pairs]}
+    return {"state": found, "param_groups": [{**copy.deepcopy(saved), "params": list(own)} for saved, own in pairs]}
 
 
 def _to_load(
@@ -115,6 +151,7 @@ def _to_load(
     saved: State | None,
     *,
     from_first_rank: bool = False,
+    named: bool = False,
     optim_input: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
@@ -125,6 +162,7 @@ def _to_load(
         optimizer: None: one that holds all of the model's parameters in one group.
         saved: by names; whole tensors or DTensors.
         from_first_rank: only the group's first rank has ``saved``; collective then.
+        named: the optimizer's own keys are names, and not numbers.
         optim_input: an older argument of FSDP1: refused.
         group: None: all ranks.
 
@@ -143,36 +181,47 @@ def _to_load(
         )
     if unknown := [name for name in saved["state"] if name not in parameters]:
         raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the optimizer")
+    keys: dict[str, Any] = {name: name if named else number for number, name in enumerate(parameters)}
     result: State = {"state": {}}
-    for number, (name, parameter) in enumerate(parameters.items()):
-        if name in saved["state"]:
-            entries = saved["state"][name].items()
-            result["state"][number] = {key: _shard(value, parameter, f"{key} of {name}") for key, value in entries}
+    for name in sorted(saved["state"]):  # in one order on all ranks: what is sharded otherwise is gathered
+        entries = sorted(saved["state"][name].items(), key=lambda item: str(item[0]))
+        own = {entry: _shard(value, parameters[name], f"{entry} of {name}") for entry, value in entries}
+        result["state"][keys[name]] = own
     if "param_groups" in saved:
-        result["param_groups"] = _numbered(saved["param_groups"], groups)
+        result["param_groups"] = _numbered(saved["param_groups"], groups, keys)
     return result
 
 
-def _numbered(saved: list[State], groups: list[Group]) -> list[State]:
-    """Return the saved groups in the order of the optimizer's, with the numbers of its parameters."""
+def _numbered(saved: list[State], groups: list[Group], keys: dict[str, Any]) -> list[State]:
+    """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
     by_members = {frozenset(group["params"]): group for group in saved}
-    found, first = [], 0
     for own in groups:
         if len(saved) != len(groups) or frozenset(own) not in by_members:
-            raise UserError(
-                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones: "
-                f"make groups of the same parameters"
+            other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
+            lacks = (
+                f", whose 'params' lack {other[0]}: add it to those of one, and it begins without a state"
+                if other
+                else ""
             )
-        numbers = list(range(first, first + len(own)))
-        found.append({**copy.deepcopy(by_members[frozenset(own)]), "params": numbers})
-        first += len(own)
-    return found
+            raise UserError(
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones"
+                f"{lacks or ': make groups of the same parameters'}"
+            )
+    return [{**copy.deepcopy(by_members[frozenset(own)]), "params": [keys[name] for name in own]} for own in groups]
 
 
 def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
-    """Return a saved value as the optimizer keeps it beside its parameter; a copy, which it may change."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    """Return a saved value as the optimizer keeps it beside its parameter, in memory of its own.
+
+    Collective for a DTensor that is laid out otherwise than the parameter.
+    """
+    if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, DTensor):
+        laid = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
+        if laid == (value.device_mesh, value.placements):
+            return value.clone()
+        value = whole_tensor(value)
     if not value.size():
         return value.clone()
     refuse_sharded_tensor(value, what)
@@ -241,10 +290,9 @@ def optim_state_dict_to_load(
 
     With ``rank0_only`` of the chosen type, the state of the group's first rank is taken; collective then.
     """
-    if is_named_optimizer:
-        raise UserError("FSDP.optim_state_dict_to_load: named optimizers are not available: use one of torch.optim")
     rank0_only = getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False)
-    result = _to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, group=group)
+    own: dict[str, Any] = {"named": is_named_optimizer, "group": group}
+    result = _to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, **own)
     if load_directly:
         if "param_groups" not in result:
             raise UserError(

@@ -18,8 +18,8 @@ from smp.errors import UserError
 # gradient that it showed after a backward without reduction.
 _NOTED, _SHOWN = "_smp_noted", "_smp_shown"
 
-# On parameters of a unit, as they were and as shards: any other module that holds one shares a tied weight. A table of
-# weak references would forbid torch to convert them.
+# On parameters of a unit, as they were, as shards, and as summoned: any other module that holds one shares a tied
+# weight. A table of weak references would forbid torch to convert them.
 _TAKEN = "_smp_taken"
 
 
@@ -29,7 +29,7 @@ def mark_taken(parameters: Iterable[nn.Parameter]) -> None:
         setattr(parameter, _TAKEN, True)
 
 
-def is_taken(parameter: nn.Parameter) -> bool:
+def is_taken(parameter: nn.Parameter | None) -> bool:
     """Return True for a parameter of a unit."""
     return getattr(parameter, _TAKEN, False)
 
@@ -179,24 +179,41 @@ def note_converted(module: Any) -> None:
 
 
 def refuse_assigned(module: Any) -> None:
-    """Raise UserError if ``.data`` of a parameter of this unit was assigned.
+    """Raise UserError if a parameter of this unit, or its ``.data``, was assigned.
 
-    That replaces the storage of the DTensor, and not the local tensor that is computed with: the value would be lost.
+    That replaces a module's attribute, or the storage of the DTensor, and not the local tensor that is computed with:
+    the value would be lost.
     """
     for group in _groups_of(module):
         for held in group.fsdp_params:
+            _refuse_replaced(held, started=module._get_fsdp_state()._is_root is not None)
             parameter, storage = getattr(held, _NOTED, (None, None))
             now = held.sharded_param.untyped_storage()
             if parameter is not held.sharded_param:  # ``load_state_dict(assign=True)`` has replaced it
                 setattr(held, _NOTED, (held.sharded_param, now))
             # The noted storage is kept, so no other one has its address.
             elif storage is not None and now._cdata != storage._cdata:
-                where = f"{held._module_info.param_name} of a {type(held._module_info.module).__name__}"
                 raise UserError(
-                    f"FSDP: .data of {held._param_fqn or where} was assigned, which has no effect on a sharded "
+                    f"FSDP: .data of {_where(held)} was assigned, which has no effect on a sharded "
                     f"parameter: write param.data.copy_(value), with backups as param.data.clone(), or assign inside "
                     f"FSDP.summon_full_params"
                 )
+
+
+def _where(held: Any) -> str:
+    return held._param_fqn or f"{held._module_info.param_name} of a {type(held._module_info.module).__name__}"
+
+
+def _refuse_replaced(held: Any, *, started: bool) -> None:
+    now = held._module_info.module._parameters.get(held._module_info.param_name)
+    if now is held.sharded_param or now is getattr(held, "_unsharded_param", None) or is_taken(now):
+        return
+    # The first forward takes one over that is sharded in the same way.
+    if started or not isinstance(now, DTensor) or now.shape != held.sharded_param.shape:
+        raise UserError(
+            f"FSDP: {_where(held)} was replaced, which has no effect on a sharded parameter of the shape "
+            f"{tuple(held.sharded_param.shape)}: write into it inside FSDP.summon_full_params, or load_state_dict()"
+        )
 
 
 def _outermost_of_forward(module: Any) -> bool:

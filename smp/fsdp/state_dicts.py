@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.param_group import refuse_assigned
-from smp.fsdp.units import Unit, clean_name, local_part, unit_of, units_below, whole_tensor
+from smp.fsdp.units import Unit, clean_name, unit_of, units_below, whole_tensor
+from smp.parallel.optimizers import local_part
 
 _KINDS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (TorchFullStateDictConfig, FullOptimStateDictConfig),
@@ -154,16 +155,16 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
     full = isinstance(config, TorchFullStateDictConfig)
     keep = unit.first_rank or not getattr(config, "rank0_only", False)
     parameters = {prefix + clean_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
-    gathered: dict[Any, Any] = {}  # by parameter: all names of a tied one share a tensor
+    copies: dict[Any, Any] = {}  # by parameter: all names of a tied one share a tensor
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict[key]
-        if full and isinstance(value, DTensor):
+        if isinstance(value, DTensor):  # training goes on with the parameter's own memory
             parameter = parameters.get(key)
             source = parameter if parameter is not None and _shows(value, parameter) else key
-            if source not in gathered:
-                whole = whole_tensor(value)
-                gathered[source] = (whole.cpu() if config.offload_to_cpu else whole) if keep else None
-            value = gathered[source]
+            if source not in copies:
+                copy = whole_tensor(value) if full else value.detach().clone()
+                copies[source] = (copy.cpu() if config.offload_to_cpu else copy) if keep else None
+            value = copies[source]
         elif config.offload_to_cpu and hasattr(value, "cpu"):
             value = value.cpu()
         state_dict[key] = value

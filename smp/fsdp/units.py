@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
@@ -155,6 +155,11 @@ def shard_unit(
     mesh, strategy = resolve(options, kind)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     below, container = list(units_below(module)), is_container(module)
+    if ran := [inner for inner, _ in below if not container and inner._get_fsdp_state()._is_root]:
+        raise UserError(
+            f"FSDP: the {type(ran[0]).__name__} in the {type(module).__name__} has run as the outermost FSDP module "
+            f"already: wrap the module around it before its first forward"
+        )
     ignored_parameters = ignored_parameters.union(*(unit.ignored_parameters for _, unit in below))
     modules = own_modules(module, ignored_modules)
     materialize(modules, options, device, ignored_parameters)
@@ -272,17 +277,6 @@ def prefetch_in_forward(root: nn.Module) -> None:
     order = [inner for inner, unit in units_below(root) if unit.options.forward_prefetch]
     for inner, following in itertools.pairwise(order):
         inner.set_modules_to_forward_prefetch([following])
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a whole tensor that every rank has, with ``like``'s placements; not collective.
-
-    Args:
-        whole: of ``like``'s shape, on any device.
-        like: a sharded parameter.
-    """
-    part = distribute_tensor(whole.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
-    return part.to(like.to_local().device)  # type: ignore[return-value]
 
 
 def whole_tensor(sharded: DTensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from smp.fsdp.units import (
     units_below,
 )
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
+from smp.parallel.optimizers import following_optimizers
 
 # Names of the constructor that a single unit does not have.
 _OF_THE_MODEL = ("cls", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
@@ -76,11 +77,12 @@ def _shard(
                 f"members, or the module around it"
             )
     units: list[tuple[nn.Module, Options]] = [(inner, read_options(own)) for inner, own in chosen.items()]
-    for inner, own in [*units, (module, options)]:
-        original = type(inner)
-        unit = shard_unit(inner, own, **leave)
-        inner.__class__ = _wrapped_class(wrapper, original)
-        state_dicts.register_hooks(inner, unit)
+    with following_optimizers(module):
+        for inner, own in [*units, (module, options)]:
+            original = type(inner)
+            unit = shard_unit(inner, own, **leave)
+            inner.__class__ = _wrapped_class(wrapper, original)
+            state_dicts.register_hooks(inner, unit)
     if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     return module
@@ -254,6 +256,20 @@ class FullyShardedDataParallel(FSDPModule):
             "call set_custom_reduce_scatter of torch's fully_shard on each of FSDP.fsdp_modules(model) for a sum of "
             "your own, or use DistributedDataParallel and its register_comm_hook"
         )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Allocate buffers by the process group, as torch's method of ``fully_shard``.
+
+        Raises:
+            UserError: the unit has smp's collectives, with buffers of their own.
+        """
+        try:
+            super().set_allocate_memory_from_process_group_for_comm(enable)
+        except AssertionError:
+            raise UserError(
+                "FSDP.set_allocate_memory_from_process_group_for_comm: this unit communicates through smp's own "
+                "buffers, which it would replace: leave it out"
+            ) from None
 
     set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)

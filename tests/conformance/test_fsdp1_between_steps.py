@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
 from smp import FSDP
 from smp.errors import UserError
@@ -41,6 +42,43 @@ def norm_of_one_process(*inputs):
     for x in inputs:
         train(plain, x)
     return torch.nn.utils.clip_grad_norm_(plain.parameters(), LARGE).item()
+
+
+def _replaced():
+    model = wrapped()
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))  # of the same sharding, before the first forward
+    model[0].bias = nn.Parameter(torch.zeros_like(model[0].bias))
+    plain = net()
+    with torch.no_grad():
+        assert torch.equal(model(X), plain[2].bias.expand(2, 4))
+    for value in (torch.ones(1, 2), torch.ones(8, 4), model[0].weight.detach().clone()):
+        model = wrapped()
+        if isinstance(value, DTensor):
+            train(model)
+        model[0].weight = nn.Parameter(value)
+        for use in (train, nn.Module.state_dict):
+            with pytest.raises(UserError, match=r"0.weight was replaced.* of the shape \(8, 4\): write into it inside"):
+                use(model)
+    model = wrapped()
+    with FSDP.summon_full_params(model):
+        assert model.state_dict()["0.weight"].shape == (8, 4)
+        model[0].weight.data.zero_()
+    assert not model.state_dict()["0.weight"].any()
+
+    for module in (wrapped(), FSDP(nn.Linear(4, 4))):
+        around = nn.Sequential(module)
+        around(X)
+        with pytest.raises(
+            UserError, match=r"in the Sequential has run .*: wrap the module around it before its first"
+        ):
+            FSDP(around)
+    if dist.get_world_size() > 1:
+        with pytest.raises(UserError, match="through smp's own buffers, which it would replace: leave it out"):
+            wrapped().set_allocate_memory_from_process_group_for_comm(True)
+
+
+def test_what_has_no_effect_is_refused():
+    run_distributed(_replaced, world_size=2, backend="smddp", timeout=60)
 
 
 def _conversions():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -16,11 +19,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.optim import _NamedOptimizer
 
-from smp import FSDP
+import smp
+from smp import FSDP, DelayedParamIniter
 from smp.errors import UserError
 from tests import fsdp1
 from tests.distributed import run_distributed
+from tests.reference import build_reference
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 RANK0 = FullOptimStateDictConfig(rank0_only=True)
@@ -202,3 +208,203 @@ def _without_groups(kind):
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_a_state_without_param_groups(kind):
     run_distributed(_without_groups, kind, world_size=2, timeout=60)
+
+
+def _ranks_differ(sizes):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    model = layers(device_mesh=mesh, sharding_strategy="HYBRID_SHARD" if len(sizes) == 2 else "FULL_SHARD")
+    last = dist.get_rank() == dist.get_world_size() - 1
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters[:-1] if last else parameters)
+    train(model, optimizer, range(1))
+    wanted = rf"state of 3.weight is exp_avg, exp_avg_sq on rank 0 and nothing on rank {dist.get_world_size() - 1}: "
+    for rank0_only in (False, True):
+        with pytest.raises(UserError, match=wanted):
+            FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+    with pytest.raises(UserError, match=wanted):
+        FSDP.optim_state_dict(model, optimizer)
+    # What is sharded gathers nothing.
+    assert len(FSDP.sharded_optim_state_dict(model, optimizer)["state"]) == (3 if last else 4)
+
+    optimizer = torch.optim.Adam(parameters, amsgrad=last)
+    train(model, optimizer, range(1))
+    with pytest.raises(UserError, match=r"exp_avg, exp_avg_sq on rank 0 and exp_avg, exp_avg_sq, max_exp_avg_sq on "):
+        FSDP.optim_state_dict(model, optimizer)
+    assert fsdp1.mean(torch.tensor(float(dist.get_rank()))) == (dist.get_world_size() - 1) / 2, "ranks stay in step"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend"),
+    [
+        pytest.param((2,), "gloo", marks=pytest.mark.smoke),
+        ((2,), "smddp"),
+        ((2, 2), "smddp"),
+    ],
+)
+def test_all_ranks_refuse_states_that_differ(sizes, backend):
+    run_distributed(_ranks_differ, sizes, world_size=math.prod(sizes), backend=backend, timeout=60)
+
+
+def _named(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _NamedOptimizer(model.named_parameters(), torch.optim.Adam, None, model, lr=1e-2, **options)
+
+
+def _otherwise_kept():
+    """State of a named optimizer, of another wrapping and mesh, and of a model that lacked a parameter."""
+    model, plain = layers(), layers()
+    named, optimizer = _named(model), torch.optim.Adam(plain.parameters(), lr=1e-2)
+    train(model, named, range(2))
+    train(plain, optimizer, range(2))
+    full = FSDP.optim_state_dict(plain, optimizer)
+    same_state(FSDP.optim_state_dict(model, named), full)
+    again = layers()
+    fresh = _named(again)
+    fresh.init_state()
+    again.load_state_dict(plain.state_dict())
+    loaded = FSDP.optim_state_dict_to_load(again, fresh, full, is_named_optimizer=True)
+    assert set(loaded["state"]) == set(loaded["param_groups"][0]["params"]) == set(full["state"])
+    fresh.load_state_dict(loaded)
+    sharded = FSDP.sharded_optim_state_dict(plain, optimizer)
+    kept = {name: value.clone() for name, value in plain.state_dict().items()}
+    wanted = train(plain, optimizer, range(2, 4))
+    assert fsdp1.worst(train(again, fresh, range(2, 4)), wanted) == 0
+
+    half = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    unwrapped = layers(lambda m: m)
+    unwrapped[0] = FSDP(unwrapped[0])
+    for other in (unwrapped, layers(sharding_strategy="NO_SHARD"), layers(process_group=half)):
+        other.load_state_dict(kept)
+        mixed = adam(other, mixed=True)  # ranks order the parameters differently
+        state = FSDP.flatten_sharded_optim_state_dict({"state": sharded["state"]}, other, mixed)
+        mixed.load_state_dict({**state, "param_groups": mixed.state_dict()["param_groups"]})
+        same_state(FSDP.full_optim_state_dict(other, mixed, rank0_only=False), full)
+        train(other, mixed, range(1))
+
+    larger = layers(lambda m: m)
+    larger.add_module("4", nn.Linear(4, 4, bias=False))
+    larger = FSDP(larger)
+    optimizer = torch.optim.Adam(larger.parameters())
+    with pytest.raises(UserError, match=r"1 saved ones, whose 'params' lack 4\.weight: add it"):
+        FSDP.optim_state_dict_to_load(larger, optimizer, full)
+    full["param_groups"][0]["params"].append("4.weight")
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(larger, optimizer, full))
+    assert len(optimizer.state) == 4
+    train(larger, optimizer, range(1))
+    with pytest.raises(UserError, match="state of nobody belongs to no parameter of the model"):
+        FSDP.optim_state_dict(larger, optimizer, {"state": {"nobody": {}}})
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
+def test_states_of_other_optimizers_and_shardings(backend):
+    run_distributed(_otherwise_kept, world_size=2, backend=backend, timeout=60)
+
+
+def _losses(model, optimizer, *, steps=range(3), schedule=False):
+    """Train on the same batch on all ranks, as one process would."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if schedule else None
+    losses = []
+    for step in steps:
+        loss = fsdp1.loss_of(model, fsdp1.batch(step, 0))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _by_shape(model):
+    """Two groups, matrices and the rest, which only whole parameters tell apart."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]]
+    assert all(groups)
+    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1]}], lr=1e-2)
+
+
+def _made_before():
+    tied = {"tied": True}
+    plain = fsdp1.build(**tied).double()
+    wanted = _losses(plain, _by_shape(plain), steps=range(5), schedule=True)
+    for policy in (None, fsdp1.by_block):
+        for use_orig_params in (False, True):
+            model = fsdp1.build(**tied).double()
+            optimizer = _by_shape(model)
+            model = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+            assert _losses(model, optimizer, steps=range(5), schedule=True) == pytest.approx(wanted, rel=1e-9)
+
+    # It has stepped already, and goes on with a shard of its state.
+    model = fsdp1.build(**tied).double()
+    optimizer = _by_shape(model)
+    begun = _losses(model, optimizer, steps=range(2))
+    model = FSDP(model, auto_wrap_policy=fsdp1.by_block)
+    plain = fsdp1.build(**tied).double()
+    again = _losses(plain, _by_shape(plain), steps=range(5))
+    assert begun + _losses(model, optimizer, steps=range(2, 5)) == pytest.approx(again, rel=1e-9)
+    assert set(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]) == set(fsdp1.whole(model))
+
+    with torch.device("meta"):
+        model = fsdp1.build().double()
+    optimizer = _by_shape(model)
+    delayed = DelayedParamIniter(model)
+    model = FSDP(model, auto_wrap_policy=fsdp1.by_block, param_init_fn=delayed.get_param_init_fn())
+    plain = fsdp1.build().double()
+    plain.load_state_dict(model.state_dict())
+    assert _losses(model, optimizer) == pytest.approx(_losses(plain, _by_shape(plain)), rel=1e-9)
+
+    model = FSDP(fsdp1.build(**tied).double(), auto_wrap_policy=fsdp1.by_block)
+    with FSDP.summon_full_params(model):
+        optimizer = _by_shape(model)
+    assert _losses(model, optimizer, steps=range(5), schedule=True) == pytest.approx(wanted, rel=1e-9)
+
+    model = fsdp1.build(**tied).double()
+    optimizer = _by_shape(model)
+    for layer in model.layers:
+        smp.fully_shard(layer)
+    assert _losses(smp.fully_shard(model), optimizer, steps=range(5), schedule=True) == pytest.approx(wanted, rel=1e-9)
+
+    with mock.patch("gc.get_objects", side_effect=AssertionError("nobody holds a parameter of it")):
+        model = FSDP(fsdp1.build(**tied), auto_wrap_policy=fsdp1.by_block)
+        with FSDP.summon_full_params(model):
+            pass
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
+@pytest.mark.smoke
+def test_an_optimizer_made_before_trains_the_sharded_parameters(backend):
+    run_distributed(_made_before, world_size=2, backend=backend, timeout=60)
+
+
+def _made_before_parallelize(degrees):
+    ids = torch.arange(24).view(2, 12)
+
+    def losses(model, optimizer):
+        found = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain = build_reference("llama_tied", torch.float64)
+    wanted = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    smp.init(degrees)
+    for where in ("transform", "parallelize"):
+        model = build_reference("llama_tied", torch.float64)
+        if where == "parallelize":
+            smp.transform(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if where == "transform":
+            smp.transform(model)
+        model = smp.parallelize(model, gradient_reduction="mean")
+        assert losses(model, optimizer) == pytest.approx(wanted, rel=1e-6), where  # transformers' loss is in fp32
+
+
+@pytest.mark.parametrize("degrees", [{"hybrid_shard_degree": 2}, {"tensor_parallel_degree": 2}])
+def test_an_optimizer_made_before_parallelize(degrees):
+    run_distributed(_made_before_parallelize, degrees, world_size=2, timeout=60)

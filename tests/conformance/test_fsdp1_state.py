@@ -37,6 +37,10 @@ from tests import fsdp1
 from tests.distributed import run_distributed
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+CONFIGS = {
+    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
 
 
 def make(kind, *, seed: int = 1, strategy="FULL_SHARD", **kwargs):
@@ -293,6 +297,50 @@ def _properties():
 
 def test_what_state_dicts_hold():
     run_distributed(_properties, world_size=2)
+
+
+def _kept(tensors):
+    return {key: fsdp1.local(value).clone() for key, value in tensors.items()}
+
+
+def _same(tensors, kept):
+    return all(torch.equal(fsdp1.local(value), kept[key]) for key, value in tensors.items())
+
+
+def _flat(state):
+    """The tensors of an optimizer's state."""
+    tensors = {(name, key): v for name, values in state["state"].items() for key, v in values.items()}
+    return tensors | {("groups", number): group["lr"] for number, group in enumerate(state["param_groups"])}
+
+
+def _copies():
+    """A state dict stays as it is while training goes on, and training does not write into what it has loaded."""
+    for kind, offload in ((FULL, False), (FULL, True), (SHARDED, False), (SHARDED, True)):
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            model, optimizer = make(FSDP, strategy=strategy)
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(1e-2)
+            steps(model, optimizer, 0, 2)
+            FSDP.set_state_dict_type(model, kind, *(config(offload_to_cpu=offload) for config in CONFIGS[kind]))
+            best, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+            kept, kept_state = _kept(best), _kept(_flat(state))
+            losses = steps(model, optimizer, 2, 2)
+            optimizer.param_groups[0]["lr"].fill_(1.0)
+            assert _same(best, kept) and _same(_flat(state), kept_state), (kind, offload, strategy)
+            for _ in range(2):  # the second time, what was loaded has been trained on
+                model.load_state_dict(best)
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+                assert steps(model, optimizer, 2, 2) == losses, (kind, offload, strategy)
+                assert _same(best, kept) and _same(_flat(state), kept_state), (kind, offload, strategy)
+    tied = FSDP(fsdp1.build(tied=True), auto_wrap_policy=fsdp1.by_block)
+    FSDP.set_state_dict_type(tied, SHARDED)
+    state = tied.state_dict()
+    assert state["embed.weight"] is state["head.weight"]
+
+
+@pytest.mark.smoke
+def test_state_dicts_are_copies():
+    run_distributed(_copies, world_size=2)
 
 
 def _bad():

@@ -1,0 +1,58 @@
+"""Optimizers that exist when a model's parameters are replaced: they go on with the parameters that it has then."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """Return this rank's shard of a whole tensor that every rank has, with ``like``'s placements; not collective.
+
+    Args:
+        whole: of ``like``'s shape, on any device.
+        like: a sharded parameter.
+    """
+    part = distribute_tensor(whole.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None)
+    return part.to(like.to_local().device)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def following_optimizers(*models: nn.Module) -> Iterator[None]:
+    """Give optimizers the parameters by which those of ``models`` are replaced inside, and their state the shards."""
+    before = [
+        (module, name, weakref.ref(parameter))  # nothing outlives its replacement for this
+        for model in models
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    yield
+    replace_parameters((old, module._parameters.get(name)) for module, name, old in before)
+
+
+def replace_parameters(pairs: Iterable[tuple[weakref.ref[nn.Parameter], nn.Parameter | None]]) -> None:
+    """Replace parameters in every optimizer of this process; pairs are (old, new)."""
+    replaced = {old: new for ref, new in pairs if (old := ref()) is not None and new is not None and new is not old}
+    if not replaced:  # the usual case, as nothing else than the model holds them: spare a look at all objects
+        return
+    for optimizer in gc.get_objects():
+        if not issubclass(type(optimizer), torch.optim.Optimizer):  # isinstance may run a proxy's code
+            continue
+        for group in getattr(optimizer, "param_groups", None) or ():  # it may be about to be made
+            group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        for old in replaced.keys() & optimizer.state.keys():
+            values, new = optimizer.state.pop(old), replaced[old]
+            optimizer.state[new] = {key: _beside(value, new) for key, value in values.items()}
+
+
+def _beside(value: Any, parameter: nn.Parameter) -> Any:
+    """Return what an optimizer keeps beside a parameter: this rank's shard, if it is of the parameter's shape."""
+    whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    return local_part(value, parameter) if whole and isinstance(parameter, DTensor) else value

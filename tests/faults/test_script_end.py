@@ -1,0 +1,135 @@
+"""The end of a script that has not waited for its last checkpoint: it is published, uploaded, or its loss is told."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from smp.checkpoint.layout import quick_problem
+from smp.checkpoint.manifest import read_manifest
+from tests.clock import HANG_SECONDS
+from tests.examples import torchrun_environment
+from tests.ports import free_port
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+# What is done in the background begins when the interpreter exits.
+SCRIPT = """
+import os, signal, sys, threading
+import torch, torch.distributed as dist
+import smp
+from smp.checkpoint import background, object_store, writer
+
+how, place, staging = sys.argv[1:4]
+ends = threading.Event()
+
+def late(function):
+    def call(*args, **kwargs):
+        assert how == "fails" or ends.wait(600)  # that waits for a rank that has failed
+        return function(*args, **kwargs)
+    return call
+
+def main():
+    smp.init_process_group(backend="gloo")
+    rank = dist.get_rank()
+    model = smp.FSDP(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = smp.Checkpointer(place, model, optimizer, staging=staging, keep=1)
+    if how == "uploads":
+        checkpoints.save(1)
+        checkpoints.save(2)
+        object_store.ObjectStore.upload = late(object_store.ObjectStore.upload)
+    background.write_part = late(background.write_part)
+    if how == "dies":
+        writer.VISIBLE_WITHIN = 0.5
+        if rank == 1:
+            background.write_part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    if how == "disk" and rank == 1:
+        writer.VISIBLE_WITHIN = 0.5
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+        background.write_part = full
+    if how == "disk" and rank == 0:
+        writer.VISIBLE_WITHIN = 0.5
+    checkpoints.save(4, {"rank": rank}, wait=False)
+    if how == "sys.exit":
+        sys.exit(3)
+    if how in ("destroy", "uploads"):
+        dist.destroy_process_group()
+    if how == "fails" and rank == 1:
+        raise ValueError("the script's own")
+    if how == "fails":
+        dist.barrier()
+
+threading._register_atexit(ends.set)
+main()
+"""
+
+
+def run(tmp_path, how: str, place: str | None = None) -> tuple[list[int], str]:
+    """Run the script on two ranks; returns their exit status, and what they wrote to standard error."""
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(SCRIPT)
+    words = [sys.executable, "-W", "ignore", str(script), how, place or str(tmp_path / "run"), str(tmp_path / "here")]
+    ranks = [
+        subprocess.Popen(
+            words,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **torchrun_environment(rank, 2, port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=HANG_SECONDS)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [process.returncode for process in ranks], "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        pytest.param("ends", [0, 0], marks=pytest.mark.smoke),
+        ("destroy", [0, 0]),
+        ("sys.exit", [3, 3]),
+        ("fails", [1, 1]),
+    ],
+)
+def test_the_last_checkpoint_is_published(tmp_path, how, status):
+    found, told = run(tmp_path, how)
+    assert found == status, told
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"model-4steps", "latest"}
+    assert quick_problem(tmp_path / "run" / "model-4steps") is None
+    assert read_manifest(tmp_path / "run" / "model-4steps").run["extra"] == {"rank": 0}
+    assert not list((tmp_path / "run").glob("*.tmp"))
+    assert "not published" not in told and ("the script's own" in told) == (how == "fails")
+
+
+def test_what_a_lost_rank_has_not_written_is_told(tmp_path):
+    found, told = run(tmp_path, "dies")
+    assert found == [0, -signal.SIGKILL], told
+    run_folder = tmp_path / "run"
+    sentence = f"rank 0: checkpoint {run_folder}/model-4steps was not published as the script ended: rank 1 has not"
+    assert sentence in told and "Traceback" not in told
+    assert not (run_folder / "model-4steps").exists()
+
+    found, told = run(tmp_path, "disk")
+    assert found == [0, 0], told
+    assert f"rank 1: checkpoint {run_folder}/model-4steps was not published as the script ended: " in told
+    assert "No space left on device" in told and sentence in told
+
+
+def test_uploads_get_there(tmp_path):
+    there = tmp_path / "there"
+    found, told = run(tmp_path, "uploads", f"file://{there}")
+    assert found == [0, 0], told
+    assert quick_problem(there / "model-4steps") is None, told
+    assert [path.name for path in sorted(there.glob("model-*steps"))] == ["model-4steps"], "as finish() keeps"
+    assert "not uploaded" not in told.replace("model-1steps was not uploaded: model-2steps is newer", ""), told
