@@ -172,7 +172,7 @@ def _table(file: DataFile) -> Iterator[tuple[Any, BinaryIO]]:
 
     with open_file(file) as (content, raw):
         try:
-            if not file.name.removesuffix(".gz").endswith(".arrow"):
+            if not file.ends_with(ARROW):
                 yield pq.ParquetFile(content), raw
             else:
                 yield pa.ipc.open_stream(content), raw

@@ -122,6 +122,20 @@ def test_a_folder_of_several_kinds_is_refused_unless_one_is_chosen(tmp_path):
     assert chosen == tokens(folder / "*.jsonl", tmp_path) != tokens(folder, tmp_path, dataset_type="text")
 
 
+def test_files_of_other_splits_in_a_folder_are_told(tmp_path, caplog):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name in ("train-00000-of-00001", "test-00000-of-00001", "validation"):
+        (folder / f"{name}.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    assert tokens(folder, tmp_path) == [1, 2] * 3
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "2 file(s) of other splits by their names (test-00000-of-00001.jsonl, validation.jsonl)" in warning
+    advice = re.search(r"--training_dir '(.*)'", warning)[1]
+    caplog.clear()
+    assert tokens(advice, tmp_path) == [1, 2]
+    assert len(tokens(folder, tmp_path, split="validation", fast_validation=False)) == 6 and not caplog.records
+
+
 def test_the_models_own_tokenizer_is_used(tmp_path):
     folder = write("jsonl", tmp_path / "d", TEXTS[:2])
     own = shape(tokenizer_dir=TOKENIZER)
