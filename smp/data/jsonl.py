@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from smp.data.text import TextTokenizer, tokenized_texts
 from smp.data.token_cache import TokenFile, digest_of, token_dtype
 from smp.errors import UserError
 
+# Beside masks, names under which other programs keep what decides about the loss or the attention of a row.
+UNREAD = ("position_ids", "segment_ids", "sequence_ids", "document_ids", "seq_lengths", "shift_labels", "loss_weights")
+KNOWN_MASKS = ("attention_mask", "special_tokens_mask")  # the second one, of tokenizers, changes nothing
 CHUNK = 1 << 20  # bytes that are converted at once
 BOM = b"\xef\xbb\xbf"
 # A row of more than ten million tokens. Without a bound, a small compressed file could hold one line of many gigabytes.
@@ -119,6 +122,7 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
             f"{where}: has no input_ids; keys found: {', '.join(found) or 'none'}; every row must have them, as the "
             f"first one has, or every row a text"
         )
+    refuse_unread(found, where)
     ids = integers(found["input_ids"], "input_ids", where)
     if (lowest := int(ids.min())) < 0:
         raise UserError(f"{where}: token id {lowest} is negative; ids must be in [0, {vocab_size})")
@@ -128,7 +132,7 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
     if found.get("attention_mask") is not None:
         mask = integers(found["attention_mask"], "attention_mask", where)
         if not ((mask == 0) | (mask == 1)).all():
-            raise UserError(f"{where}: attention_mask must hold 0 and 1 only")
+            raise UserError(other_mask(where, mask[(mask != 0) & (mask != 1)][0]))
         mask = None if mask.all() and len(mask) == len(ids) else mask
     if found.get("labels") is not None:
         labels = integers(found["labels"], "labels", where)
@@ -139,6 +143,32 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
         if column is not None and len(column) != len(ids):
             raise UserError(f"{where}: {key} has {len(column)} entries, input_ids {len(ids)}; they must be equal")
     return ids, mask, labels  # type: ignore[return-value]
+
+
+def refuse_unread(row: Mapping[str, Any], where: str) -> None:
+    """Refuse keys or columns beside input_ids that say what is trained on, in ways that are not read.
+
+    Args:
+        row: by key or column; those without a value are let through.
+        where: of it, for messages.
+
+    Raises:
+        UserError: there is one.
+    """
+    for name in (name for name, value in row.items() if value is not None):
+        if name in UNREAD or (name.endswith(("_mask", "_masks")) and name not in KNOWN_MASKS):
+            raise UserError(
+                f"{where}: {name} is not read, and rows would be trained on as if it were not there: remove it; labels "
+                f"of -100 keep tokens out of the loss, and --document_mask 1 keeps packed documents apart"
+            )
+
+
+def other_mask(where: str, value: Any) -> str:
+    """Format the refusal of a value of attention_mask."""
+    return (
+        f"{where}: attention_mask must hold 0 and 1 only, it holds {value}: where it numbers the documents of a packed "
+        f"row, leave it out and set --document_mask 1, which keeps them apart at their end-of-sequence tokens"
+    )
 
 
 def beyond_vocabulary(where: str, token: int, vocab_size: int, *, name: str = "token id") -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from smp.data.hf import TableText, column_names, open_converted, open_mapped, saved_files
-from smp.data.jsonl import JsonText, open_jsonl, read_objects
+from smp.data.jsonl import JsonText, open_jsonl, read_objects, refuse_unread
 from smp.data.packing import PackedRows, WindowRows
 from smp.data.storage import ARROW, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
 from smp.data.text import TextFiles, TextTokenizer, open_text
@@ -132,10 +132,17 @@ def open_rows(
 
 
 def _is_text(found: Found, text_key: str) -> bool:
-    """Return whether the first row has a text and no ids."""
+    """Return whether the first row has a text and no ids.
+
+    Raises:
+        UserError: it has ids, and beside them what is not read; also of files that earlier versions have converted.
+    """
     first = found.files[0]
     if found.kind == "JSON lines":
-        keys = [*next((row for _, row in read_objects(first)), {})]
+        where, row = next(read_objects(first), (first.url, {}))
     else:
-        keys = column_names(first)
-    return "input_ids" not in keys and text_key in keys
+        where, row = first.url, dict.fromkeys(column_names(first), True)
+    if "input_ids" not in row:
+        return text_key in row
+    refuse_unread(row, where)
+    return False

@@ -237,3 +237,66 @@ def test_texts_in_a_container_train_with_one_command(tmp_path, kind):
     folder = write(kind, tmp_path / "texts", ["Some words that are trained on.\n" * 50] * 3)
     run_job(*job(tmp_path, folder)).succeeded()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 1
+
+
+def containers(tmp_path, columns):
+    """Rows of these columns in every container of token ids, by path."""
+    tmp_path.mkdir(exist_ok=True)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    save(tmp_path / "saved", columns)
+    return [tmp_path / "rows.jsonl", tmp_path / "rows.parquet", tmp_path / "saved"]
+
+
+PACKED = {"input_ids": [[1, 2, 3, 4]] * 2, "attention_mask": [[1, 1, 1, 1], [1, 1, 2, 2]]}
+
+
+def test_a_mask_that_numbers_documents_is_refused(tmp_path):
+    """Taken as ones it would let the documents attend to each other."""
+    for path in containers(tmp_path, PACKED):
+        with pytest.raises(UserError, match=r"(line|row) [12]: attention_mask must hold 0 and 1 only, it holds 2: .*leave it out"):
+            opened(path, tmp_path)
+    for value in (-1, 256):
+        pq.write_table(pa.table({"input_ids": [[1, 2]], "attention_mask": [[1, value]]}), tmp_path / "rows.parquet")
+        with pytest.raises(UserError, match=f"rows.parquet, row 1: .*, it holds {value}:"):
+            opened(tmp_path / "rows.parquet", tmp_path)
+
+
+def test_a_cache_older_than_the_check_of_masks_is_not_trusted(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}), path)
+    opened(path, tmp_path)
+    (meta,) = (tmp_path / "cache").glob("rows.parquet-*/meta.json")
+    mask, told = meta.parent / "mask.bin", json.loads(meta.read_text())
+    assert told.pop("highest_mask") == 1
+    mask.write_bytes(bytes([1, 2]))
+    meta.write_text(json.dumps(told))  # as it was written before
+    source = opened(path, tmp_path)._microbatches.source
+    assert source.rows(np.array([0]))[0].mask.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "loss_mask", "assistant_masks", "position_ids"])
+def test_what_other_programs_say_about_the_loss_is_refused(tmp_path, name):
+    """Unread it would be trained on."""
+    columns = {"input_ids": [[1, 2], [3, 4]], name: [[0, 1], [0, 1]]}
+    for path in containers(tmp_path, columns):
+        with pytest.raises(UserError, match=rf"{name} is not read, .*: remove it; labels of -100 keep tokens out"):
+            opened(path, tmp_path)
+    harmless = {"input_ids": [[1], [2]], "special_tokens_mask": [[0], [0]], "token_type_ids": [[0], [0]]}
+    for path in containers(tmp_path / "harmless", harmless):
+        assert tokens(path, tmp_path) == [1, 2]
+
+
+def test_an_unread_column_of_a_later_row_or_file_or_an_old_cache_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [2], "loss_mask": [0]}\n')
+    with pytest.raises(UserError, match="a.jsonl, line 2: loss_mask is not read"):
+        opened(tmp_path / "a.jsonl", tmp_path)
+    (tmp_path / "d").mkdir()
+    pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "d" / "a.parquet")
+    pq.write_table(pa.table({"input_ids": [[2]], "loss_mask": [[0]]}), tmp_path / "d" / "b.parquet")
+    with pytest.raises(UserError, match="b.parquet: loss_mask is not read"):
+        opened(tmp_path / "d", tmp_path)
+    path = tmp_path / "null.jsonl"  # as a table with such a column is written, whose rows have none
+    path.write_text('{"input_ids": [1], "loss_mask": null}\n')
+    assert tokens(path, tmp_path) == [1]
