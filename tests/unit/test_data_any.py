@@ -300,3 +300,11 @@ def test_an_unread_column_of_a_later_row_or_file_or_an_old_cache_is_refused(tmp_
     path = tmp_path / "null.jsonl"  # as a table with such a column is written, whose rows have none
     path.write_text('{"input_ids": [1], "loss_mask": null}\n')
     assert tokens(path, tmp_path) == [1]
+
+
+def test_a_token_beyond_the_vocabulary_is_named_in_every_container(tmp_path):
+    for kind in ("jsonl", "parquet", "saved"):
+        folder = write(kind, tmp_path / kind, ["e", "Another xylophone."])
+        at = "line 2" if kind == "jsonl" else "row 2" if kind == "parquet" else "row 1"
+        with pytest.raises(UserError, match=rf"{at}: the text has '.*', token id \d+, which is outside .* of 1000: set"):
+            opened(folder, tmp_path, batch=shape(vocab=1000))
