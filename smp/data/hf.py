@@ -17,23 +17,22 @@ import numpy as np
 
 from smp.data.convert import Rows, token_files
 from smp.data.jsonl import beyond_vocabulary, other_mask, refuse_unread
-from smp.data.packing import WindowRows
+from smp.data.packing import BLOCK, WindowRows
 from smp.data.storage import ARROW, DataFile, filesystem_of, list_files, open_file, reading
 from smp.data.text import TextTokenizer, tokenized_texts
 from smp.data.token_cache import IGNORED, Columns, digest_of, recorded, token_dtype
 from smp.errors import UserError
 from smp.json_input import MAX_JSON, strict_json
 
-BLOCK = 1 << 22  # labels that are compared at once
 COLUMNS = ("input_ids", "attention_mask", "labels")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
 
 class MappedRows(WindowRows):
-    """Rows of memory-mapped arrow files; pickles as the arguments that open them again."""
+    """Rows of memory-mapped arrow files; pickles as the arguments that open them again, ``reopen``."""
 
-    def __init__(self, stores: list[Columns], sequence_length: int, fingerprint: str, reopen: tuple[Any, ...]):
-        super().__init__(stores, sequence_length, fingerprint)
+    def __init__(self, *rows: Any, reopen: tuple[Any, ...]):
+        super().__init__(*rows)
         self._reopen = reopen
 
     def __reduce__(self) -> tuple[Callable[..., MappedRows], tuple[Any, ...]]:
@@ -99,7 +98,7 @@ def _flat(array: Any, name: str, where: str, first_row: int) -> tuple[np.ndarray
 
 
 def extremes_of(rows: Columns) -> list[list[int]]:
-    """Return [lowest, highest] of the ids, of 0 and the labels in the loss, and of 0 and the mask, in bounded memory."""
+    """Return [lowest, highest] of the ids, 0 and the labels in the loss, 0 and the mask, in bounded memory."""
     found = [[int(rows.tokens.min()), int(rows.tokens.max())], [0, 0], [0, 0]]
     for values, extremes in ((rows.labels, found[1]), (rows.mask, found[2])):
         for start in range(0, 0 if values is None else len(values), BLOCK):
@@ -150,6 +149,7 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
     import pyarrow as pa
 
     stores: list[Columns] = []
+    origins: list[tuple[str, int]] = []
     for file in files:
         try:
             batches = pa.ipc.open_stream(pa.memory_map(file.url)).read_all().to_batches()
@@ -167,8 +167,10 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
         for rows, first, theirs in zip(found, firsts, extremes, strict=True):
             check_rows(rows, theirs, where=file.url, first_row=first, vocab_size=vocab_size)
         stores += found
+        origins += [(file.url, first) for first in firsts]
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
-    return MappedRows(stores, sequence_length, identity, (files, sequence_length, vocab_size, cache_dir))
+    reopen = files, sequence_length, vocab_size, cache_dir
+    return MappedRows(stores, sequence_length, identity, origins, reopen=reopen)
 
 
 @contextmanager
@@ -301,7 +303,7 @@ def open_converted(
         extremes = [[0, store.highest], [0, store.highest_label], [0, 1]]
         check_rows(store, extremes, where=file.url, first_row=0, vocab_size=vocab_size)
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
-    return WindowRows(stores, sequence_length, identity)
+    return WindowRows(stores, sequence_length, identity, [(file.url, 0) for file in files])
 
 
 def saved_files(path: str, split: str) -> list[DataFile] | None:

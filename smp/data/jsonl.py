@@ -22,6 +22,7 @@ from smp.errors import UserError
 UNREAD = ("position_ids", "segment_ids", "sequence_ids", "document_ids", "seq_lengths", "shift_labels", "loss_weights")
 KNOWN_MASKS = ("attention_mask", "special_tokens_mask")  # the second one, of tokenizers, changes nothing
 CHUNK = 1 << 20  # bytes that are converted at once
+ARRAY = "datasets.load_dataset('json', data_files='F.json')['train'].to_json('F.jsonl') writes an array so"
 BOM = b"\xef\xbb\xbf"
 # A row of more than ten million tokens. Without a bound, a small compressed file could hold one line of many gigabytes.
 MAX_LINE = 64 << 20
@@ -71,13 +72,15 @@ def objects_of(file: DataFile, first: int, block: bytes) -> Iterator[tuple[str, 
             raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            advice = ARRAY if number == 1 and line.startswith(b"[") else "mend the line or remove it"
             raise UserError(
-                f"{where}: not valid JSON ({reason}); each line must be one whole object: mend the line or remove it"
+                f"{where}: not valid JSON ({reason}); each line must be one whole object: {advice}"
             ) from error
         if not isinstance(found, dict):
+            advice = f": {ARRAY}" if isinstance(found, list) else ""
             raise UserError(
                 f"{where}: holds a {type(found).__name__}; each line must be one object "
-                f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}'
+                f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}{advice}'
             )
         yield where, found
 
@@ -120,7 +123,7 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
     if "input_ids" not in found:
         raise UserError(
             f"{where}: has no input_ids; keys found: {', '.join(found) or 'none'}; every row must have them, as the "
-            f"first one has, or every row a text"
+            f"first one has, or every row a text (python -m smp.data.prepare --text_key KEY reads another key)"
         )
     refuse_unread(found, where)
     ids = integers(found["input_ids"], "input_ids", where)
@@ -263,4 +266,5 @@ def open_jsonl(
     stores = token_files(files, JsonIds(vocab_size), what=what, cache_dir=cache_dir)
     for file, store in zip(files, stores, strict=True):
         _refuse_beyond_vocabulary(file, store, vocab_size)
-    return WindowRows(stores, sequence_length, digest_of("jsonl", sequence_length, [file.identity for file in files]))
+    identity = digest_of("jsonl", sequence_length, [file.identity for file in files])
+    return WindowRows(stores, sequence_length, identity, [(file.url, 0) for file in files])

@@ -218,9 +218,7 @@ def _names(paths: list[str]) -> str:
     return ", ".join([*names[:MOST_NAMED], *(["..."] if len(names) > MOST_NAMED else [])])
 
 
-def _nothing_found(
-    path: str, endings: tuple[str, ...], *, filtered: int, zipped: bool | None, left_out: str
-) -> str:
+def _nothing_found(path: str, endings: tuple[str, ...], *, filtered: int, zipped: bool | None, left_out: str) -> str:
     if filtered:
         kind, other = (".gz", "0") if zipped else ("uncompressed", "1")
         return (

@@ -190,6 +190,7 @@ class ResolvedModel:
         tokenizer_dir: directory of the tokenizer that belongs to the weights or the config, if there is one.
         attn_implementation: Hugging Face's attention function to build with, checked to be usable here.
         delayed_param: whether to build on the meta device.
+        eos_token_id: the id that ends a document, of the preset or config.json; None: it names none, or several.
     """
 
     name: str
@@ -200,6 +201,7 @@ class ResolvedModel:
     tokenizer_dir: pathlib.Path | None
     attn_implementation: str
     delayed_param: bool
+    eos_token_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,6 +364,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     if found:
         raise ConfigError(found)
     length = config.max_context_width or source.sequence_length
+    # Without a config of its own the model has transformers' default, which is no data's.
+    end = None if source.from_settings else getattr(source.hf_config, "eos_token_id", None)
     set_positions(values, length, source.hf_config, fixed=fixed, exact=source.from_settings)
     values.update(use_cache=False, architectures=[family.architecture])
     hf_config = rebuilt(family, values, given)
@@ -374,4 +378,5 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         tokenizer_dir=tokenizer_dir_of(source.directory, _directory_of(weights)),
         attn_implementation=_built_with(config, hf_config),
         delayed_param=config.delayed_param,
+        eos_token_id=end if isinstance(end, int) else None,
     )

@@ -16,6 +16,7 @@ import pytest
 from data.sample.build import HERE
 from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import UserError
+from tests.flags import plan_of
 from tests.job import LLAMA, run_job
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +171,8 @@ BAD_LINES = [
     (ROW + '{"text": "\udcff"}\n', "a.jsonl, line 2: not UTF-8"),
     ('{"text": " "}\n', "a.jsonl holds no text: remove it"),
     ("\n\n", "a.jsonl holds no rows: remove it"),
+    ('[{"text": "x"}]', r"line 1: holds a list; .*: datasets.load_dataset\('json', data_files='F.json'\).*to_json"),
+    ('[\n{"text": "x"}\n]', r"line 1: not valid JSON .*: datasets.load_dataset\('json', .*to_json"),
 ]
 
 
@@ -255,7 +258,9 @@ PACKED = {"input_ids": [[1, 2, 3, 4]] * 2, "attention_mask": [[1, 1, 1, 1], [1, 
 def test_a_mask_that_numbers_documents_is_refused(tmp_path):
     """Taken as ones it would let the documents attend to each other."""
     for path in containers(tmp_path, PACKED):
-        with pytest.raises(UserError, match=r"(line|row) [12]: attention_mask must hold 0 and 1 only, it holds 2: .*leave it out"):
+        with pytest.raises(
+            UserError, match=r"(line|row) [12]: attention_mask must hold 0 and 1 only, it holds 2: .*leave"
+        ):
             opened(path, tmp_path)
     for value in (-1, 256):
         pq.write_table(pa.table({"input_ids": [[1, 2]], "attention_mask": [[1, value]]}), tmp_path / "rows.parquet")
@@ -290,12 +295,12 @@ def test_what_other_programs_say_about_the_loss_is_refused(tmp_path, name):
 
 def test_an_unread_column_of_a_later_row_or_file_or_an_old_cache_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [2], "loss_mask": [0]}\n')
-    with pytest.raises(UserError, match="a.jsonl, line 2: loss_mask is not read"):
+    with pytest.raises(UserError, match=r"a.jsonl, line 2: loss_mask is not read"):
         opened(tmp_path / "a.jsonl", tmp_path)
     (tmp_path / "d").mkdir()
     pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "d" / "a.parquet")
     pq.write_table(pa.table({"input_ids": [[2]], "loss_mask": [[0]]}), tmp_path / "d" / "b.parquet")
-    with pytest.raises(UserError, match="b.parquet: loss_mask is not read"):
+    with pytest.raises(UserError, match=r"b.parquet: loss_mask is not read"):
         opened(tmp_path / "d", tmp_path)
     path = tmp_path / "null.jsonl"  # as a table with such a column is written, whose rows have none
     path.write_text('{"input_ids": [1], "loss_mask": null}\n')
@@ -306,5 +311,16 @@ def test_a_token_beyond_the_vocabulary_is_named_in_every_container(tmp_path):
     for kind in ("jsonl", "parquet", "saved"):
         folder = write(kind, tmp_path / kind, ["e", "Another xylophone."])
         at = "line 2" if kind == "jsonl" else "row 2" if kind == "parquet" else "row 1"
-        with pytest.raises(UserError, match=rf"{at}: the text has '.*', token id \d+, which is outside .* of 1000: set"):
+        with pytest.raises(UserError, match=rf"{at}: the text has '.*', token id \d+, .* outside .* of 1000: set"):
             opened(folder, tmp_path, batch=shape(vocab=1000))
+
+
+def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [5, 0, 7, 8]}\n')
+    words = "--training_dir", tmp_path / "a.jsonl", "--document_mask", 1, "--train_batch_size", 1
+    plan = plan_of([*words], tmp_path, model=["--model", "llama_tiny"], data=[])
+    (microbatch,) = next(iter(plan.train_data)).microbatches
+    assert microbatch["position_ids"][0, :4].tolist() == [0, 1, 0, 1]
+    assert "documents end with token 0, the model's eos_token_id" in caplog.text
+    with pytest.raises(UserError, match="and the model's config names no one eos_token_id: set --tokenizer"):
+        plan_of([*words], tmp_path, data=[])
