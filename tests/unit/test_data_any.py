@@ -317,6 +317,7 @@ def test_a_token_beyond_the_vocabulary_is_named_in_every_container(tmp_path):
 
 def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [5, 0, 7, 8]}\n')
+    caplog.set_level("INFO")
     words = "--training_dir", tmp_path / "a.jsonl", "--document_mask", 1, "--train_batch_size", 1
     plan = plan_of([*words], tmp_path, model=["--model", "llama_tiny"], data=[])
     (microbatch,) = next(iter(plan.train_data)).microbatches
