@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from smp.config import AUTO, Section, setting
 from smp.data.convert import end_with_parent
-from smp.data.packing import Collator, PackedRows, Row, RowSource
+from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
 from smp.data.source import find_data, open_rows
 from smp.data.synthetic import SyntheticRows
@@ -120,7 +120,9 @@ class BatchShape:
         data_rank, data_size: this data-parallel rank and their number.
         seed: of the order, and of random tokens; at least 0.
         pin_memory: put batches in page-locked memory, for faster copies to a GPU.
-        eos_token_id: ends a document, for data without a tokenizer.
+        eos_token_id: ends a document, for data without a tokenizer: the model's.
+        left_padding_misfit: the settings that need every row's masked tokens behind the others, for the refusal of
+            data with others; None: there are none.
         tokenizer_dir: of the model, for text without --tokenizer_name_or_dir.
         pad_token_id: pads short rows; it is never in the loss. Default: the end-of-sequence id, or 0.
     """
@@ -136,6 +138,7 @@ class BatchShape:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     tokenizer_dir: str | None = None
+    left_padding_misfit: str | None = None
 
 
 @dataclasses.dataclass
@@ -314,13 +317,20 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
             f"0 to 4 are enough for most data"
         )
     source, eos = _open_source(config, split, batch)
+    if config.document_mask and eos is None and batch.eos_token_id is not None:
+        log.info("--document_mask 1: documents end with token %d, the model's eos_token_id", batch.eos_token_id)
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:
         raise UserError(f"the {split} data holds no tokens: nothing to train on")
-    if config.document_mask and eos is None:
+    if config.document_mask and (eos is None or eos >= batch.vocab_size):
+        ends = "the model's config names no one eos_token_id" if eos is None else f"{eos} is outside the vocabulary"
         raise UserError(
-            "--document_mask 1 needs to know which token ends a document: set --tokenizer_name_or_dir, or leave it at 0"
+            f"--document_mask 1 needs to know which token ends a document, and {ends}: set --tokenizer_name_or_dir to "
+            f"the tokenizer that made the data, or leave it at 0"
         )
+    # Where documents are masked, positions say which tokens are padding.
+    if batch.left_padding_misfit is not None and not config.document_mask and isinstance(source, WindowRows):
+        source.refuse_left_padding(batch.left_padding_misfit)
     pad = next((each for each in (batch.pad_token_id, eos) if each is not None and each < batch.vocab_size), 0)
     collate = Collator(
         sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.document_mask else None

@@ -16,24 +16,23 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from smp.data.convert import Rows, token_files
-from smp.data.jsonl import beyond_vocabulary
-from smp.data.packing import WindowRows
+from smp.data.jsonl import beyond_vocabulary, other_mask, refuse_unread
+from smp.data.packing import BLOCK, WindowRows
 from smp.data.storage import ARROW, DataFile, filesystem_of, list_files, open_file, reading
 from smp.data.text import TextTokenizer, tokenized_texts
 from smp.data.token_cache import IGNORED, Columns, digest_of, recorded, token_dtype
 from smp.errors import UserError, a_type
 from smp.json_input import MAX_JSON, strict_json
 
-BLOCK = 1 << 22  # labels that are compared at once
 COLUMNS = ("input_ids", "attention_mask", "labels")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val", "test")}
 
 
 class MappedRows(WindowRows):
-    """Rows of memory-mapped arrow files; pickles as the arguments that open them again."""
+    """Rows of memory-mapped arrow files; pickles as the arguments that open them again, ``reopen``."""
 
-    def __init__(self, stores: list[Columns], sequence_length: int, fingerprint: str, reopen: tuple[Any, ...]):
-        super().__init__(stores, sequence_length, fingerprint)
+    def __init__(self, *rows: Any, reopen: tuple[Any, ...]):
+        super().__init__(*rows)
         self._reopen = reopen
 
     def __reduce__(self) -> tuple[Callable[..., MappedRows], tuple[Any, ...]]:
@@ -57,6 +56,7 @@ def rows_of(batch: Any, where: str, first_row: int) -> Columns:
             f"{where}: has no column input_ids; columns found: {', '.join(names) or 'none'}; name the one with token "
             f"ids input_ids, or the one with texts text"
         )
+    refuse_unread(dict.fromkeys(names, True), where)
     tokens, lengths = _flat(batch.column("input_ids"), "input_ids", where, first_row)
     if len(empty := np.flatnonzero(lengths == 0)):
         raise UserError(f"{where}, row {first_row + empty[0] + 1}: input_ids is empty; leave the row out")
@@ -98,17 +98,19 @@ def _flat(array: Any, name: str, where: str, first_row: int) -> tuple[np.ndarray
 
 
 def extremes_of(rows: Columns) -> list[list[int]]:
-    """Return [lowest, highest] of the ids, and of 0 and the labels that are in the loss, in bounded memory."""
-    lowest = highest = 0
-    for start in range(0, 0 if rows.labels is None else len(rows.labels), BLOCK):
-        block = rows.labels[start : start + BLOCK]  # type: ignore[index]
-        counted = block[block != IGNORED]
-        lowest, highest = min(lowest, int(counted.min(initial=0))), max(highest, int(counted.max(initial=0)))
-    return [[int(rows.tokens.min()), int(rows.tokens.max())], [lowest, highest]]
+    """Return [lowest, highest] of the ids, 0 and the labels in the loss, 0 and the mask, in bounded memory."""
+    found = [[int(rows.tokens.min()), int(rows.tokens.max())], [0, 0], [0, 0]]
+    for values, extremes in ((rows.labels, found[1]), (rows.mask, found[2])):
+        for start in range(0, 0 if values is None else len(values), BLOCK):
+            block = values[start : start + BLOCK]  # type: ignore[index]
+            counted = block[block != IGNORED] if values is rows.labels else block
+            extremes[0] = min(extremes[0], int(counted.min(initial=0)))
+            extremes[1] = max(extremes[1], int(counted.max(initial=0)))
+    return found
 
 
 def check_rows(rows: Columns, extremes: list[list[int]], *, where: str, first_row: int, vocab_size: int) -> None:
-    """Refuse ids and labels that the model does not have, naming the first row with one.
+    """Refuse ids and labels that the model does not have, and masks of other numbers than 0 and 1, naming the row.
 
     Args:
         rows: to check.
@@ -118,15 +120,19 @@ def check_rows(rows: Columns, extremes: list[list[int]], *, where: str, first_ro
         vocab_size: ids must be in [0, vocab_size), labels too or -100.
 
     Raises:
-        UserError: an id or a label is outside.
+        UserError: a value is outside.
     """
-    for values, (lowest, highest), is_label in zip((rows.tokens, rows.labels), extremes, (False, True), strict=True):
-        if values is None or (lowest >= 0 and highest < vocab_size):
+    columns = {"token id": (rows.tokens, vocab_size), "label": (rows.labels, vocab_size), "mask": (rows.mask, 2)}
+    for (name, (values, end)), (lowest, highest) in zip(columns.items(), extremes, strict=True):
+        if values is None or (lowest >= 0 and highest < end):
             continue
-        wrong = (values < 0) | (values >= vocab_size)
+        is_label = name == "label"
+        wrong = (values < 0) | (values >= end)
         place = int(np.flatnonzero(wrong & (values != IGNORED) if is_label else wrong)[0])
         at = f"{where}, row {first_row + int(np.searchsorted(rows.offsets, place, side='right'))}"
-        value, name = int(values[place]), "label" if is_label else "token id"
+        value = int(values[place])
+        if name == "mask":
+            raise UserError(other_mask(at, value))
         if value >= vocab_size:
             raise UserError(beyond_vocabulary(at, value, vocab_size, name=name))
         allowed = f"labels must be in [0, {vocab_size}), or -100 for positions out of the loss"
@@ -143,6 +149,7 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
     import pyarrow as pa
 
     stores: list[Columns] = []
+    origins: list[tuple[str, int]] = []
     for file in files:
         try:
             batches = pa.ipc.open_stream(pa.memory_map(file.url)).read_all().to_batches()
@@ -154,14 +161,16 @@ def open_mapped(files: list[DataFile], sequence_length: int, vocab_size: int, ca
         extremes = recorded(
             cache_dir,
             file.name,
-            ["extremes", "labels", file.url, file.size, file.stamp],
+            ["extremes", "labels", "mask", file.url, file.size, file.stamp],
             lambda found=found: [extremes_of(rows) for rows in found],  # type: ignore[misc]
         )
         for rows, first, theirs in zip(found, firsts, extremes, strict=True):
             check_rows(rows, theirs, where=file.url, first_row=first, vocab_size=vocab_size)
         stores += found
+        origins += [(file.url, first) for first in firsts]
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
-    return MappedRows(stores, sequence_length, identity, (files, sequence_length, vocab_size, cache_dir))
+    reopen = files, sequence_length, vocab_size, cache_dir
+    return MappedRows(stores, sequence_length, identity, origins, reopen=reopen)
 
 
 @contextmanager
@@ -172,7 +181,7 @@ def _table(file: DataFile) -> Iterator[tuple[Any, BinaryIO]]:
 
     with open_file(file) as (content, raw):
         try:
-            if not file.name.removesuffix(".gz").endswith(".arrow"):
+            if not file.ends_with(ARROW):
                 yield pq.ParquetFile(content), raw
             else:
                 yield pa.ipc.open_stream(content), raw
@@ -196,6 +205,8 @@ def _batches(file: DataFile, columns: tuple[str, ...], rows: int) -> Iterator[tu
     with _table(file) as (table, raw):
         if hasattr(table, "schema_arrow"):
             names = table.schema_arrow.names
+            if columns == COLUMNS:
+                refuse_unread(dict.fromkeys(names, True), file.url)
             wanted = [name for name in columns if name in names] if columns[0] in names else None
             table = table.iter_batches(batch_size=rows, columns=wanted)
         first = 0
@@ -289,10 +300,10 @@ def open_converted(
     """Convert parquet or remote arrow files with ids, unless they are cached, and cut their rows into windows."""
     stores = token_files(files, TableIds(vocab_size), what=what, cache_dir=cache_dir)
     for file, store in zip(files, stores, strict=True):
-        extremes = [[0, store.highest], [0, store.highest_label]]
+        extremes = [[0, store.highest], [0, store.highest_label], [0, 1]]
         check_rows(store, extremes, where=file.url, first_row=0, vocab_size=vocab_size)
     identity = digest_of("hf", sequence_length, [file.identity for file in files])
-    return WindowRows(stores, sequence_length, identity)
+    return WindowRows(stores, sequence_length, identity, [(file.url, 0) for file in files])
 
 
 def saved_files(path: str, split: str) -> list[DataFile] | None:

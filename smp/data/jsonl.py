@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,11 @@ from smp.data.text import TextTokenizer, tokenized_texts
 from smp.data.token_cache import TokenFile, digest_of, token_dtype
 from smp.errors import UserError, a_type
 
+# Beside masks, names under which other programs keep what decides about the loss or the attention of a row.
+UNREAD = ("position_ids", "segment_ids", "sequence_ids", "document_ids", "seq_lengths", "shift_labels", "loss_weights")
+KNOWN_MASKS = ("attention_mask", "special_tokens_mask")  # the second one, of tokenizers, changes nothing
 CHUNK = 1 << 20  # bytes that are converted at once
+ARRAY = "datasets.load_dataset('json', data_files='F.json')['train'].to_json('F.jsonl') writes an array so"
 BOM = b"\xef\xbb\xbf"
 # A row of more than ten million tokens. Without a bound, a small compressed file could hold one line of many gigabytes.
 MAX_LINE = 64 << 20
@@ -68,13 +72,15 @@ def objects_of(file: DataFile, first: int, block: bytes) -> Iterator[tuple[str, 
             raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            advice = ARRAY if number == 1 and line.startswith(b"[") else "mend the line or remove it"
             raise UserError(
-                f"{where}: not valid JSON ({reason}); each line must be one whole object: mend the line or remove it"
+                f"{where}: not valid JSON ({reason}); each line must be one whole object: {advice}"
             ) from error
         if not isinstance(found, dict):
+            advice = f": {ARRAY}" if isinstance(found, list) else ""
             raise UserError(
                 f"{where}: holds {a_type(found)}; each line must be one object "
-                f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}'
+                f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}{advice}'
             )
         yield where, found
 
@@ -117,8 +123,9 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
     if "input_ids" not in found:
         raise UserError(
             f"{where}: has no input_ids; keys found: {', '.join(found) or 'none'}; every row must have them, as the "
-            f"first one has, or every row a text"
+            f"first one has, or every row a text (python -m smp.data.prepare --text_key KEY reads another key)"
         )
+    refuse_unread(found, where)
     ids = integers(found["input_ids"], "input_ids", where)
     if (lowest := int(ids.min())) < 0:
         raise UserError(f"{where}: token id {lowest} is negative; ids must be in [0, {vocab_size})")
@@ -128,7 +135,7 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
     if found.get("attention_mask") is not None:
         mask = integers(found["attention_mask"], "attention_mask", where)
         if not ((mask == 0) | (mask == 1)).all():
-            raise UserError(f"{where}: attention_mask must hold 0 and 1 only")
+            raise UserError(other_mask(where, mask[(mask != 0) & (mask != 1)][0]))
         mask = None if mask.all() and len(mask) == len(ids) else mask
     if found.get("labels") is not None:
         labels = integers(found["labels"], "labels", where)
@@ -139,6 +146,32 @@ def checked_row(found: dict[str, Any], where: str, vocab_size: int) -> tuple[np.
         if column is not None and len(column) != len(ids):
             raise UserError(f"{where}: {key} has {len(column)} entries, input_ids {len(ids)}; they must be equal")
     return ids, mask, labels  # type: ignore[return-value]
+
+
+def refuse_unread(row: Mapping[str, Any], where: str) -> None:
+    """Refuse keys or columns beside input_ids that say what is trained on, in ways that are not read.
+
+    Args:
+        row: by key or column; those without a value are let through.
+        where: of it, for messages.
+
+    Raises:
+        UserError: there is one.
+    """
+    for name in (name for name, value in row.items() if value is not None):
+        if name in UNREAD or (name.endswith(("_mask", "_masks")) and name not in KNOWN_MASKS):
+            raise UserError(
+                f"{where}: {name} is not read, and rows would be trained on as if it were not there: remove it; labels "
+                f"of -100 keep tokens out of the loss, and --document_mask 1 keeps packed documents apart"
+            )
+
+
+def other_mask(where: str, value: Any) -> str:
+    """Format the refusal of a value of attention_mask."""
+    return (
+        f"{where}: attention_mask must hold 0 and 1 only, it holds {value}: where it numbers the documents of a packed "
+        f"row, leave it out and set --document_mask 1, which keeps them apart at their end-of-sequence tokens"
+    )
 
 
 def beyond_vocabulary(where: str, token: int, vocab_size: int, *, name: str = "token id") -> str:
@@ -233,4 +266,5 @@ def open_jsonl(
     stores = token_files(files, JsonIds(vocab_size), what=what, cache_dir=cache_dir)
     for file, store in zip(files, stores, strict=True):
         _refuse_beyond_vocabulary(file, store, vocab_size)
-    return WindowRows(stores, sequence_length, digest_of("jsonl", sequence_length, [file.identity for file in files]))
+    identity = digest_of("jsonl", sequence_length, [file.identity for file in files])
+    return WindowRows(stores, sequence_length, identity, [(file.url, 0) for file in files])

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from smp.data.token_cache import IGNORED, Columns
+from smp.errors import UserError
+
+BLOCK = 1 << 22  # values of a column that are looked at at once
 
 
 class Row(NamedTuple):
@@ -38,10 +41,24 @@ class RowSource(Protocol):
 
 
 class WindowRows:
-    """Stored rows, each cut into windows of at most ``sequence_length`` tokens; no token is left out."""
+    """Stored rows, each cut into windows of at most ``sequence_length`` tokens; no token is left out.
 
-    def __init__(self, stores: Sequence[Columns], sequence_length: int, fingerprint: str):
+    Args:
+        stores: the rows.
+        sequence_length: tokens of a window.
+        fingerprint: changes with the rows.
+        origins: of each of ``stores`` its file and the number of the file's rows before it, for messages.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Columns],
+        sequence_length: int,
+        fingerprint: str,
+        origins: Sequence[tuple[str, int]] = (),
+    ):
         self.stores, self.sequence_length, self.fingerprint = stores, sequence_length, fingerprint
+        self._origins = origins
         windows = [-(-np.diff(store.offsets) // sequence_length) for store in stores]
         self._first_window = np.concatenate([[0], *windows]).cumsum()  # of each row, over all stores
         self._first_row = np.cumsum([0, *map(len, windows)])  # of each store
@@ -56,6 +73,28 @@ class WindowRows:
         skipped = (indices - self._first_window[rows]) * self.sequence_length
         inside = rows - self._first_row[stores]
         return [self._cut(*each) for each in zip(stores.tolist(), inside.tolist(), skipped.tolist(), strict=True)]
+
+    def refuse_left_padding(self, misfit: str) -> None:
+        """Refuse rows that hide a token before one that they show in the same window.
+
+        Args:
+            misfit: the settings that cannot use them.
+
+        Raises:
+            UserError: naming the first such row.
+        """
+        for store, (file, before) in zip(self.stores, self._origins, strict=True):
+            for start in range(0, 0 if store.mask is None else len(store.mask), BLOCK):
+                shown = store.mask[start : start + BLOCK + 1].astype(bool)  # type: ignore[index]
+                after_hidden = np.flatnonzero(~shown[:-1] & shown[1:]) + start + 1
+                rows = np.searchsorted(store.offsets, after_hidden, side="right") - 1
+                inside = (after_hidden - store.offsets[rows]) % self.sequence_length != 0
+                if inside.any():
+                    raise UserError(
+                        f"{file}, row {before + rows[inside][0] + 1}: attention_mask hides a token before one that it "
+                        f"shows, and {misfit} takes padding on the right alone: pad there (a tokenizer's "
+                        f"padding_side='right'), or set --document_mask 1"
+                    )
 
     def _cut(self, which: int, row: int, skipped: int) -> Row:
         store = self.stores[which]

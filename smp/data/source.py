@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
+import re
 from collections.abc import Callable, Sequence
 
 from smp.data.hf import TableText, column_names, open_converted, open_mapped, saved_files
-from smp.data.jsonl import JsonText, open_jsonl, read_objects
+from smp.data.jsonl import JsonText, open_jsonl, read_objects, refuse_unread
 from smp.data.packing import PackedRows, WindowRows
-from smp.data.storage import ARROW, JSONL, PARQUET, TEXT, DataFile, list_files
+from smp.data.storage import ARROW, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
 from smp.data.text import TextFiles, TextTokenizer, open_text
 from smp.errors import UserError
 
 KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW}
 OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow"), "text": ("text",)}
+
+# As `datasets` has them, which takes such files of a folder for other splits.
+HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
+log = logging.getLogger("smp.data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +64,27 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
             f"{shown} holds {held}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
             f"choose with --dataset_type gpt_jsonl, text or hf"
         )
+    if split == "train" and not any(character in shown for character in GLOB_CHARACTERS):
+        _warn_of_other_splits(shown, files)
     return Found(shown, next(iter(counts)), files)
+
+
+def _warn_of_other_splits(shown: str, files: list[DataFile]) -> None:
+    """Warn of files of a folder that are named after a split to evaluate on, beside files of the training split."""
+    words = {file.name: set(re.split(r"[-._ 0-9]+", file.name.lower())) for file in files}
+    others = sorted(name for name, found in words.items() if found & HELD_OUT)
+    trained = [name for name, found in words.items() if found & {"train", "training"}]
+    if others and trained:
+        log.warning(
+            "%s: %d file(s) of other splits by their names (%s) are trained on: --training_dir '%s/%s*' leaves them "
+            "out",
+            shown, len(others), ", ".join(others[:5]), shown.rstrip("/"), re.split(r"[-._ 0-9]", trained[0])[0],
+        )  # fmt: skip
 
 
 def _kind(file: DataFile, kinds: tuple[str, ...]) -> str:
     """Return the kind that a file's name says; the first one that is looked for where it says none."""
-    name = file.name.removesuffix(".gz")
-    return next((kind for kind in kinds if name.endswith(KINDS[kind])), kinds[0])
+    return next((kind for kind in kinds if file.ends_with(KINDS[kind])), kinds[0])
 
 
 def open_rows(
@@ -112,10 +132,17 @@ def open_rows(
 
 
 def _is_text(found: Found, text_key: str) -> bool:
-    """Return whether the first row has a text and no ids."""
+    """Return whether the first row has a text and no ids.
+
+    Raises:
+        UserError: it has ids, and beside them what is not read; also of files that earlier versions have converted.
+    """
     first = found.files[0]
     if found.kind == "JSON lines":
-        keys = [*next((row for _, row in read_objects(first)), {})]
+        where, row = next(read_objects(first), (first.url, {}))
     else:
-        keys = column_names(first)
-    return "input_ids" not in keys and text_key in keys
+        where, row = first.url, dict.fromkeys(column_names(first), True)
+    if "input_ids" not in row:
+        return text_key in row
+    refuse_unread(row, where)
+    return False

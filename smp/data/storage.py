@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import gzip
 import io
+import itertools
+import logging
+import os
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from smp.errors import UserError, hub_advice
 
-JSONL, TEXT, PARQUET, ARROW = (".json", ".jsonl"), (".txt",), (".parquet",), (".arrow",)
+JSONL, TEXT, PARQUET, ARROW = (".json", ".jsonl", ".ndjson"), (".txt",), (".parquet",), (".arrow",)
 GLOB_CHARACTERS = "*?["
+COMPRESSED = (".zst", ".zstd", ".bz2", ".xz", ".lz4")
+OTHER_FORMATS = (".csv", ".tsv", ".zip", ".tar", ".tgz", ".tar.gz", ".npy", ".npz", ".h5", ".hdf5", ".feather")
+# Files that describe a dataset; `datasets` leaves them out too.
+DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+MOST_NAMED = 5
+MOST_FOLDERS_SEARCHED = 50
+log = logging.getLogger("smp.data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +56,11 @@ class DataFile:
     @property
     def zipped(self) -> bool:
         """True for a ``.gz`` file, which is decompressed when it is read."""
-        return self.name.endswith(".gz")
+        return self.name.lower().endswith(".gz")
+
+    def ends_with(self, extensions: tuple[str, ...]) -> bool:
+        """Return whether the name has one of the extensions, in whatever case and before a ``.gz``."""
+        return self.name.lower().removesuffix(".gz").endswith(extensions)
 
 
 def filesystem_of(url: str, **options: Any) -> tuple[Any, str]:
@@ -83,54 +99,133 @@ def reading(path: str) -> Iterator[None]:
 def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = None) -> list[DataFile]:
     """List the data files of a file, a folder (its direct children), a glob or a URL of any of them, sorted by path.
 
+    Links count as what they point to. What looks like data and is not read is logged as a warning.
+
     Args:
         path: as the user gave it.
-        extensions: those of data files in a folder, such as ``(".json", ".jsonl")``; ``.gz`` may follow each.
+        extensions: those of data files in a folder, such as ``(".json", ".jsonl")``, in any case; ``.gz`` may follow
+            each.
         zipped: True keeps only ``.gz`` files, False only the others, None both.
 
     Raises:
-        UserError: nothing is there, or nothing of it is data, or a file is empty.
+        UserError: nothing is there, or nothing of it is data, or a file is empty or in a format that is not read.
     """
     fs, inner = filesystem_of(path)
     with reading(path):
-        found, chosen_by_name = _candidates(fs, inner)
-        if not found:
-            raise UserError(f"no such file or folder: {path}{hub_advice(path, ' --repo-type dataset')}")
-        endings = extensions if chosen_by_name else (*extensions, *(f"{extension}.gz" for extension in extensions))
-        kept = found if chosen_by_name else [each for each in found if each.endswith(endings)]
-        kept = [each for each in kept if not PurePosixPath(each).name.startswith(".")]
-        wanted = [each for each in kept if zipped is None or each.endswith(".gz") == zipped]
+        found = _entries(fs, path, inner)
+        endings = extensions if found.by_name else (*extensions, *(f"{extension}.gz" for extension in extensions))
+        kept = [each for each in found.files if found.by_name or each.lower().endswith(endings)]
+        wanted = [each for each in kept if zipped is None or each.lower().endswith(".gz") == zipped]
+        left_out = _left_out(fs, path, found, kept, extensions)
         if not wanted:
-            raise UserError(_nothing_found(path, endings, filtered=len(kept), zipped=zipped))
+            raise UserError(_nothing_found(path, endings, filtered=len(kept), zipped=zipped, left_out=left_out))
+        if left_out:
+            log.warning("%s: %s", path, left_out)
         files = [_describe(fs, each) for each in sorted(wanted)]
     _refuse_twins(path, files)
     for file in files:
         if file.size == 0:
             raise UserError(f"{file.url} is empty: remove it, or write it again")
+        if file.name.lower().endswith((*COMPRESSED, *OTHER_FORMATS)):
+            raise UserError(f"{file.url} is not read: {_CONVERT}")
     return files
 
 
-def _candidates(fs: Any, inner: str) -> tuple[list[str], bool]:
-    """Return the files that a path may mean, and whether the user named them rather than their folder."""
+_CONVERT = (
+    "decompress what is compressed (.gz is read as it is), and write another format as JSON lines, for example with "
+    "datasets.load_dataset('csv', data_files='F.csv')['train'].to_json('F.jsonl')"
+)
+
+
+class _Entries(NamedTuple):
+    """What a path may mean; ``by_name``: the user named the files rather than their folder."""
+
+    files: list[str]
+    folders: list[str]
+    by_name: bool
+
+
+def _entries(fs: Any, path: str, inner: str) -> _Entries:
+    """Return the files and folders of a path, for links what they point to, without hidden ones.
+
+    Raises:
+        UserError: nothing is there.
+    """
     if fs.isfile(inner):
-        return [inner], True
-    if fs.isdir(inner):
-        # An empty folder exists: an entry that no extension matches stands for it.
-        children = [entry["name"] for entry in fs.ls(inner, detail=True) if entry["type"] == "file"]
-        return children or [inner.rstrip("/") + "/"], False
-    if any(character in inner for character in GLOB_CHARACTERS):
-        return [each for each in fs.glob(inner) if fs.isfile(each)], True
-    return [], True
+        return _Entries([inner], [], by_name=True)
+    by_name, local = not fs.isdir(inner), _is_local(fs)
+    if not by_name:
+        entries = {each["name"]: each["type"] for each in fs.ls(inner, detail=True)}
+    elif any(character in inner for character in GLOB_CHARACTERS):
+        # Python's goes through links to folders, as a shell does.
+        entries = dict.fromkeys(glob.glob(inner, recursive=True) if local else fs.glob(inner), "any")
+    else:
+        _refuse_broken_link(inner)
+        entries = {}
+    if by_name and not entries:
+        raise UserError(f"no such file or folder: {path}{hub_advice(path, ' --repo-type dataset')}")
+    found = _Entries([], [], by_name)
+    wants_hidden = by_name and PurePosixPath(inner).name.startswith(".")
+    for name, kind in entries.items():
+        last = PurePosixPath(name).name
+        if last in DESCRIPTIONS or (last.startswith(".") and not wants_hidden) or name.strip("/") == inner.strip("/"):
+            continue
+        is_file = kind == "file" or (kind != "directory" and not fs.isdir(name))
+        (found.files if is_file else found.folders).append(name)
+    return found
 
 
-def _nothing_found(path: str, endings: tuple[str, ...], *, filtered: int, zipped: bool | None) -> str:
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+
+def _refuse_broken_link(path: str) -> None:
+    if os.path.islink(path) and not os.path.exists(path):
+        raise UserError(f"{path} is a link to {os.readlink(path)}, which is not there: mend the link, or remove it")
+
+
+def _left_out(fs: Any, path: str, found: _Entries, kept: list[str], extensions: tuple[str, ...]) -> str:
+    """Return a sentence about files that look like data and folders with such files, if any, that are not read."""
+    read = {each.lower() for each in kept}
+
+    def is_data(name: str) -> bool:
+        plain = os.path.splitext(name)[0] if name.endswith((".gz", *COMPRESSED)) else name
+        return name.endswith(OTHER_FORMATS) or (plain.endswith(extensions) and plain not in read)
+
+    files = [each for each in found.files if each.lower() not in read and is_data(each.lower())]
+    folders = {}
+    for folder in found.folders:
+        if not any(each.startswith(f"{folder.rstrip('/')}/") for each in kept):
+            below = itertools.islice(fs.walk(folder), MOST_FOLDERS_SEARCHED)
+            names = (name for _, _, inside in below for name in sorted(inside) if not name.startswith("."))
+            if (first := next((name for name in names if is_data(name.lower())), None)) is not None:
+                folders[folder] = os.path.splitext(first)[1]
+    parts = []
+    if files:
+        parts.append(f"{len(files)} file(s) not read ({_names(files)}): {_CONVERT}")
+    if folders:
+        fixed = re.split(r"/[^/]*[*?[]", path, maxsplit=1)[0] if found.by_name else path.rstrip("/")
+        pattern = f"'{fixed}/**/*{next(iter(folders.values()))}'"
+        parts.append(
+            f"{len(folders)} folder(s) with data not read ({_names([*folders])}): a glob in quotes reads folders too, "
+            f"such as {pattern}"
+        )
+    return "; ".join(parts)
+
+
+def _names(paths: list[str]) -> str:
+    names = sorted(PurePosixPath(each).name for each in paths)
+    return ", ".join([*names[:MOST_NAMED], *(["..."] if len(names) > MOST_NAMED else [])])
+
+
+def _nothing_found(path: str, endings: tuple[str, ...], *, filtered: int, zipped: bool | None, left_out: str) -> str:
     if filtered:
         kind, other = (".gz", "0") if zipped else ("uncompressed", "1")
         return (
             f"{path} holds {filtered} data file(s), but none is {kind} and --zipped_data is {int(bool(zipped))}: "
             f"set --zipped_data {other}, or leave it out to read both"
         )
-    return f"no data files in {path}: looked for *{', *'.join(endings)}"
+    return f"no data files in {path}: looked for *{', *'.join(endings)}{f'; {left_out}' if left_out else ''}"
 
 
 def _refuse_twins(path: str, files: list[DataFile]) -> None:
@@ -145,10 +240,11 @@ def _refuse_twins(path: str, files: list[DataFile]) -> None:
 
 
 def _describe(fs: Any, inner: str) -> DataFile:
+    if _is_local(fs):
+        _refuse_broken_link(inner)
     info = fs.info(inner)
     stamp = next((info[key] for key in ("mtime", "LastModified", "ETag", "created", "updated") if key in info), None)
-    protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-    url = inner if protocol in ("file", "local") else fs.unstrip_protocol(inner)
+    url = inner if _is_local(fs) else fs.unstrip_protocol(inner)
     return DataFile(url=url, size=int(info["size"] or 0), stamp=str(stamp))
 
 

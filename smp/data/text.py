@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import hashlib
 import io
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ MAX_TOKENIZER = 1 << 30  # bytes of a tokenizer's files, which are read whole
 PART = 256_000  # characters that are tokenised at once; longer documents are split at a line end
 BATCH = 1_000_000  # characters that are tokenised at once: their encodings take some hundred times as many bytes
 MOST_DOCUMENTS = 20_000  # in a batch: each costs memory beyond its characters
+log = logging.getLogger("smp.data")
 
 
 class TextTokenizer:
@@ -30,6 +32,8 @@ class TextTokenizer:
 
     Attributes:
         vocab_size: ids are below it. eos_token_id: ends a document. digest: hash of the files.
+        prefix: ids that begin a document: those that the tokenizer puts in front of a text by default.
+        limit: ids of texts must be below it, see :meth:`require_below`.
 
     Raises:
         UserError: the directory has no usable tokenizer, or the tokenizer no end-of-sequence token.
@@ -52,6 +56,7 @@ class TextTokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(root), trust_remote_code=False, local_files_only=True)
+            was_cutting, self.prefix = _keep_documents_whole(tokenizer), _prefix(tokenizer)
         except Exception as error:  # of any type, for malformed files
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load the tokenizer in {folder}: {reason}") from error
@@ -60,10 +65,13 @@ class TextTokenizer:
         self._tokenizer, self.folder, self.eos_token_id = tokenizer, folder, int(tokenizer.eos_token_id)
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # not len(): ids may have gaps
         content = b"".join(each.name.encode() + each.read_bytes() for each in files)
-        if _keep_documents_whole(tokenizer):
+        if was_cutting:
             content += b"documents whole"  # not the digest of caches made while documents were truncated
+        if self.prefix:
+            content += f"documents begin with {self.prefix}".encode()  # not of caches made while they did not
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.digest = hashlib.sha256(content).hexdigest()
+        self.limit = self.vocab_size
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens around them."""
@@ -76,16 +84,53 @@ class TextTokenizer:
         return {**self.__dict__, "_tokenizer": self._tokenizer if self._backend is None else None}
 
     def require_below(self, vocab_size: int) -> None:
-        """Refuse a tokenizer with ids outside the model's vocabulary.
+        """Refuse ids outside the model's vocabulary: here those around every document, where they occur those of texts.
+
+        A tokenizer may have more than the model, such as one for images, as long as no text has them.
 
         Raises:
-            UserError: it has some.
+            UserError: the id that ends a document, or one that begins it, is outside.
         """
-        if self.vocab_size > vocab_size:
+        self.limit = vocab_size
+        if max(self.eos_token_id, *self.prefix, 0) >= vocab_size:
             raise UserError(
-                f"the tokenizer in {self.folder} has ids up to {self.vocab_size - 1}, the model's vocabulary is "
-                f"{vocab_size}: set --vocab_size to at least {self.vocab_size}, or give the model's own tokenizer"
+                f"the tokenizer in {self.folder} puts tokens {[*self.prefix, self.eos_token_id]} around documents, and "
+                f"the model's vocabulary is {vocab_size}: {self._advice}"
             )
+
+    def beyond(self, rows: list[Rows]) -> int | None:
+        """Return the first id of some rows that is not below ``limit``."""
+        found = (each.ids[each.ids >= self.limit] for each in rows if each.ids.max(initial=0) >= self.limit)
+        return next((int(ids[0]) for ids in found), None)
+
+    def word(self, token: int) -> str:
+        """Return the text of a token."""
+        if self._backend is not None:
+            return str(self._backend.decode([token], skip_special_tokens=False))
+        return str(self._tokenizer.decode([token]))
+
+    def refusal(self, where: str, token: int) -> str:
+        """Format the refusal of a text with a token that the model does not have."""
+        return (
+            f"{where}: the text has {self.word(token)!r}, token id {token}, which is outside the model's vocabulary of "
+            f"{self.limit}: {self._advice}, or take it out of the text"
+        )
+
+    @property
+    def _advice(self) -> str:
+        return (
+            f"set --vocab_size to at least {self.vocab_size} for a model without pretrained weights, or give the "
+            f"model's own tokenizer"
+        )
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """Return the ids that a tokenizer puts in front of a text: mostly its beginning-of-sequence token, or none."""
+    text = "a"
+    plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    full = tokenizer(text, verbose=False)["input_ids"]
+    starts = range(len(full) - len(plain) + 1)
+    return [int(each) for each in full[: next((at for at in starts if full[at : at + len(plain)] == plain), 0)]]
 
 
 def _keep_documents_whole(tokenizer: Any) -> bool:
@@ -154,7 +199,15 @@ def read_text(file: DataFile, separator: str | None) -> Iterator[tuple[tuple[str
             yield part, raw.tell()
 
 
-def batches(parts: Iterable[tuple[tuple[str, bool], Any]]) -> Iterator[tuple[list[tuple[str, bool]], Any]]:
+class Part(NamedTuple):
+    """Part of a document, and whether the document begins or ends with it."""
+
+    text: str
+    begins: bool
+    ends: bool
+
+
+def batches(parts: Iterable[tuple[tuple[str, bool], Any]]) -> Iterator[tuple[list[Part], Any]]:
     """Collect parts of documents for the tokenizer, leaving out documents of white space only.
 
     Args:
@@ -163,14 +216,14 @@ def batches(parts: Iterable[tuple[tuple[str, bool], Any]]) -> Iterator[tuple[lis
     Yields:
         Some parts, and the position of the last one.
     """
-    batch: list[tuple[str, bool]] = []
+    batch: list[Part] = []
     size, begun, position = 0, False, None
-    for part, position in parts:
-        if not begun and not part[0].strip():
+    for (text, ends), position in parts:
+        if not begun and not text.strip():
             continue
-        batch.append(part)
-        begun = not part[1]
-        size += len(part[0])
+        batch.append(Part(text, not begun, ends))
+        begun = not ends
+        size += len(text)
         if size >= BATCH or len(batch) >= MOST_DOCUMENTS:
             yield batch, position
             batch, size = [], 0
@@ -178,12 +231,15 @@ def batches(parts: Iterable[tuple[tuple[str, bool], Any]]) -> Iterator[tuple[lis
         yield batch, position
 
 
-def tokenized(batch: list[tuple[str, bool]], tokenizer: TextTokenizer) -> list[Rows]:
-    """Tokenise parts of documents, and end each document with the end-of-sequence token."""
+def tokenized(batch: list[Part], tokenizer: TextTokenizer) -> list[Rows]:
+    """Tokenise parts of documents, each document between the tokenizer's prefix and the end-of-sequence token."""
     dtype, found = token_dtype(tokenizer.vocab_size), []
-    for words, (_, ends) in zip(tokenizer([text for text, _ in batch]), batch, strict=True):
-        ids = np.array([*words, tokenizer.eos_token_id] if ends else words, dtype)
-        found.append(Rows(ids, np.array([len(ids)] if ends else [], np.int64)))
+    prefix, end = tokenizer.prefix, [tokenizer.eos_token_id]
+    for words, part in zip(tokenizer([part.text for part in batch]), batch, strict=True):
+        # A text may have it already, as one made by a chat template.
+        before = prefix if part.begins and words[: len(prefix)] != prefix else []
+        ids = np.array([*before, *words, *(end if part.ends else [])], dtype)
+        found.append(Rows(ids, np.array([len(ids)] if part.ends else [], np.int64)))
     return joined(found)
 
 
@@ -194,8 +250,9 @@ def tokenized_texts(texts: Iterable[tuple[str, str]], tokenizer: TextTokenizer) 
         texts: text, and where it is from, for messages.
 
     Raises:
-        UserError: a text is no valid Unicode.
+        UserError: a text is no valid Unicode, or has an id that is outside the model's vocabulary.
     """
+    texts = [*texts]
 
     def parts() -> Iterator[tuple[tuple[str, bool], None]]:
         for text, where in texts:
@@ -206,7 +263,12 @@ def tokenized_texts(texts: Iterable[tuple[str, str]], tokenizer: TextTokenizer) 
             lines = iter(functools.partial(content.readline, PART), b"")
             yield from ((part, None) for part in read_documents(lines, None, where))
 
-    return joined([rows for batch, _ in batches(parts()) for rows in tokenized(batch, tokenizer)])
+    found = joined([rows for batch, _ in batches(parts()) for rows in tokenized(batch, tokenizer)])
+    if (token := tokenizer.beyond(found)) is not None:
+        for each in texts if len(texts) > 1 else ():
+            tokenized_texts([each], tokenizer)
+        raise UserError(tokenizer.refusal(texts[0][1], token))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +290,27 @@ class TextFiles:
         """Return the number format of the ids."""
         return token_dtype(self.tokenizer.vocab_size)
 
-    def chunks(self, file: DataFile) -> Iterator[tuple[list[tuple[str, bool]], int]]:
+    def chunks(self, file: DataFile) -> Iterator[tuple[list[Part], int]]:
         """Yield parts of documents."""
         return batches(read_text(file, self.separator))
 
-    def convert(self, file: DataFile, chunk: list[tuple[str, bool]]) -> list[Rows]:
+    def convert(self, file: DataFile, chunk: list[Part]) -> list[Rows]:
         """Return the tokens of parts."""
-        return tokenized(chunk, self.tokenizer)
+        found = tokenized(chunk, self.tokenizer)
+        if (token := self.tokenizer.beyond(found)) is not None:
+            raise UserError(self.tokenizer.refusal(self._line_with(file, token), token))
+        return found
+
+    def _line_with(self, file: DataFile, token: int) -> str:
+        """Return the file, with the first line whose text has the token."""
+        word = self.tokenizer.word(token).strip().encode()
+        with open_file(file) as (content, _):
+            number = 1
+            for raw in iter(functools.partial(content.readline, PART), b""):
+                if word in raw and token in self.tokenizer([raw.decode(errors="replace")])[0]:
+                    return f"{file.url}, line {number}"
+                number += raw.endswith(b"\n")
+        return file.url
 
 
 def open_text(
@@ -247,8 +323,15 @@ def open_text(
         form: their format, with a tokenizer.
 
     Raises:
-        UserError: a file is unreadable, not UTF-8 or without text.
+        UserError: a file is unreadable, not UTF-8, without text, or has an id that is outside the model's vocabulary.
     """
+    tokenizer = form.tokenizer
+    if tokenizer.prefix:
+        log.info("%s: each document begins with %s", what, "".join(map(tokenizer.word, tokenizer.prefix)))
     stores = token_files(files, form, what=what, cache_dir=cache_dir)
+    for file, store in zip(files, stores, strict=True):
+        if store.highest >= tokenizer.limit:  # converted for a model with a larger vocabulary
+            for chunk, _ in form.chunks(file):
+                form.convert(file, chunk)  # names the line
     identity = (form.name, *form.key, [file.identity for file in files])
     return PackedRows(stores, sequence_length, digest_of(sequence_length, *identity))

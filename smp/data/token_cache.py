@@ -6,7 +6,7 @@ A token file is a folder::
     rows.bin     int64, rows + 1 offsets into tokens.bin
     mask.bin     uint8 for each token, 1 where it is text; absent when every token is
     labels.bin   int32 for each token; absent when labels are the tokens
-    meta.json    counts, number format, highest id and label
+    meta.json    counts, number format, highest id, label and mask
 
 It is written beside its final name, flushed to disk and renamed, so a folder of that name is whole.
 """
@@ -95,8 +95,10 @@ class TokenFile(Columns):
         besides = [len(part) for part in (mask, labels) if part is not None]
         if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
             raise ValueError(f"{folder} has rows that are not its tokens")
-        # Files with labels of earlier versions lack the key, and are built again.
+        # Files with labels or masks of earlier versions lack the keys, and are built again.
         highest_label = int(meta["highest_label"]) if labels is not None else 0
+        if mask is not None and meta["highest_mask"] > 1:
+            raise ValueError(f"{folder} has a mask of other numbers than 0 and 1")
         return cls(tokens, rows, mask, labels, folder=folder, highest=int(meta["highest"]), highest_label=highest_label)
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
@@ -114,7 +116,8 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: str):
         self.folder, self.dtype = folder, dtype
         self._parts = {part: open(folder / f"{part}.bin", "wb") for part in ("tokens", "rows")}  # noqa: SIM115
-        self._count, self._rows, self._highest, self._highest_label = 0, 0, 0, 0
+        self._count, self._rows = 0, 0
+        self._highest = {"highest": 0, "highest_label": 0, "highest_mask": 0}
         self._parts["rows"].write(np.zeros(1, np.int64).tobytes())
 
     def add(
@@ -140,9 +143,9 @@ class TokenWriter:
         self._parts["rows"].write((self._count + np.asarray(ends, np.int64)).tobytes())
         self._count += len(ids)
         self._rows += len(ends)
-        self._highest = max(self._highest, int(ids.max(initial=0)))
-        if labels is not None:
-            self._highest_label = max(self._highest_label, int(labels.max(initial=0)))
+        for name, values in (("highest", ids), ("highest_label", labels), ("highest_mask", mask)):
+            if values is not None:
+                self._highest[name] = max(self._highest[name], int(values.max(initial=0)))
 
     def _optional(self, part: str) -> Any:
         """Return the file of a column that most data lacks; when it is new, write its default for all earlier rows."""
@@ -162,16 +165,7 @@ class TokenWriter:
     def close(self) -> None:
         """Flush every part to disk and write ``meta.json``."""
         counts = dict.fromkeys(self._parts, self._count) | {"rows": self._rows + 1}
-        (self.folder / "meta.json").write_text(
-            json.dumps(
-                {
-                    "dtype": self.dtype,
-                    "counts": counts,
-                    "highest": self._highest,
-                    "highest_label": self._highest_label,
-                }
-            )
-        )
+        (self.folder / "meta.json").write_text(json.dumps({"dtype": self.dtype, "counts": counts, **self._highest}))
         for handle in self._parts.values():
             handle.flush()
             os.fsync(handle.fileno())

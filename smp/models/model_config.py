@@ -197,6 +197,7 @@ class ResolvedModel:
         generation_dir: directory of the ``generation_config.json`` that does, if there is one.
         attn_implementation: Hugging Face's attention function to build with, checked to be usable here.
         delayed_param: whether to build on the meta device.
+        eos_token_id: the id that ends a document, of the preset or config.json; None: it names none, or several.
     """
 
     name: str
@@ -208,6 +209,7 @@ class ResolvedModel:
     generation_dir: pathlib.Path | None
     attn_implementation: str
     delayed_param: bool
+    eos_token_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,6 +378,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     if found:
         raise ConfigError(found)
     length = config.max_context_width or source.sequence_length
+    # Without a config of its own the model has transformers' default, which is no data's.
+    end = None if source.from_settings else getattr(source.hf_config, "eos_token_id", None)
     set_positions(values, length, source.hf_config, fixed=fixed, exact=source.from_settings)
     values.update(use_cache=False, architectures=[family.architecture])
     hf_config = rebuilt(family, values, given)
@@ -389,4 +393,5 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         generation_dir=generation_dir_of(source.directory, beside),
         attn_implementation=_built_with(config, hf_config),
         delayed_param=config.delayed_param,
+        eos_token_id=end if isinstance(end, int) else None,
     )

@@ -17,7 +17,7 @@ from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.models.init_rules import init_rules
-from smp.models.model_config import ResolvedModel
+from smp.models.model_config import ModelConfig, ResolvedModel
 from smp.models.registry import build_model
 from smp.parallel import (
     activation_checkpoint,
@@ -70,6 +70,17 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
     return [problem for technique in TECHNIQUES for problem in technique.problems(hf_config, setup)]
+
+
+def left_padding_misfit(setup: Setup) -> str | None:
+    """Return the settings with which a row must not hide a token before one that it shows; None: it may."""
+    mesh, function = setup.mesh, setup.settings[ModelConfig].attn_implementation
+    if mesh.cp.size > 1:
+        return f"--context_parallel_degree {mesh.cp.size}"
+    splits_tokens = mesh.tp.size > 1 and setup.settings[ParallelConfig].sequence_parallel
+    if splits_tokens and not setup.family.whole_embedding and function in attention.FLASH:
+        return f"--attn_implementation {function} with --sequence_parallel 1"
+    return None
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:

@@ -25,7 +25,7 @@ from smp.models.preset import list_presets, load_preset
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
-from smp.parallel.parallelize import compute_dtype, find_problems
+from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend, choose_device
 from smp.train import garbage
@@ -233,6 +233,8 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
         data_size=job.mesh.data.size,
         seed=job.config.run.seed,
         pin_memory=torch.cuda.is_available(),
+        eos_token_id=job.model.eos_token_id,
+        left_padding_misfit=left_padding_misfit(job.setup),
         tokenizer_dir=str(job.model.tokenizer_dir) if job.model.tokenizer_dir else None,
     )
 

@@ -410,7 +410,7 @@ def test_data_is_read_as_the_job_reads_it(tmp_path):
         "training_dir": sample / "train.txt", "tokenizer_name_or_dir": sample / "tokenizer", "dataset_type": "text",
         "vocab_size": 64,
     }  # fmt: skip
-    found(job.check_plan, "problem", "has ids up to 2047, the model's vocabulary is 64", **words)
+    found(job.check_plan, "problem", "train.txt, line 1: .* outside the model's vocabulary of 64", **words)
 
 
 # ----------------------------------------------------------------------------------------- what only all see together

@@ -229,6 +229,18 @@ def test_sequences_split_over_ranks(processes, words, pattern, refused):
     expect(refused(*LLAMA, *SYNTHETIC, "--dry_run", 1, "--dry_run_world_size", processes, *words), pattern)
 
 
+def test_padding_on_the_left_late_in_the_data_of_split_sequences(refused, tmp_path):
+    """Before the first step, not at the row's."""
+    rows = [{"input_ids": [1, 2, 3]}] * 10 + [{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}]
+    (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = *LLAMA, *SPLIT, "--training_dir", tmp_path / "late.jsonl", "--dry_run", 1, "--dry_run_world_size", 2
+    pattern = (
+        r"late.jsonl, row 11: attention_mask hides a token before one that it shows, and --context_parallel_degree 2 "
+        r"takes padding on the right alone: pad there .*, or set --document_mask 1$"
+    )
+    expect(refused(*words, "--max_steps", 1), pattern)
+
+
 # Types of transformers with something that attention over ranks does not know: changes, what is said.
 UNFIT = {
     "gemma2": ({}, "its attention function takes softcap, which changes the scores"),

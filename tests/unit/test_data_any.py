@@ -16,6 +16,7 @@ import pytest
 from data.sample.build import HERE
 from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
 from smp.errors import UserError
+from tests.flags import plan_of
 from tests.job import LLAMA, run_job
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +123,20 @@ def test_a_folder_of_several_kinds_is_refused_unless_one_is_chosen(tmp_path):
     assert chosen == tokens(folder / "*.jsonl", tmp_path) != tokens(folder, tmp_path, dataset_type="text")
 
 
+def test_files_of_other_splits_in_a_folder_are_told(tmp_path, caplog):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name in ("train-00000-of-00001", "test-00000-of-00001", "validation"):
+        (folder / f"{name}.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    assert tokens(folder, tmp_path) == [1, 2] * 3
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "2 file(s) of other splits by their names (test-00000-of-00001.jsonl, validation.jsonl)" in warning
+    advice = re.search(r"--training_dir '(.*)'", warning)[1]
+    caplog.clear()
+    assert tokens(advice, tmp_path) == [1, 2]
+    assert len(tokens(folder, tmp_path, split="validation", fast_validation=False)) == 6 and not caplog.records
+
+
 def test_the_models_own_tokenizer_is_used(tmp_path):
     folder = write("jsonl", tmp_path / "d", TEXTS[:2])
     own = shape(tokenizer_dir=TOKENIZER)
@@ -156,6 +171,8 @@ BAD_LINES = [
     (ROW + '{"text": "\udcff"}\n', "a.jsonl, line 2: not UTF-8"),
     ('{"text": " "}\n', "a.jsonl holds no text: remove it"),
     ("\n\n", "a.jsonl holds no rows: remove it"),
+    ('[{"text": "x"}]', r"line 1: holds a list; .*: datasets.load_dataset\('json', data_files='F.json'\).*to_json"),
+    ('[\n{"text": "x"}\n]', r"line 1: not valid JSON .*: datasets.load_dataset\('json', .*to_json"),
 ]
 
 
@@ -223,3 +240,88 @@ def test_texts_in_a_container_train_with_one_command(tmp_path, kind):
     folder = write(kind, tmp_path / "texts", ["Some words that are trained on.\n" * 50] * 3)
     run_job(*job(tmp_path, folder)).succeeded()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 1
+
+
+def containers(tmp_path, columns):
+    """Rows of these columns in every container of token ids, by path."""
+    tmp_path.mkdir(exist_ok=True)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    save(tmp_path / "saved", columns)
+    return [tmp_path / "rows.jsonl", tmp_path / "rows.parquet", tmp_path / "saved"]
+
+
+PACKED = {"input_ids": [[1, 2, 3, 4]] * 2, "attention_mask": [[1, 1, 1, 1], [1, 1, 2, 2]]}
+
+
+def test_a_mask_that_numbers_documents_is_refused(tmp_path):
+    """Taken as ones it would let the documents attend to each other."""
+    for path in containers(tmp_path, PACKED):
+        with pytest.raises(
+            UserError, match=r"(line|row) [12]: attention_mask must hold 0 and 1 only, it holds 2: .*leave"
+        ):
+            opened(path, tmp_path)
+    for value in (-1, 256):
+        pq.write_table(pa.table({"input_ids": [[1, 2]], "attention_mask": [[1, value]]}), tmp_path / "rows.parquet")
+        with pytest.raises(UserError, match=f"rows.parquet, row 1: .*, it holds {value}:"):
+            opened(tmp_path / "rows.parquet", tmp_path)
+
+
+def test_a_cache_older_than_the_check_of_masks_is_not_trusted(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}), path)
+    opened(path, tmp_path)
+    (meta,) = (tmp_path / "cache").glob("rows.parquet-*/meta.json")
+    mask, told = meta.parent / "mask.bin", json.loads(meta.read_text())
+    assert told.pop("highest_mask") == 1
+    mask.write_bytes(bytes([1, 2]))
+    meta.write_text(json.dumps(told))  # as it was written before
+    source = opened(path, tmp_path)._microbatches.source
+    assert source.rows(np.array([0]))[0].mask.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "loss_mask", "assistant_masks", "position_ids"])
+def test_what_other_programs_say_about_the_loss_is_refused(tmp_path, name):
+    """Unread it would be trained on."""
+    columns = {"input_ids": [[1, 2], [3, 4]], name: [[0, 1], [0, 1]]}
+    for path in containers(tmp_path, columns):
+        with pytest.raises(UserError, match=rf"{name} is not read, .*: remove it; labels of -100 keep tokens out"):
+            opened(path, tmp_path)
+    harmless = {"input_ids": [[1], [2]], "special_tokens_mask": [[0], [0]], "token_type_ids": [[0], [0]]}
+    for path in containers(tmp_path / "harmless", harmless):
+        assert tokens(path, tmp_path) == [1, 2]
+
+
+def test_an_unread_column_of_a_later_row_or_file_or_an_old_cache_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [2], "loss_mask": [0]}\n')
+    with pytest.raises(UserError, match=r"a.jsonl, line 2: loss_mask is not read"):
+        opened(tmp_path / "a.jsonl", tmp_path)
+    (tmp_path / "d").mkdir()
+    pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "d" / "a.parquet")
+    pq.write_table(pa.table({"input_ids": [[2]], "loss_mask": [[0]]}), tmp_path / "d" / "b.parquet")
+    with pytest.raises(UserError, match=r"b.parquet: loss_mask is not read"):
+        opened(tmp_path / "d", tmp_path)
+    path = tmp_path / "null.jsonl"  # as a table with such a column is written, whose rows have none
+    path.write_text('{"input_ids": [1], "loss_mask": null}\n')
+    assert tokens(path, tmp_path) == [1]
+
+
+def test_a_token_beyond_the_vocabulary_is_named_in_every_container(tmp_path):
+    for kind in ("jsonl", "parquet", "saved"):
+        folder = write(kind, tmp_path / kind, ["e", "Another xylophone."])
+        at = "line 2" if kind == "jsonl" else "row 2" if kind == "parquet" else "row 1"
+        with pytest.raises(UserError, match=rf"{at}: the text has '.*', token id \d+, .* outside .* of 1000: set"):
+            opened(folder, tmp_path, batch=shape(vocab=1000))
+
+
+def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [5, 0, 7, 8]}\n')
+    caplog.set_level("INFO")
+    words = "--training_dir", tmp_path / "a.jsonl", "--document_mask", 1, "--train_batch_size", 1
+    plan = plan_of([*words], tmp_path, model=["--model", "llama_tiny"], data=[])
+    (microbatch,) = next(iter(plan.train_data)).microbatches
+    assert microbatch["position_ids"][0, :4].tolist() == [0, 1, 0, 1]
+    assert "documents end with token 0, the model's eos_token_id" in caplog.text
+    with pytest.raises(UserError, match="and the model's config names no one eos_token_id: set --tokenizer"):
+        plan_of([*words], tmp_path, data=[])

@@ -166,7 +166,7 @@ def test_labels_are_looked_at_in_blocks(monkeypatch):
     ids, offsets = np.array([1, 2, 3, 4, 5]), np.array([0, 5])
     for labels, found in (([-100, 5, 3, -100, -7], [-7, 5]), ([-100] * 5, [0, 0]), (None, [0, 0])):
         rows = Columns(ids, offsets, None, None if labels is None else np.array(labels))
-        assert extremes_of(rows) == [[1, 5], found]
+        assert extremes_of(rows) == [[1, 5], found, [0, 0]]
 
 
 def test_files_of_another_kind_are_named(tmp_path):

@@ -6,6 +6,7 @@ import torch
 
 from smp.data.packing import Collator, PackedRows, Row, WindowRows
 from smp.data.token_cache import Columns
+from smp.errors import UserError
 
 END = 1
 
@@ -35,6 +36,28 @@ def tiny(family):
 def test_long_rows_become_windows_and_short_ones_stay_alone():
     source = WindowRows([columns([1, 2, 3, 4, 5], [6]), columns([7, 8])], 2, "x")
     assert tokens_of(source) == [[1, 2], [3, 4], [5], [6], [7, 8]]
+
+
+MASKS = [
+    ([0, 1, 1, 1, 1, 1], 6), ([1, 1, 0, 1, 1, 1], 6), ([1, 0, 1, 1, 0, 1], 7), ([1, 0, 0, 0, 1, 1], 0),
+    ([1, 0, 1, 0, 1, 1], 0), ([1, 1, 0, 0, 1, 0], 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "row"), MASKS)
+def test_padding_on_the_left_of_a_window_is_refused(mask, row, monkeypatch):
+    """Windows are [0, 1], [2, 3] of the first row, and the second row; whatever blocks a mask is read in."""
+    stores = [columns([1, 2]), columns([1, 2, 3, 4], [5, 6], mask=np.array(mask))]
+    for block in (1, 2, 100):
+        monkeypatch.setattr("smp.data.packing.BLOCK", block)
+        source = WindowRows(stores, 2, "x", [("f", 0), ("g", 5)])
+        collated = [Collator(sequence_length=2, pad_token_id=0)([each]) for each in source.rows(np.arange(len(source)))]
+        assert any("attention_mask" in each for each in collated) == bool(row)
+        if row:
+            with pytest.raises(UserError, match=f"g, row {row}: attention_mask hides .*, and XY takes padding on"):
+                source.refuse_left_padding("XY")
+        else:
+            source.refuse_left_padding("XY")
 
 
 def test_packed_rows_cross_file_boundaries_and_drop_nothing():

@@ -216,5 +216,7 @@ def test_document_mask_needs_an_end_of_document(config):
     masked = dataclasses.replace(config, document_mask=True)
     with pytest.raises(UserError, match="which token ends a document"):
         create_data_pipeline(masked, split="train", batch=shape())
+    with pytest.raises(UserError, match="which token ends a document, and 64 is outside the vocabulary"):
+        create_data_pipeline(masked, split="train", batch=shape(eos_token_id=64))
     step = next(iter(create_data_pipeline(masked, split="train", batch=shape(eos_token_id=60))))
     assert step.microbatches[0]["position_ids"].tolist() == [[0, 1, 2, 0]] * 2

@@ -1,6 +1,7 @@
 """Finding and opening files: data/storage.py."""
 
 import gzip
+import os
 import sys
 
 import fsspec
@@ -9,7 +10,7 @@ import pytest
 from smp.data.storage import list_files, open_file
 from smp.errors import UserError
 
-TYPES = (".json", ".jsonl")
+TYPES = (".json", ".jsonl", ".ndjson")
 
 
 def write(folder, *names, content=b"{}\n"):
@@ -50,7 +51,7 @@ def test_a_url_of_another_file_system(tmp_path):
     [
         ("nowhere", None, "no such file or folder: .*nowhere"),
         ("nowhere-*", None, "no such file or folder"),
-        ("empty", None, r"no data files in .*looked for \*.json, \*.jsonl, \*.json.gz, \*.jsonl.gz"),
+        ("empty", None, r"no data files in .*looked for \*.json, \*.jsonl, \*.ndjson, \*.json.gz"),
         ("texts", None, "no data files"),
         ("plain", True, "1 data file.*none is .gz and --zipped_data is 1: set --zipped_data 0"),
         ("zipped", False, "none is uncompressed and --zipped_data is 0: set --zipped_data 1"),
@@ -94,3 +95,84 @@ def test_missing_s3_support_says_what_to_install(monkeypatch):
 def test_an_unknown_scheme_is_named():
     with pytest.raises(UserError, match="nosuch://"):
         names("nosuch://bucket/folder")
+
+
+def test_links_to_files_are_read_as_the_files(tmp_path):
+    """As by a glob, and as the hub's cache has them."""
+    write(tmp_path / "store", "b.json", "c.json", content=b'{"a": 1}\n')
+    folder = write(tmp_path / "d", "a.json")
+    for name in ("b.json", "c.json"):
+        (folder / name).symlink_to(tmp_path / "store" / name)
+    assert names(folder) == names(f"{folder}/*.json") == ["a.json", "b.json", "c.json"]
+    (folder / "a.json").unlink()
+    before, _ = list_files(str(folder), extensions=TYPES)
+    assert before.size == 9
+    os.utime(tmp_path / "store" / "b.json", (1, 1))
+    after, _ = list_files(str(folder), extensions=TYPES)
+    assert before.stamp != after.stamp  # of what the link points to: a cache of it is not used
+
+
+def test_a_broken_link_is_named(tmp_path):
+    folder = write(tmp_path / "d", "a.json")
+    (folder / "latest").symlink_to("nowhere")  # no data by its name
+    assert names(folder) == ["a.json"]
+    (folder / "b.json").symlink_to("nowhere.json")
+    for path in (folder, folder / "b.json", folder / "*.json"):
+        with pytest.raises(UserError, match=r"b.json is a link to nowhere.json, which is not there: mend the link"):
+            names(path)
+
+
+def test_a_suffix_in_another_case_is_read(tmp_path):
+    folder = write(tmp_path / "d", "a.jsonl", "B.JSONL", "C.Json", "d.ndjson")
+    (folder / "E.JSON.GZ").write_bytes(gzip.compress(b"{}\n"))
+    assert names(folder) == ["B.JSONL", "C.Json", "E.JSON.GZ", "a.jsonl", "d.ndjson"]
+    assert names(folder, zipped=True) == ["E.JSON.GZ"]
+    (file,) = list_files(str(folder), extensions=TYPES, zipped=True)
+    with open_file(file) as (content, _):
+        assert content.read() == b"{}\n"
+
+
+def nested(tmp_path):
+    """A folder whose data lies partly where it is not read."""
+    folder = write(tmp_path / "d", "a.jsonl", "a.jsonl.zst", "b.jsonl.zst", "c.json.xz", "t.csv", "README.md", "x.py")
+    write(folder / "2024", "n.jsonl")
+    write(folder / "images", "1.png")
+    write(folder / ".cache", "h.jsonl")
+    (folder / "images" / "deep").mkdir()
+    write(tmp_path / "elsewhere", "l.jsonl")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    return folder
+
+
+def test_what_looks_like_data_and_is_not_read_is_counted_and_named(tmp_path, caplog):
+    folder = nested(tmp_path)
+    assert names(folder) == ["a.jsonl"]
+    (warning,) = caplog.records
+    assert "3 file(s) not read (b.jsonl.zst, c.json.xz, t.csv): decompress" in warning.getMessage()
+    assert "2 folder(s) with data not read (2024, linked): a glob" in warning.getMessage()
+    # The advice, followed.
+    pattern = warning.getMessage().rpartition("'")[0].rpartition("'")[2]
+    caplog.clear()
+    assert names(pattern) == ["n.jsonl", "a.jsonl", "l.jsonl"] and not caplog.records
+    with pytest.raises(UserError, match=r"a.jsonl.zst is not read: decompress what is compressed"):
+        names(folder / "*")
+    with pytest.raises(UserError, match=r"t.csv is not read: decompress .*, and write another format as JSON lines"):
+        names(folder / "*.csv")
+    caplog.clear()
+    assert names(folder / "a*l") == ["a.jsonl"] and not caplog.records
+
+
+def test_a_folder_of_folders_says_what_reads_them(tmp_path):
+    folder = nested(tmp_path)
+    (folder / "a.jsonl").unlink()
+    with pytest.raises(UserError, match=r"no data files in .*4 file\(s\) not read .*2 folder\(s\) with data not read"):
+        names(folder)
+    with pytest.raises(UserError, match=r"1 folder\(s\) with data not read \(2024\): .* such as '.*/d/\*\*/\*.jsonl'"):
+        names(folder / "20*")
+
+
+def test_what_was_left_out_on_purpose_is_not_told(tmp_path, caplog):
+    folder = write(tmp_path / "d", "a.json", "b.json.gz", "c.txt", "dataset_info.json", "config.json", ".x.json")
+    assert names(folder, zipped=False) == ["a.json"] and not caplog.records
+    assert names(folder / "*.json*") == ["a.json", "b.json.gz"]
+    assert names(folder / ".x.json") == names(folder / ".x*") == [".x.json"]

@@ -135,8 +135,9 @@ def test_ids_with_gaps_are_below_the_vocabulary(tmp_path):
     (word,) = (word for word, place in tokenizer._tokenizer.get_vocab().items() if place == 70_000)
     (tmp_path / "a.txt").write_text(tokenizer._tokenizer.convert_tokens_to_string([word]) * 9)
     assert 70_000 in ids_of(open_all(tmp_path, tmp_path / "cache", tokenizer))
-    with pytest.raises(UserError, match="--vocab_size to at least 70001"):
-        tokenizer.require_below(70_000)
+    tokenizer.require_below(70_000)
+    with pytest.raises(UserError, match=r"a.txt, line 1: the text has .*, token id 70000, .*--vocab_size to at least"):
+        open_all(tmp_path, tmp_path / "cache", tokenizer)
 
 
 def test_another_tokenizer_is_another_cache(tmp_path, tokenizer):
@@ -148,11 +149,7 @@ def test_another_tokenizer_is_another_cache(tmp_path, tokenizer):
     assert first.fingerprint != second.fingerprint
 
 
-def test_a_tokenizer_that_does_not_fit_is_named(tmp_path, tokenizer):
-    with pytest.raises(
-        UserError, match="has ids up to 2047, the model's vocabulary is 1000: set --vocab_size to at least 2048"
-    ):
-        tokenizer.require_below(1000)
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no tokenizer in .*nowhere"):
         TextTokenizer(str(tmp_path / "nowhere"))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -165,3 +162,71 @@ def test_a_tokenizer_without_an_end_is_named(tmp_path):
     (tmp_path / "t" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match="no eos_token"):
         TextTokenizer(str(tmp_path / "t"))
+
+
+def with_added(folder, *, bos=True, chat=False):
+    """The sample's tokenizer with added tokens beyond its vocabulary, and a post-processor as Gemma's."""
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    raw.add_special_tokens(["<bos>", "<image>"])
+    before = "$A <|endoftext|>" if not bos else "<bos> <image> $A" if chat else "<bos> $A"
+    known = [(word, raw.token_to_id(word)) for word in ("<bos>", "<image>", "<|endoftext|>")]
+    raw.post_processor = processors.TemplateProcessing(single=before, special_tokens=known)
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", eos_token="<|endoftext|>")
+    made.save_pretrained(folder)
+    return TextTokenizer(str(folder))
+
+
+BOS, IMAGE = 2048, 2049
+
+
+@pytest.mark.parametrize("prefix", [[BOS], [BOS, IMAGE], []])
+def test_each_document_begins_as_the_tokenizer_begins_a_text(tmp_path, tokenizer, monkeypatch, prefix):
+    """Once each, also where a document is tokenised in parts or has it already."""
+    own = with_added(tmp_path / "t", bos=bool(prefix), chat=len(prefix) > 1)
+    assert own.prefix == prefix
+    (tmp_path / "a.txt").write_text("One.\n---\n \n---\nTwo words.\n---\n")
+    plain = ids_of(open_all(tmp_path, tmp_path / "plain", tokenizer, separator="---"))
+    expected = [each for each in np.split(plain, np.flatnonzero(np.equal(plain, EOS)) + 1) if len(each)]
+    found = ids_of(open_all(tmp_path, tmp_path / "cache", own, separator="---"))
+    assert found == [int(each) for ids in expected for each in (*prefix, *ids)] and len(expected) == 2
+    if prefix:
+        word = own.word(BOS) + (own.word(IMAGE) if len(prefix) > 1 else "")
+        (tmp_path / "a.txt").write_text(f"{word}One.\n---\n{word}Two words.\n")
+        assert ids_of(open_all(tmp_path, tmp_path / "cache", own, separator="---")) == found
+    monkeypatch.setattr(module, "PART", 17)
+    monkeypatch.setattr(module, "BATCH", 40)
+    (tmp_path / "a.txt").write_text("\n" * 60 + "word " * 40)
+    assert ids_of(open_all(tmp_path, tmp_path / "parts", own)).count(BOS) == len(prefix[:1])
+
+
+def test_what_begins_a_document_is_another_cache(tmp_path, tokenizer):
+    """Of tokenizers that put nothing there the cache stays what it was."""
+    own = with_added(tmp_path / "t")
+    files = sorted((tmp_path / "t").iterdir())
+    assert own.digest != plain_digest(files)
+    ending = with_added(tmp_path / "e", bos=False)
+    assert ending.digest == plain_digest(sorted((tmp_path / "e").iterdir()))
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_where_a_text_has_it(tmp_path):
+    """As Gemma 3's tokenizer has one for images, which the model lacks."""
+    own = with_added(tmp_path / "t", bos=False)
+    own.require_below(2048)
+    lines = ["fine\n", "also <b>fine\n", "bad <image>\n"]
+    (tmp_path / "a.txt").write_text("".join(lines[:2]))
+    assert max(ids_of(open_all(tmp_path, tmp_path / "c", own))) < 2048
+    (tmp_path / "a.txt").write_text("".join(lines))
+    words = "the text has '<image>', token id 2049, which is outside the model's vocabulary of 2048"
+    with pytest.raises(UserError, match=f"a.txt, line 3: {words}"):
+        open_all(tmp_path, tmp_path / "c", own)
+    own.require_below(2050)
+    open_all(tmp_path, tmp_path / "c", own)
+    own.require_below(2048)
+    with pytest.raises(UserError, match=f"a.txt, line 3: {words}"):  # from the cache
+        open_all(tmp_path, tmp_path / "c", own)
+    with_bos = with_added(tmp_path / "b")
+    with pytest.raises(UserError, match=r"puts tokens \[2048, 0\] around documents, and .* is 2048"):
+        with_bos.require_below(2048)

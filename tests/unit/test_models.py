@@ -394,3 +394,11 @@ def test_a_config_is_copied_so_that_models_do_not_change_each_other():
         model = build_model(resolved.hf_config, attn_implementation="sdpa")
     count_parameters(resolved.hf_config)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_token_that_ends_a_document_is_the_one_that_the_model_names(tmp_path):
+    """Of a preset or config.json; what transformers assumes of a type is no data's."""
+    assert resolve(model="llama_tiny").eos_token_id == 0
+    for given, found in ((60, 60), ([60, 61], None), (None, None)):
+        assert resolve(model=str(save_config(tmp_path / "m", eos_token_id=given))).eos_token_id == found
+    assert resolve(model_type="llama_v2", **SMALL).eos_token_id is None
