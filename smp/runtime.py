@@ -365,11 +365,14 @@ def _refuse_backend(backend: str, device: torch.device) -> None:
     """
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     usable = [name for name in known if name not in _BUILT_IN or dist.is_backend_available(name)]
+    if device.type == "cpu":  # also of a build for CUDA
+        usable = [name for name in usable if name != "nccl"]
     parts = [part.lower().rpartition(":") for part in backend.split(",")]
     names, devices = [name for _, _, name in parts], [kind for kind, _, _ in parts]
-    if names == ["nccl"] and device.type == "cpu":
+    if "nccl" in names and device.type == "cpu":
         raise UserError(
-            "smp.init_process_group: backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out"
+            f"smp.init_process_group: backend {backend} needs GPUs and none is visible: use smddp or gloo, or leave it "
+            f"out"
         )
     choices = f"choose from {', '.join(usable)}, or leave it out"
     for name in names:
