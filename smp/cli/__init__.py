@@ -12,6 +12,7 @@ import sys
 from typing import Any, NoReturn
 
 from smp.errors import RunError, UserError
+from smp.log import prepare_streams
 
 # Sub-command -> what it does, in one line of the help.
 COMMANDS = {
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 good, 1 damaged or different, 2 bad input.
     """
+    prepare_streams()
     try:
         arguments = sys.argv[1:] if argv is None else argv
         options = _parser(arguments[0] if arguments else "").parse_args(arguments)

@@ -230,7 +230,7 @@ def test_what_init_process_group_refuses(built):
             "cpu:gloo,cpu:smddp is not",
             "x:gloo is not",
             "cpu: is not known",
-            "backend cpu:gloo,cuda:nccl needs GPUs and none is visible",
+            "backend cpu:gloo,cuda:nccl needs GPUs, and none is visible: choose from gloo, smddp, or",
         ],
         strict=True,
     ):
