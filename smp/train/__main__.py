@@ -99,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 done, 1 failed, 2 bad input, 75 asked to stop, 130 Ctrl-C."""
     launch = Launch()
     try:
+        if sys.flags.optimize > 1:
+            raise UserError("-OO or PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: leave it out")
         launch = read_launch()
         end_with_launcher(launch)
         config = parse_args(argv)
