@@ -10,10 +10,10 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# A C compiler for smp's kernel, ssh for `smp launch hostfile`.
+# A C compiler for smp's kernel, a C++ compiler for `smp plan`, ssh for `smp launch hostfile`.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev openssh-client \
+    && apt-get install --yes --no-install-recommends gcc g++ libc6-dev openssh-client \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/smp

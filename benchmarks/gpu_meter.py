@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from smp.memory.tracker import peak_rss_bytes
 from smp.train.arguments import TrainConfig, parse_args
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT, TORCH = Path(__file__).resolve().parents[1], str(Path(torch.__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Watch:
         if "called a synchronizing CUDA operation" not in str(message):
             return
         frames = [f for f in traceback.extract_stack()[:-1] if not f.filename.endswith("warnings.py")]
-        own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith("<")]
+        own = [f for f in frames if not f.filename.startswith(TORCH) and not f.filename.startswith("<")]
         frame = (own or frames)[-1]
         name = frame.filename.removeprefix(f"{ROOT}/").rpartition("site-packages/")[2]
         self.lines[f"{name}:{frame.lineno} `{(frame.line or '').strip()}`"] += 1

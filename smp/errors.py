@@ -4,7 +4,9 @@
 diverged run, exit status 1. Everything else is a defect and keeps its traceback.
 """
 
+import errno
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,6 +78,16 @@ class DamagedCheckpointError(UserError):
 
 class RunError(RuntimeError):
     """The run cannot go on, though its input is right; the text is the whole message."""
+
+
+def limit_reached(error: BaseException) -> str | None:
+    """Return a sentence for an error that is due to a limit of this process, on open files or threads; else None."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"this process has {limit} files open, its limit: raise it, ulimit -n 65536"
+    if "can't start new thread" in str(error):
+        return "no further thread can be started: raise the limit, ulimit -u or a container's --pids-limit"
+    return None
 
 
 class Problems(list[str]):

@@ -7,6 +7,7 @@ records in its own logging; :func:`configure_logging` is for smp's own programs.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -90,12 +91,37 @@ class _ForPeople(_Formatter):
         return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.message}"
 
 
+def prepare_streams() -> None:
+    """Make the standard streams of a program accept whatever is printed.
+
+    What an encoding lacks is escaped. A closed stream becomes ``/dev/null``: a file opened later would else get its
+    descriptor, and what is written to that.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal with columns; those of mpirun and ``docker run -t`` may have none."""
+    try:
+        return stream is not None and os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):  # no terminal, no file, or closed
+        return False
+
+
 class _Console(logging.StreamHandler[TextIO]):
     """Standard output, without the records for the log file alone; on a terminal above any progress bar."""
 
     def __init__(self, prefix: str):
         super().__init__(sys.stdout)
-        self._terminal = sys.stdout.isatty()
+        self._terminal = is_terminal(sys.stdout)
         formatter = _ForPeople() if self._terminal and not prefix else _Formatter(prefix + LINE_FORMAT, DATE_FORMAT)
         self.setFormatter(formatter)
         self.addFilter(lambda record: not getattr(record, "file_only", False))
@@ -107,6 +133,11 @@ class _Console(logging.StreamHandler[TextIO]):
             return
         with contextlib.suppress(OSError), tqdm.external_write_mode(self.stream):  # a terminal that has gone
             super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Leave a line that cannot be written, as to a closed pipe, to the log file; tell any other error."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _File(logging.FileHandler):

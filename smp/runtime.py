@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from smp.config import CommConfig
-from smp.environment import Launch, read_launch, rendezvous
+from smp.environment import Launch, cache_folder, read_launch, rendezvous
 from smp.environment.launch_info import NAMES
 from smp.environment.threads import share_cores
 from smp.errors import RankError, UserError
@@ -103,7 +103,7 @@ def host_id_override() -> str | None:
 
 def devices_folder() -> Path:
     """Return the folder of the user's rows of devices: ``SMP_DEVICES_DIR``, or ``~/.cache/smp/devices``."""
-    return Path(os.environ.get("SMP_DEVICES_DIR") or Path.home() / ".cache" / "smp" / "devices")
+    return Path(os.environ.get("SMP_DEVICES_DIR") or cache_folder("devices", "SMP_DEVICES_DIR"))
 
 
 def onednn_ceiling() -> str | None:
@@ -364,14 +364,13 @@ def _refuse_backend(backend: str, device: torch.device) -> None:
         UserError: it is not known or not built into this torch, is not written as torch reads it, or needs GPUs.
     """
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    usable = [name for name in known if name not in _BUILT_IN or dist.is_backend_available(name)]
+    built = [name for name in known if name not in _BUILT_IN or dist.is_backend_available(name)]
+    usable = [name for name in built if name != "nccl" or device.type != "cpu"]
+    choices = f"choose from {', '.join(usable)}, or leave it out"
     parts = [part.lower().rpartition(":") for part in backend.split(",")]
     names, devices = [name for _, _, name in parts], [kind for kind, _, _ in parts]
-    if names == ["nccl"] and device.type == "cpu":
-        raise UserError(
-            "smp.init_process_group: backend nccl needs GPUs and none is visible: use smddp or gloo, or leave it out"
-        )
-    choices = f"choose from {', '.join(usable)}, or leave it out"
+    if "nccl" in names and device.type == "cpu":
+        raise UserError(f"smp.init_process_group: backend {backend} needs GPUs, and none is visible: {choices}")
     for name in names:
         if name not in known:
             raise UserError(f"smp.init_process_group: backend {backend} is not known: {choices}")

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from smp import __version__
 from smp.errors import ConfigError, RunError, UserError
+from smp.log import prepare_streams
 
 TRAIN = "train"
 
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 good, 1 damaged or different, 2 bad input; the training job's own.
     """
+    prepare_streams()
     try:
         arguments = sys.argv[1:] if argv is None else argv
         if arguments[:1] == [TRAIN]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from smp.comm.report import readable
-from smp.log import redact
+from smp.log import is_terminal, redact
 
 
 def shown(value: Any, limit: int = 120) -> str:
@@ -39,7 +39,7 @@ class Progress:
 
     def __init__(self, title: str, total: int):
         self._title, self._total, self._done = title, max(total, 1), 0
-        self._active = sys.stderr.isatty()
+        self._active = is_terminal(sys.stderr)
 
     def add(self, count: int) -> None:
         """Count bytes that are done."""

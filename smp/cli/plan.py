@@ -22,6 +22,7 @@ from smp.cli.output import table
 from smp.compat.other_trainers import plan_advice
 from smp.environment.threads import available_cores
 from smp.errors import ConfigError, UserError
+from smp.log import is_terminal
 from smp.plan import document, ledger
 from smp.plan.cost import parse_count
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
@@ -162,7 +163,7 @@ def open_workers(count: int, row: DeviceRow) -> Iterator[list[Callable[..., Layo
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that says on a terminal which layout is being planned; elsewhere it does nothing."""
-    count, shown = 0, sys.stderr.isatty()
+    count, shown = 0, is_terminal(sys.stderr)
 
     def tell(text: str) -> None:
         nonlocal count

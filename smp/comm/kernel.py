@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from smp.environment import cache_folder
+from smp.errors import UserError
 from smp.log import get_logger
 
 _SOURCE = Path(__file__).with_name("kernel.c")
@@ -80,11 +82,11 @@ def load() -> Kernel | None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     try:
         source = _SOURCE.read_bytes() + repr((_FLAGS, platform.machine(), platform.libc_ver())).encode()
-        path = Path.home() / ".cache" / "smp" / "kernels" / f"rounds-{hashlib.sha256(source).hexdigest()[:16]}.so"
+        path = cache_folder("kernels") / f"rounds-{hashlib.sha256(source).hexdigest()[:16]}.so"
         if not path.exists():
             _compile(compiler, path)
         return Kernel(path)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, UserError, subprocess.SubprocessError) as error:
         _logger.debug("the C kernel of the smddp backend is not used: %s", error)
         return None
 

@@ -13,11 +13,14 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkServerContext
+from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +32,7 @@ from smp.environment.threads import available_cores, use_one_tokenizer_thread
 from smp.errors import UserError
 
 WORKER_BYTES = 16 << 20  # of input for each worker process: starting one takes seconds
+LONGEST_TMPDIR = 107 - len("/pymp-abcdefgh/listener-abcdefgh")  # with which the address of a socket is not too long
 log = logging.getLogger("smp.data")
 
 
@@ -167,9 +171,7 @@ class Workers:
     """
 
     def __init__(self, conversion: Conversion, processes: int):
-        # Not fork, which may deadlock on the threads of tokenizers. The server imports torch once for all.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context = worker_context(__name__)
         self._stop, self._ahead = context.Event(), 2 * processes
         begin = functools.partial(_begin, conversion, self._stop)
         self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=begin)
@@ -201,6 +203,22 @@ class Workers:
                 yield task.result(), position
         if failed is not None:
             raise failed
+
+
+def worker_context(module: str) -> ForkServerContext:
+    """Return the context of worker processes, whose server imports ``module``, and torch with it, once for all.
+
+    Not fork, which may deadlock on the threads of gloo, NCCL and tokenizers.
+    """
+    if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
+        kept, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            get_temp_dir()  # of the sockets, made once in a process and removed at its end
+        finally:
+            tempfile.tempdir = kept
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
 
 
 _in_worker: Any = None  # of a worker process: its Conversion, and the event that stops it

@@ -7,10 +7,10 @@ import functools
 import hashlib
 import itertools
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from multiprocessing.queues import Queue
 from typing import Literal
 
 import numpy as np
@@ -19,17 +19,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from smp.config import AUTO, Section, setting
-from smp.data.convert import end_with_parent
+from smp.data.convert import end_with_parent, worker_context
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
 from smp.data.source import find_data, open_rows
 from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
-from smp.errors import UserError
+from smp.errors import RunError, UserError
+from smp.log import say
 
 Split = Literal["train", "validation"]
 LOOKED_UP_AT_ONCE = 1024
 FEWEST_WORKERS_ALLOWED = 8
+NOT_SHARED = 3  # exit status of a data worker
 WORKER_END_SECONDS = 0.2  # from the first sign of a worker's end to its status
 log = logging.getLogger("smp.data")
 
@@ -202,6 +204,17 @@ class _Order:
             start += len(ahead) * self.global_batch_size
 
 
+def _begin_worker(_worker: int) -> None:
+    """Let a worker end with the training process, and when it cannot hand over a batch, which Python only prints."""
+    end_with_parent()
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def _end_worker(error: Exception, _batch: object) -> None:
+    say(f"error: a data worker process cannot put a batch into shared memory: {error}")
+    os._exit(NOT_SHARED)
+
+
 def _consumed(microbatches: list[dict[str, Tensor]]) -> Tensor:
     """Return the stream positions of a step's rows, without padding rows."""
     ids = torch.cat([each["sample_ids"] for each in microbatches])
@@ -245,18 +258,13 @@ class DataPipeline:
     def _loader(self, step: list[np.ndarray]) -> DataLoader:
         batch, workers = self._batch, self._workers
         order = _Order(step, batch.global_batch_size, self.samples_per_epoch, batch.seed, self._shuffle, self._start)
-        # Not fork, which may deadlock on the threads of gloo, NCCL and tokenizers. The server imports torch once for
-        # all workers, which share its memory.
-        context = multiprocessing.get_context("forkserver") if workers else None
-        if context is not None:
-            context.set_forkserver_preload([__name__])
         return DataLoader(
             self._microbatches,
             sampler=order,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=workers,
-            multiprocessing_context=context,
-            worker_init_fn=end_with_parent,
+            multiprocessing_context=worker_context(__name__) if workers else None,
+            worker_init_fn=_begin_worker,
             prefetch_factor=2 * len(step) if workers else None,
             pin_memory=batch.pin_memory,
             # Starting an iteration draws a number, which must not come from dropout's generator.
@@ -282,6 +290,11 @@ class DataPipeline:
         except (RuntimeError, OSError, EOFError) as error:
             time.sleep(WORKER_END_SECONDS)
             for worker in getattr(iterator, "_workers", []):
+                if worker.exitcode == NOT_SHARED:
+                    raise RunError(
+                        "a data worker process could not put a batch into shared memory, for the reason above: "
+                        "--data_num_workers 0 does without; a container's /dev/shm is enlarged by --shm-size"
+                    ) from error
                 if not worker.is_alive():
                     raise RuntimeError(
                         f"the data worker process {worker.pid} has ended (status {worker.exitcode}): killed by hand, "

@@ -7,7 +7,7 @@ import sys
 import time
 from types import TracebackType
 
-from smp.log import digits
+from smp.log import digits, is_terminal
 
 SECONDS_BETWEEN_LINES = 30.0
 log = logging.getLogger("smp.data")
@@ -30,7 +30,7 @@ class Progress:
         self.done_files = self._done_bytes = self._tokens = 0
         self._began = self._logged = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False)

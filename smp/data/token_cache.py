@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from smp.data.progress import SECONDS_BETWEEN_LINES
-from smp.environment import read_launch
+from smp.environment import cache_folder, read_launch
 from smp.errors import UserError
 from smp.json_input import read_json, read_object
 
@@ -80,6 +80,8 @@ class TokenFile(Columns):
             KeyError, TypeError: ``meta.json`` is malformed.
             OSError: a file is missing.
         """
+        import pyarrow as pa
+
         meta = read_object(folder / "meta.json")
         dtypes = {"tokens": meta["dtype"], "rows": "int64", "mask": "uint8", "labels": "int32"}
         counts = {name: meta["counts"][name] for name in dtypes if name in meta["counts"]}
@@ -89,8 +91,8 @@ class TokenFile(Columns):
         for part, count in counts.items():
             if (folder / f"{part}.bin").stat().st_size != count * np.dtype(dtypes[part]).itemsize:
                 raise ValueError(f"{folder / part}.bin is damaged")
-            # A plain view: slicing the memmap class itself costs several times as much.
-            parts[part] = np.memmap(folder / f"{part}.bin", dtype=dtypes[part], mode="r").view(np.ndarray)
+            with pa.memory_map(str(folder / f"{part}.bin")) as file:  # Python's mmap would keep a descriptor
+                parts[part] = np.frombuffer(file.read_buffer(), dtype=dtypes[part])
         tokens, rows, mask, labels = parts["tokens"], parts["rows"], parts.get("mask"), parts.get("labels")
         besides = [len(part) for part in (mask, labels) if part is not None]
         if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
@@ -294,7 +296,7 @@ def _make_once(
 
 
 def _root(cache_dir: str | None) -> Path:
-    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "smp" / "tokens"
+    return Path(cache_dir).expanduser() if cache_dir else cache_folder("tokens", "--data_cache_dir")
 
 
 def _place(cache_dir: str | None, name: str, key: list[Any]) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from smp.environment.launch_info import (
     NAMES,
@@ -23,11 +24,29 @@ from smp.environment.mpi import port_of, port_of_mpi, read_mpi
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
 
-__all__ = ["Launch", "read_launch", "rendezvous", "sagemaker_hosts", "started_by_us", "starter"]
+__all__ = ["Launch", "cache_folder", "read_launch", "rendezvous", "sagemaker_hosts", "started_by_us", "starter"]
 
 _SAGEMAKER = "SageMaker"
 _SAGEMAKER_PORT = 7777
 _DEFAULT_PORT = 29500
+
+
+def cache_folder(name: str, *others: str) -> Path:
+    """Return ``~/.cache/smp/NAME``, for what is kept for the user's later runs.
+
+    Args:
+        others: flags or variables that give another folder.
+
+    Raises:
+        UserError: the user has no home directory.
+    """
+    try:
+        return Path.home() / ".cache" / "smp" / name
+    except RuntimeError:
+        raise UserError(
+            f"~/.cache/smp/{name} cannot be found, as HOME is not set and this user has no entry in passwd: set "
+            f"{' or '.join([*others, 'HOME'])} to a folder you may write to"
+        ) from None
 
 
 def read_launch(environment: Environment | None = None) -> Launch:

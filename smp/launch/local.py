@@ -28,7 +28,7 @@ import torch
 from smp.environment import malloc
 from smp.environment.threads import default_threads
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
-from smp.log import say
+from smp.log import prepare_streams, say
 from smp.runtime import environment_with
 
 FINAL = (0, 2, 75, 130)
@@ -188,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the script in ``--nproc_per_node`` processes, and return the job's exit status."""
+    prepare_streams()
     parser = _parser()
     options = parser.parse_args(argv)
     for name, least in (("nproc_per_node", 1), ("max_restarts", 0), ("nnodes", 1), ("node_rank", 0)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,48 +20,41 @@ CATEGORIES = (
     PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, COMMUNICATION, ACTIVATIONS, LOGITS, OTHER
 )  # fmt: skip
 
-# Allocation sites: the end of a file's path, and the function ("": any other of the file).
-_FSDP, _HERE = "torch/distributed/fsdp/_fully_shard/", "smp/"
+# Allocation sites: a module, and the function ("": any other of the module).
+_FSDP = "torch.distributed.fsdp._fully_shard."
 _SITES: dict[str, dict[str, str]] = {
-    _FSDP + "_fsdp_collectives.py": {"": COMMUNICATION},
-    _FSDP + "_fsdp_param.py": {
+    _FSDP + "_fsdp_collectives": {"": COMMUNICATION},
+    _FSDP + "_fsdp_param": {
         "": GATHERED,
         "FSDPParam.all_gather_inputs": COMMUNICATION,
         "FSDPParam.to_accumulated_grad_if_needed": UNREDUCED,
         "FSDPParam.accumulate_unsharded_grad_if_needed": UNREDUCED,
         "FSDPParam.unsharded_zero_grad_data": UNREDUCED,
     },
-    _FSDP + "_fsdp_param_group.py": {"FSDPParamGroup.post_backward": COMMUNICATION},
-    _HERE + "comm/fsdp.py": {"": COMMUNICATION},
-    _HERE + "comm/gloo.py": {"": COMMUNICATION},
-    _HERE + "comm/cuda.py": {"": COMMUNICATION},
-    _HERE + "comm/symmetric.py": {"": COMMUNICATION},
-    _HERE + "parallel/grad_norm.py": {"": GRADIENTS},
-    _HERE + "loss.py": {"": LOGITS},
-    # Other functions of this file call the model.
-    _HERE + "parallel/loss.py": {
+    _FSDP + "_fsdp_param_group": {"FSDPParamGroup.post_backward": COMMUNICATION},
+    "smp.comm.fsdp": {"": COMMUNICATION},
+    "smp.comm.gloo": {"": COMMUNICATION},
+    "smp.comm.cuda": {"": COMMUNICATION},
+    "smp.comm.symmetric": {"": COMMUNICATION},
+    "smp.parallel.grad_norm": {"": GRADIENTS},
+    "smp.loss": {"": LOGITS},
+    # Other functions of this module call the model.
+    "smp.parallel.loss": {
         "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_logits": LOGITS, "_add_product": LOGITS,
         "_transform_": LOGITS,
     },
-    "torch/optim/adamw.py": {"": OPTIMIZER},
-    "torch/optim/adam.py": {"": OPTIMIZER},
-    "torch/optim/optimizer.py": {"Optimizer.zero_grad": GRADIENTS},
+    "torch.optim.adamw": {"": OPTIMIZER},
+    "torch.optim.adam": {"": OPTIMIZER},
+    "torch.optim.optimizer": {"Optimizer.zero_grad": GRADIENTS},
 }  # fmt: skip
-
-
-@functools.cache
-def _site(filename: str) -> dict[str, str] | None:
-    path = filename.replace("\\", "/")
-    return next((functions for end, functions in _SITES.items() if path.endswith("/" + end)), None)
 
 
 def asked_by() -> str | None:
     """Return the category of the innermost known function on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if functions := _site(code.co_filename):
-            category = functions.get(code.co_qualname) or functions.get("")
+        if functions := _SITES.get(frame.f_globals.get("__name__", "")):
+            category = functions.get(frame.f_code.co_qualname) or functions.get("")
             if category:
                 return category
         frame = frame.f_back  # type: ignore[assignment]

@@ -10,6 +10,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from smp.environment import cache_folder
 from smp.errors import UserError
 
 SOURCE = Path(__file__).with_name("cuda_shim.cpp")
@@ -49,7 +50,7 @@ def build_shim(folder: Path | None = None, source: Path = SOURCE) -> Path:
     # The library has the path of torch's: an equal torch of another environment, which may go, is another one.
     sources = b"".join(path.read_bytes() for path in (SOURCE, source, torch / "version.py")) + bytes(torch)
     try:
-        folder = folder or Path.home() / ".cache" / "smp" / "kernels"
+        folder = folder or cache_folder("kernels")
         library = folder / f"cuda_shim_{hashlib.sha256(sources).hexdigest()[:16]}.so"
         if library.exists():
             return library
@@ -57,10 +58,10 @@ def build_shim(folder: Path | None = None, source: Path = SOURCE) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as work:
             _compile(torch, source, built := Path(work) / library.name)
             built.replace(library)
-    except (OSError, RuntimeError) as error:  # as of a user without a home
+    except OSError as error:
         raise UserError(
-            f"the shim for planning on fake GPUs cannot be kept in {folder or 'the cache'} ({error}): set HOME to a "
-            f"directory that can be written to"
+            f"the shim for planning on fake GPUs cannot be kept in {folder} ({error}): set HOME to a directory that "
+            f"can be written to"
         ) from None
     return library
 

@@ -138,12 +138,12 @@ class StepTrace(MemoryProfile):
 
     def _number(self, dtype: torch.dtype) -> float | bool:
         """Return what is read from a fake tensor: labels have no gaps, masks no padding, no rank raises a flag."""
-        name, function = _caller()
+        module, function = _caller()
         if dtype is torch.bool:
             return function != "targets_of"
-        if name.endswith("train/step.py"):
+        if module == "smp.train.step":
             return self._length
-        return 1.0 if dtype.is_floating_point else 0 if "/faults/" in name else 1
+        return 1.0 if dtype.is_floating_point else 0 if module.startswith("smp.faults.") else 1
 
     # --- collectives
 
@@ -183,11 +183,11 @@ class StepTrace(MemoryProfile):
 
 
 def _caller() -> tuple[str, str]:
-    """Return file and function of the innermost line of smp, transformers or torch's optimizers on the stack."""
+    """Return module and function of the innermost call on the stack of smp, without ``smp.plan``, or transformers."""
     frame = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if ("/smp/" in path and "/smp/plan/" not in path) or "/transformers/" in path:
-            return path, frame.f_code.co_name
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("smp.", "transformers.")) and not module.startswith("smp.plan."):
+            return module, frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return "", ""

@@ -17,7 +17,7 @@ from smp.errors import PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
-from smp.log import configure_logging, get_logger
+from smp.log import configure_logging, get_logger, prepare_streams
 from smp.memory.tracker import MemoryTracker
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
@@ -99,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the job; returns the exit status: 0 done, 1 failed, 2 bad input, 75 asked to stop, 130 Ctrl-C."""
     launch = Launch()
     try:
+        if sys.flags.optimize > 1:
+            raise UserError("-OO or PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: leave it out")
         launch = read_launch()
         end_with_launcher(launch)
         config = parse_args(argv)
@@ -133,6 +135,7 @@ def log_to_console() -> None:
 
 def command() -> int:
     """Run the job as a program; returns the exit status."""
+    prepare_streams()
     log_to_console()
     return exit_status(main)
 

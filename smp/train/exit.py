@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from smp.errors import ConfigError, PeerError, RankError, RunError, UserError
+from smp.errors import ConfigError, PeerError, RankError, RunError, UserError, limit_reached
 from smp.faults.guard import Guard
 from smp.faults.stop import INTERRUPTED
 from smp.log import begin_line, redact
@@ -29,7 +29,10 @@ def exit_status(main: Callable[[], int]) -> int:
         return INTERRUPTED
     except Exception as error:
         handler.record_exception(error)
-        raise
+        if (sentence := limit_reached(error)) is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        return 1
 
 
 def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
@@ -54,6 +57,9 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
         return 1
     except Exception as error:
         get_error_handler().record_exception(error)
+        if (sentence := limit_reached(error)) is not None:
+            print(f"error: rank {plan.launch.rank}: {sentence}", file=sys.stderr)
+            return 1
         if not is_out_of_memory(error):
             print(f"error: rank {plan.launch.rank} failed in {guard.watchdog.place}:", file=sys.stderr)
             traceback.print_exception(error)

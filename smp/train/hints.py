@@ -59,7 +59,7 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
             yield f"export:    {shlex.join(words)}"
         return
     script = Path(sys.argv[0])
-    program = "-m smp.train" if script.parts[-2:] == ("train", "__main__.py") else shown(script)
+    program = "-m smp.train" if script == Path(__file__).with_name("__main__.py") else shown(script)
     local = f"{python} -m smp.launch.local --nproc_per_node {launch.world_size} {program}"
     commands = {
         "make": local,

@@ -1,4 +1,4 @@
-"""The bar of the steps on a terminal; elsewhere nothing, and ``TQDM_DISABLE=1`` turns it off."""
+"""The bar of the steps on a terminal that has a width; elsewhere nothing, and ``TQDM_DISABLE=1`` turns it off."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from types import TracebackType
 
 from tqdm import tqdm
+
+from smp.log import is_terminal
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -29,7 +31,7 @@ class ProgressBar:
         self._bar: _Bar | None = None
 
     def __enter__(self) -> ProgressBar:
-        if self._wanted and sys.stdout.isatty():
+        if self._wanted and is_terminal(sys.stdout):
             self._bar = _Bar(
                 desc="Training", total=self._total, initial=self._done, file=sys.stdout, dynamic_ncols=True, miniters=1,
                 bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",

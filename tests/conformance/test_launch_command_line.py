@@ -5,6 +5,7 @@ import contextlib
 import io
 import pathlib
 import re
+import shlex
 
 import pytest
 import yaml
@@ -200,7 +201,9 @@ def test_what_would_be_ignored_or_refused_later_is_a_sentence(case, tmp_path, mo
 
 def test_output_on_mounts_is_taken():
     for place in ("runs/x", ROOT / "runs", "/d", "/d/x"):
-        assert f"--output_dir {place}\n" in written("slurm", *IN_DOCKER, "--", *TINY, "--output_dir", place)
+        assert f"--output_dir {shlex.quote(str(place))}\n" in written(
+            "slurm", *IN_DOCKER, "--", *TINY, "--output_dir", place
+        )
     urls = ["--checkpoint_dir", "s3://b/run", "--model_dir", "s3://b/model"]
     assert "s3://b/run" in written(*POD, *CPU, "--", *TINY, *urls)
     apptainer = ["--container", "apptainer", "--image", "i"]  # mounts as the site says

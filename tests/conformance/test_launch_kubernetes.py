@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from smp.launch import kubernetes, script
+from smp.launch.command_line import quoted
 from tests.clock import HANG_SECONDS, wait_until
 from tests.conformance.test_launch_scripts import ODD, job_of
 
@@ -135,9 +136,9 @@ def run_pod(kind, tmp_path, environment, **changes):
         trainer = containers(words[0]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"])[0]
     command = [word.replace("$$(", "$(") for word in [*trainer["command"], *trainer["args"]]]
     assert not re.search(r"(?<!\$)\$\([A-Za-z_]+\)", " ".join([*trainer["command"], *trainer["args"]]))
-    stub = tmp_path / "bin" / "python3"
+    stub, printing = tmp_path / "bin" / "python3", [sys.executable, "-c", "import sys; print(repr(sys.argv[1:]))"]
     stub.parent.mkdir(exist_ok=True)
-    stub.write_text(f"#!{sys.executable}\nimport sys; print(repr(sys.argv[1:]))\n")
+    stub.write_text(f'#!/bin/bash\nexec {quoted(printing)} "$@"\n')
     stub.chmod(0o755)
     place = {"PET_NNODES": "2", "PET_NODE_RANK": "1"}
     prefix = "PET_MASTER" if kind == "trainjob" else "MASTER"

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def accelerate(words=()):
 
 
 def deepspeed():
-    return [program("deepspeed"), "--num_accelerators", "2"]
+    # Its first line names the interpreter without quotes.
+    return [sys.executable, program("deepspeed"), "--num_accelerators", "2"]
 
 
 def start(command, *, seconds=180, **variables):
@@ -77,7 +79,7 @@ def test_mpich_starts_a_group(tmp_path):
     """Also where a shell is between the launcher and the processes, as MPICH tells no name of the job."""
     script = tmp_path / "group.py"
     script.write_text(GROUP)
-    command = [program("mpiexec.hydra"), "-np", "2", "bash", "-c", f"{sys.executable} {script}; exit $?"]
+    command = [program("mpiexec.hydra"), "-np", "2", "bash", "-c", f"{shlex.quote(sys.executable)} {script}; exit $?"]
     done = start(command, OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert {(tmp_path / rank).read_text() for rank in "01"} == {"cpu smddp 2.0 127.0.0.1"}

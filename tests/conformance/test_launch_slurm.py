@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def stub(slurm, tmp_path, monkeypatch):
     path = tmp_path / "bin" / "python3"
     path.parent.mkdir()
     path.write_text(
-        f'#!/bin/bash\n[ "$1" = -u ] || exec {sys.executable} "$@"\n'
+        f'#!/bin/bash\n[ "$1" = -u ] || exec {shlex.quote(sys.executable)} "$@"\n'
         '(IFS="|"; echo "$*" >>"$FAKE_SLURM/words$SLURM_NODEID")\neval "$STUB"\n'
         'statuses=($STATUSES)\nexit "${statuses[${SLURM_RESTART_COUNT:-0}]}"\n'
     )
@@ -255,7 +256,8 @@ def container(tmp_path, text):
     script = written(tmp_path, *words)
     trial = tmp_path / "trial.py"
     trial.write_text(f"import os, pathlib, signal, sys, time\nout = pathlib.Path({str(tmp_path)!r})\n{text}")
-    script.write_text(script.read_text().replace("python3 -u -m smp.launch.local", f"{sys.executable} -u {trial}"))
+    launcher = f"{shlex.quote(sys.executable)} -u {trial}"
+    script.write_text(script.read_text().replace("python3 -u -m smp.launch.local", launcher))
     return script
 
 

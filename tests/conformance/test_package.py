@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import site
 import subprocess
 import sys
 import zipfile
@@ -17,9 +18,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The directory that the wheel is installed into, which has nothing else."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source, wheels, target = folder / "source", folder / "wheels", folder / "site"
+    """The wheel, the directory that it is installed into, which has nothing else, and its source, a folder smp."""
+    folder = tmp_path_factory.mktemp("a wheel")
+    source, wheels, target = folder / "smp", folder / "wheels", folder / "site"
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -34,7 +35,7 @@ def installed(tmp_path_factory):
     subprocess.run([*pip, "wheel", *offline, "--no-build-isolation", "-w", wheels, source], check=True)
     (wheel,) = wheels.glob("smp-*.whl")
     subprocess.run([*pip, "install", *offline, "--target", target, wheel], check=True)
-    return wheel, target
+    return wheel, target, source
 
 
 def run(target, folder, *command):
@@ -52,6 +53,25 @@ def test_what_the_wheel_holds(installed):
         "smp/report/page.html", "smp/train/__main__.py", "smp/data/prepare.py",
     } <= names  # fmt: skip
     assert {name.split("/")[0] for name in names} == {"smp", "smp-0.1.0.dist-info"}
+    source = installed[2]
+    files = {str(path.relative_to(source)) for path in (source / "smp").rglob("*") if path.is_file()}
+    assert {name for name in names if name.startswith("smp/")} == files
+
+
+def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(installed, tmp_path):
+    """There the clone, a folder called smp, is itself an importable name."""
+    source, folder = installed[2], tmp_path / "site"
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    code = "import site, sys; [site.addsitedir(each) for each in sys.argv[1:]]; from smp import FSDP; print(FSDP)"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, folder, *site.getsitepackages()], cwd=source.parent, env=environment,
+        capture_output=True, text=True, timeout=HANG_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0 and "smp.fsdp" in done.stdout, done.stderr
 
 
 def test_the_job_trains_where_only_the_wheel_is(installed, tmp_path):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp.plan import fake_cuda
 
 ROOT = str(pathlib.Path(__file__).parent.parent.parent) + "/"
+_LIBRARIES = ("transformers.", "torch.distributed.fsdp._fully_shard.", "torch.optim.")
 # Operations whose result has a size that the host must know.
 _SIZED_BY_VALUES = {
     "aten.nonzero.default", "aten.masked_select.default", "aten.unique_dim.default", "aten._unique2.default",
@@ -30,12 +31,12 @@ def where() -> str:
     """Return the innermost line of smp on the stack, and the innermost of transformers or torch's FSDP inside it."""
     frame, library, program = sys._getframe(2), "", ""
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(ROOT + "smp/") and not path.endswith("smp/plan/fake_cuda.py"):  # the stand-in asks
+        path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if module.startswith("smp.") and module != fake_cuda.__name__:  # the stand-in asks
             return f"{_short(path)}:{frame.f_code.co_qualname}" + (f" <- {library}" if library else "")
-        if path.startswith(ROOT + "tests/") and "cuda_path/audit" not in path:
+        if path.startswith(ROOT + "tests/") and module != __name__:
             program = program or f"{_short(path)}:{frame.f_code.co_qualname}"
-        if not library and any(part in path for part in ("/transformers/", "/fsdp/_fully_shard/", "/torch/optim/")):
+        if not library and module.startswith(_LIBRARIES):
             library = f"{_short(path)}:{frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return library or program or "autograd"

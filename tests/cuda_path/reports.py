@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import pytest
+import torch
 
 from smp.plan.shim import build_shim, compiler, python_with
 
@@ -25,7 +26,9 @@ GPT_NEOX = (
 
 @functools.cache
 def shim() -> pathlib.Path:
-    """Build the shim, or skip the test where there is no compiler."""
+    """Build the shim, or skip the test where there is no compiler, or torch has CUDA of its own."""
+    if torch.version.cuda is not None:
+        pytest.skip(f"torch {torch.__version__} is built for CUDA: the shim is for a build for CPUs")
     if compiler() is None:
         pytest.skip("no C++ compiler (g++ or c++): fake CUDA tensors need a small shim")
     return build_shim(ROOT / "build", pathlib.Path(__file__).with_name("shim.cpp"))

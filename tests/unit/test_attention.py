@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import traceback
 
 import numpy as np
@@ -20,6 +21,7 @@ from smp.train import step as one_step
 from tests.tensor_parallel import build, config_of
 
 FAMILIES = ("llama_gqa", "mistral", "gpt_neox")
+TORCH = os.path.dirname(torch.__file__)
 END, LENGTH = 1, 12
 CPU = torch.device("cpu")
 # Documents of 3, 4, 5 tokens; of 9 and padding; and a row of one document.
@@ -95,9 +97,9 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func) in ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.nonzero.default"):
             stack = traceback.extract_stack()
-            place = next(frame for frame in reversed(stack[:-1]) if "/torch/" not in frame.filename)
+            place = next(frame for frame in reversed(stack[:-1]) if not frame.filename.startswith(TORCH))
             # Bounds are read before they are copied to the device; a kernel's stand-in may read.
-            on_host = place.name == "forward" and place.filename.endswith("smp/train/step.py")
+            on_host = place.name == "forward" and place.filename == one_step.__file__
             if not on_host and all(frame.name != "varlen" for frame in stack):
                 self.found.append(str(place))
         return func(*args, **(kwargs or {}))

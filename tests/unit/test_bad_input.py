@@ -5,11 +5,14 @@ Each case is a job in a forked process: a group that this one had joined would b
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import pathlib
 import re
 import shutil
+import sys
+import types
 
 import pytest
 
@@ -19,6 +22,8 @@ from smp.mesh import lay_out
 from smp.models.registry import family_of
 from smp.parallel import context
 from smp.parallel.technique import Setup
+from smp.train import __main__ as train
+from smp.train.exit import exit_status
 from tests.job import LLAMA, NEOX, run_job
 from tests.zoo import tiny_config
 
@@ -62,6 +67,25 @@ def expect(lines: list[str], *patterns: str) -> None:
     assert len(lines) == len(patterns), lines
     for pattern in patterns:
         assert any(re.search(pattern, line) for line in lines), (pattern, lines)
+
+
+@pytest.mark.parametrize(("error", "sentence"), [
+    (OSError(errno.EMFILE, "Too many open files"), "files open, its limit: raise it, ulimit -n 65536"),
+    (RuntimeError("can't start new thread"), "no further thread can be started: raise the limit, ulimit -u or"),
+])  # fmt: skip
+def test_a_limit_of_the_process_is_a_sentence(error, sentence, capsys):
+    def main():
+        raise error
+
+    assert exit_status(main) == 1
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+
+
+def test_docstrings_are_needed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "flags", types.SimpleNamespace(optimize=2))
+    assert train.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: -OO or PYTHONOPTIMIZE=2 removes docstrings")
 
 
 SETTINGS = [

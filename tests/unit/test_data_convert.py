@@ -279,9 +279,9 @@ def test_progress_is_a_line_now_and_then_and_one_at_the_end(monkeypatch, caplog)
 def test_progress_on_a_terminal_is_one_bar(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "smp.data")
     written = []
-    stream = type("Terminal", (), {"isatty": lambda s: True, "write": lambda s, t: written.append(t),
-                                   "flush": lambda s: None})()  # fmt: skip
+    stream = type("Terminal", (), {"write": lambda s, t: written.append(t), "flush": lambda s: None})()
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "is_terminal", lambda given: given is stream)
     with progress.Progress("training data", 2, 2000) as shown:
         shown.add(10)
         shown.end_file(1000)

@@ -3,17 +3,21 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
+from smp.data.convert import LONGEST_TMPDIR
 from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
-from smp.errors import ConfigError, UserError
+from smp.errors import ConfigError, RunError, UserError
 from smp.train.arguments import parse_args
 from tests.clock import HANG_SECONDS, wait_until
 
@@ -73,9 +77,35 @@ def test_resuming_with_another_batch_size_continues_the_stream(config):
 
 
 @pytest.mark.full
-def test_workers_change_nothing(config):
+def test_workers_change_nothing(config, tmp_path, monkeypatch):
+    """Also where the path of a socket in TMPDIR would be too long."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * LONGEST_TMPDIR)))
+    os.mkdir(tempfile.tempdir)
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
     with_workers = dataclasses.replace(config, data_num_workers=2)
     assert take(with_workers, 9, start=17) == take(config, 9, start=17)
+
+
+class NotShared(Dataset):
+    """Batches for which there is no shared memory."""
+
+    def __getitem__(self, index):
+        return self
+
+    def __reduce__(self):
+        if multiprocessing.parent_process() is None:
+            return NotShared, ()
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+@pytest.mark.full
+def test_a_batch_without_shared_memory_ends_the_run(config, capfd):
+    workers = dataclasses.replace(config, data_num_workers=1)
+    pipeline = create_data_pipeline(workers, split="train", batch=shape())
+    pipeline._microbatches = NotShared()
+    with pytest.raises(RunError, match="for the reason above: --data_num_workers 0 does without"):
+        next(iter(pipeline))
+    assert "into shared memory: unable to allocate shared memory(shm) for file" in capfd.readouterr().err
 
 
 KILLED = """

@@ -11,6 +11,7 @@ import pytest
 from smp.data import token_cache
 from smp.data.token_cache import cached, recorded, token_dtype
 from smp.errors import UserError
+from smp.runtime import devices_folder
 from tests.clock import HANG_SECONDS, wait_until
 
 
@@ -128,6 +129,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--data_cache_dir"):
         make(tmp_path / "file" / "cache")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("SMP_DEVICES_DIR", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    for asks, sets in ((lambda: make(None), "--data_cache_dir or HOME"), (devices_folder, "SMP_DEVICES_DIR or HOME")):
+        with pytest.raises(UserError, match=f"HOME is not set and .*: set {sets} to a folder you may write to"):
+            asks()
+
+
+def test_open_token_files_keep_no_descriptor(tmp_path):
+    """A process may have 1024 by default, and data more files."""
+    before = os.listdir("/proc/self/fd")
+    kept = [make(tmp_path, key=(number,)) for number in range(3)]
+    assert len(os.listdir("/proc/self/fd")) == len(before) and not any(file.tokens.flags.writeable for file in kept)
 
 
 def test_a_recorded_result_is_computed_once(tmp_path):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import smp.train
 from smp.environment import Launch, starter
 from smp.train.hints import Results, next_commands, short, without
 
@@ -35,7 +36,7 @@ def test_what_started_the_job_is_read_from_what_it_leaves(env, name):
 
 
 def hints(monkeypatch, started, *words, processes=2, resumes=False, found=None):
-    monkeypatch.setattr(sys, "argv", ["/x/smp/train/__main__.py", *words])
+    monkeypatch.setattr(sys, "argv", [str(Path(smp.train.__file__).with_name("__main__.py")), *words])
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: sys.executable)
     launch = Launch(0, processes, 0, processes)
     found = found or Results(Path("/r/curves.png"), [Path("/r/tensorboard")], Path("/r/final"))
@@ -83,13 +84,13 @@ def test_a_checkpoint_is_exported_where_there_is_no_final_model(monkeypatch):
 
 
 def test_a_python_that_is_not_on_the_path_is_named_whole(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/x/train_lib.py"])
+    monkeypatch.setattr(sys, "argv", ["/x/train/__main__.py"])  # of the user
     monkeypatch.setattr("smp.train.hints.shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
     found = Results(None, [Path("/r/t")], Path("/r/final"))
     curves, _, finetune = next_commands("python", Launch(), found, max_steps=2, resumes=False)
     assert curves == "curves:    .venv/bin/tensorboard --logdir /r/t"
-    assert finetune == f"finetune:  .venv/bin/python /x/train_lib.py {TUNED}"
+    assert finetune == f"finetune:  .venv/bin/python /x/train/__main__.py {TUNED}"
 
 
 def test_a_flag_is_left_out_in_both_forms():

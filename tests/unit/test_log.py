@@ -1,4 +1,7 @@
+import io
 import logging
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -6,7 +9,7 @@ import sys
 import pytest
 
 from smp.errors import UserError
-from smp.log import configure_logging, get_logger, redact, redacted
+from smp.log import configure_logging, get_logger, prepare_streams, redact, redacted
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +137,49 @@ def test_an_unwritable_folder_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the log file .*rank0\.log.*--output_dir"):
         configure_logging(rank=0, local_rank=0, world_size=1, log_dir=tmp_path / "file")
+
+
+def test_a_closed_pipe_costs_its_lines_and_nothing_else(monkeypatch, tmp_path, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, open(writer, "w", buffering=1) as broken:
+        patch.setattr(sys, "stdout", broken)
+        configure_logging(rank=0, local_rank=0, world_size=1, log_dir=tmp_path)
+        get_logger("x").info("nobody reads it")
+        get_logger("x").info("%d", "no number")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what was kept can be written
+    assert "nobody reads it" in (tmp_path / "rank0.log").read_text()
+    said = capsys.readouterr().err
+    assert "BrokenPipe" not in said and "TypeError: %d format" in said
+
+
+def test_what_an_encoding_lacks_is_escaped(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    prepare_streams()
+    print("3 µs")
+    stream.flush()
+    assert stream.buffer.getvalue() == b"3 \\xb5s\n"
+
+
+def _without_streams(path):
+    for descriptor in range(3):
+        os.close(descriptor)
+    sys.stdout = sys.stderr = None
+    prepare_streams()
+    with open(path, "w") as file:
+        print("lost")
+        print("lost", file=sys.stderr)
+        os.write(2, b"lost")
+        file.write(f"descriptor {file.fileno()}")
+
+
+def test_nothing_is_printed_into_a_file_where_streams_are_closed(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=_without_streams, args=(tmp_path / "file",))
+    process.start()
+    process.join()
+    found = (tmp_path / "file").read_text()
+    assert process.exitcode == 0 and int(found.removeprefix("descriptor ")) > 2
 
 
 @pytest.mark.full

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+import importlib
 import resource
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.memory.advice import advice_text, changes_that_help
+from smp.memory.categories import _SITES, LOGITS, asked_by
 from smp.memory.plan import estimate_memory
 from smp.memory.profile import CATEGORIES, Snapshot, is_out_of_memory, profile_memory, rank_table
 from smp.memory.shape import Moment, Workload, model_shape
@@ -28,6 +31,7 @@ from smp.models.registry import family_of
 from smp.parallel.loss import cost
 from smp.parallel.parallelize import parallelize
 from smp.parallel.tensor import group as tp_group
+from smp.plan.step_profile import _caller
 from smp.runtime import release_cache
 from smp.train import run_plan
 from smp.train.logging_config import LoggingConfig
@@ -228,6 +232,26 @@ def copies() -> None:
         peak = account.peak()
         assert peak.total - before == made + whole.nbytes, (account.table(), before)
         assert peak.categories["communication buffers"] == whole.nbytes, account.table()
+
+
+@pytest.mark.parametrize("path", ["/x/smp/loss.py", "/x/smp/.venv/torch/optim/adam.py", "/transformers/x.py"])
+def test_code_is_known_by_its_module_and_not_by_parts_of_its_path(path):
+    """Of the innermost call of smp or transformers, or of an allocation site, whatever the folders are called."""
+    code = compile("def called(ask): return ask()", path, "exec")
+    found = {}
+    for module in ("elsewhere", "smp.faults.agreement", "transformers.generation", "smp.plan.trace", "smp.loss"):
+        exec(code, namespace := {"__name__": module})
+        found[module] = namespace["called"](asked_by), namespace["called"](lambda: _caller()[0])
+    assert found == {
+        "elsewhere": (None, ""), "smp.faults.agreement": (None, "smp.faults.agreement"), "smp.plan.trace": (None, ""),
+        "transformers.generation": (None, "transformers.generation"), "smp.loss": (LOGITS, "smp.loss"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("module", _SITES)
+def test_allocation_sites_are_there(module):
+    functions = [name.split(".") for name in _SITES[module] if name]
+    assert all(functools.reduce(getattr, parts, importlib.import_module(module)) for parts in functions)
 
 
 @pytest.mark.full

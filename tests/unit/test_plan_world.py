@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import pytest
+import torch
 
 from smp.plan import trace
 from smp.plan.shim import SOURCE, build_shim, compiler
@@ -32,6 +33,7 @@ TO_DISK = f"{OFFLOADED} {FOLDER}"
 
 full = pytest.mark.full
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="a plan for GPUs needs a C++ compiler")
+of_a_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -149,6 +151,7 @@ def test_storages_differ_though_all_are_at_address_0():
 
 @full
 @needs_compiler
+@of_a_cpu_build
 def test_attention_has_the_kernel_of_a_gpu():
     """Torch chooses by what a device has: a build for CPUs multiplies whole squares of scores."""
     right, without = answers("cuda")["attention"]
@@ -172,6 +175,7 @@ def test_offloading_leaves_the_gpu_though_all_is_at_address_0():
 
 @full
 @needs_compiler
+@of_a_cpu_build
 def test_kernels_that_a_gpu_has_are_not_taken_apart(tmp_path: pathlib.Path):
     """Of SiLU's backward, which a build for CPUs decomposes into products of the width of the MLP."""
     source = tmp_path / "shim.cpp"

@@ -1,5 +1,6 @@
 """Ranks, backend and device from the launcher."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -196,7 +197,8 @@ def test_a_group_of_one_process():
     assert variables == ["0", "1", "0", "1", None, None]
 
 
-def problems_of_starting():
+def problems_of_starting(built):
+    dist.is_backend_available = lambda name: name in built
     found = []
     smp.init_process_group("gloo")
     for words in ({}, {"backend": "gloo"}):
@@ -207,7 +209,7 @@ def problems_of_starting():
     for words in (
         {"timeout": 0}, {"timeout": float("nan")}, {"timeout": 1e15}, {"backend": "glo"}, {"backend": "nccl"},
         {"backend": "mpi"}, {"backend": "ucc"}, {"backend": "gloo,gloo"}, {"backend": "cpu:gloo,cpu:smddp"},
-        {"backend": "x:gloo"}, {"backend": "cpu:"},
+        {"backend": "x:gloo"}, {"backend": "cpu:"}, {"backend": "cpu:gloo,cuda:nccl"},
     ):  # fmt: skip
         with pytest.raises(UserError) as caught:
             smp.init_process_group(**words)
@@ -215,8 +217,9 @@ def problems_of_starting():
     return found
 
 
-def test_what_init_process_group_refuses():
-    [found] = in_environments([{}], problems_of_starting)
+@pytest.mark.parametrize("built", [("gloo",), ("gloo", "nccl")])  # into torch: the builds for CPUs and for CUDA
+def test_what_init_process_group_refuses(built):
+    [found] = in_environments([{}], functools.partial(problems_of_starting, built))
     for text, expected in zip(
         found,
         ["runs already"] * 2
@@ -227,6 +230,7 @@ def test_what_init_process_group_refuses():
             "cpu:gloo,cpu:smddp is not",
             "x:gloo is not",
             "cpu: is not known",
+            "backend cpu:gloo,cuda:nccl needs GPUs, and none is visible: choose from gloo, smddp, or",
         ],
         strict=True,
     ):
