@@ -205,8 +205,8 @@ def device_row(name: str) -> DeviceRow:
     if name.endswith(".json"):
         return read_row(Path(name))
     sheet = DEVICES.get(name) or sheet_row(name)
-    for known in (name, plain_name(name), *([sheet.name] if sheet else [])):
-        if (path := devices_folder() / f"{known}.json").exists():
+    for alias in (name, plain_name(name), *([sheet.name] if sheet else [])):
+        if (path := devices_folder() / f"{alias}.json").exists():
             return read_row(path)
     if sheet:
         return sheet
