@@ -10,29 +10,40 @@ import concurrent.futures.thread  # noqa: F401 # its hook, after which no pool t
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from smp.checkpoint.background import PendingWrite
 from smp.checkpoint.layout import CLAIMED, TEMPORARY, set_aside
+from smp.checkpoint.mirror import Rule
 from smp.checkpoint.outcome import attempt
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import reason
+from smp.checkpoint.storage import Storage
 from smp.checkpoint.writer import await_parts, await_published, finish
 from smp.log import say
 
-if TYPE_CHECKING:
-    from smp.checkpoint.checkpointer import Checkpointer
+
+class Saving(Protocol):
+    """What is read here of a :class:`smp.checkpoint.checkpointer.Checkpointer`."""
+
+    name: str
+    storage: Storage
+    writing: PendingWrite | None
+
+    def rule(self, step: int) -> Rule:
+        """Return the retention beside a checkpoint of ``step``."""
+
 
 # By the process that saves: a forked one has the entries of its parent, and not its threads.
-_unfinished: dict[Checkpointer, int] = {}
+_unfinished: dict[Saving, int] = {}
 
 
-def finish_at_exit(checkpointer: Checkpointer) -> None:
+def finish_at_exit(checkpointer: Saving) -> None:
     """Finish what ``checkpointer`` has begun when the interpreter exits, unless :func:`finished` is called before."""
     _unfinished[checkpointer] = os.getpid()
 
 
-def finished(checkpointer: Checkpointer) -> None:
+def finished(checkpointer: Saving) -> None:
     """Nothing of it is under way any more."""
     _unfinished.pop(checkpointer, None)
 
@@ -47,7 +58,7 @@ def _finish_all() -> None:
             checkpointer.storage.mirror.finish_alone()
 
 
-def _finish(checkpointer: Checkpointer, write: PendingWrite) -> None:
+def _finish(checkpointer: Saving, write: PendingWrite) -> None:
     """Publish a checkpoint, from the first rank that comes here; the others wait, as launchers end all with one."""
     storage, mirror, rule = checkpointer.storage, checkpointer.storage.mirror, checkpointer.rule(write.manifest.step)
     final = write.temporary.with_name(write.temporary.name.removesuffix(TEMPORARY))
