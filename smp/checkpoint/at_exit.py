@@ -24,14 +24,14 @@ from smp.log import say
 
 
 class Saving(Protocol):
-    """What a ``Checkpointer`` shows of itself."""
+    """What is read here of a :class:`smp.checkpoint.checkpointer.Checkpointer`."""
 
-    storage: Storage
     name: str
+    storage: Storage
     writing: PendingWrite | None
 
     def rule(self, step: int) -> Rule:
-        """Return what is kept beside the checkpoint of ``step``."""
+        """Return the retention beside a checkpoint of ``step``."""
 
 
 # By the process that saves: a forked one has the entries of its parent, and not its threads.

@@ -57,7 +57,7 @@ def train(model, optimizer, steps) -> dict[str, torch.Tensor]:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         model(x).pow(2).mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # a named optimizer of torch has no such method
     return fsdp1.whole(model)
 
 
