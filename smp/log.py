@@ -185,7 +185,7 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
         path = log_dir / f"rank{rank}.log"
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            file = logging.FileHandler(path, encoding="utf-8")
+            file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise UserError(
                 f"cannot write the log file {path} ({error.strerror}): choose an --output_dir you may write to"
