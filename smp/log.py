@@ -144,7 +144,7 @@ class _File(logging.FileHandler):
     """A rank's log file; on a full disk one warning, and no traceback for each line."""
 
     def __init__(self, path: Path):
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(_Formatter(LINE_FORMAT, DATE_FORMAT))
         self._warned = False
 
