@@ -178,7 +178,7 @@ def beyond_vocabulary(where: str, token: int, vocab_size: int, *, name: str = "t
     """Format the refusal of an id (or a label, by ``name``) outside the vocabulary."""
     return (
         f"{where}: {name} {token} is outside the model's vocabulary of {vocab_size}: set --vocab_size to at least "
-        f"{token + 1}, or use data made with the model's tokenizer"
+        f"{token + 1} for a model without pretrained weights, or use data made with the model's tokenizer"
     )
 
 

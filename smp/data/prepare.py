@@ -4,7 +4,7 @@
 
 writes ``tokens/train`` and ``tokens/validation``, which ``datasets.load_from_disk`` and ``--dataset_type hf`` open by
 memory map. Documents are joined, an end-of-sequence token behind each, and cut into rows; the last row of a split may
-be shorter. Input is streamed: memory does not grow with it.
+be shorter. Rows of ids with labels or masks of their own are refused. Input is streamed: memory does not grow with it.
 """
 
 from __future__ import annotations
@@ -100,6 +100,21 @@ def documents(stores: Sequence[Columns], eos_token_id: int) -> Iterator[np.ndarr
             yield ids if ids[-1] == eos_token_id else np.append(ids, eos_token_id)
 
 
+def refuse_labels(stores: Sequence[Columns]) -> None:
+    """Refuse rows some of whose tokens are not to be trained on, which packed rows of ids cannot say.
+
+    Raises:
+        UserError: a mask hides a token, or labels are not the ids.
+    """
+    for store in stores:
+        for name, values, plain in (("attention_mask", store.mask, 1), ("labels", store.labels, store.tokens)):
+            if values is not None and not (values == plain).all():
+                raise UserError(
+                    f"the input has {name} that keep tokens out of the loss, and the output would have ids alone: "
+                    f"train on the input as it is"
+                )
+
+
 def in_validation(document: int, fraction: float) -> bool:
     """Return whether a document, by its number from 0, is held out: a hash below ``fraction`` of its range."""
     return int(mix64(np.array([document + 1], np.uint64))[0]) < fraction * 2.0**64
@@ -164,6 +179,7 @@ def prepare(args: argparse.Namespace) -> list[SplitWriter]:
             separator=args.text_document_separator,
             text_key=args.text_key,
         )
+        refuse_labels(source.stores)
         writers = write_splits(
             documents(source.stores, tokenizer.eos_token_id),
             partial,

@@ -21,7 +21,7 @@ from smp.errors import UserError, hub_advice
 JSONL, TEXT, PARQUET, ARROW = (".json", ".jsonl", ".ndjson"), (".txt",), (".parquet",), (".arrow",)
 GLOB_CHARACTERS = "*?["
 COMPRESSED = (".zst", ".zstd", ".bz2", ".xz", ".lz4")
-OTHER_FORMATS = (".csv", ".tsv", ".zip", ".tar", ".tgz", ".tar.gz", ".npy", ".npz", ".h5", ".hdf5", ".feather")
+OTHER_FORMATS = (".csv", ".tsv", ".zip", ".tar", ".tgz", ".npy", ".npz", ".h5", ".hdf5", ".feather")
 # Files that describe a dataset; `datasets` leaves them out too.
 DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 MOST_NAMED = 5
@@ -99,7 +99,7 @@ def reading(path: str) -> Iterator[None]:
 def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = None) -> list[DataFile]:
     """List the data files of a file, a folder (its direct children), a glob or a URL of any of them, sorted by path.
 
-    Links count as what they point to. What looks like data and is not read is logged as a warning.
+    A link is read as what it points to. What looks like data and is not read is logged as a warning.
 
     Args:
         path: as the user gave it.
@@ -126,7 +126,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
     for file in files:
         if file.size == 0:
             raise UserError(f"{file.url} is empty: remove it, or write it again")
-        if file.name.lower().endswith((*COMPRESSED, *OTHER_FORMATS)):
+        if file.ends_with((*COMPRESSED, *OTHER_FORMATS)):
             raise UserError(f"{file.url} is not read: {_CONVERT}")
     return files
 
@@ -190,7 +190,7 @@ def _left_out(fs: Any, path: str, found: _Entries, kept: list[str], extensions: 
 
     def is_data(name: str) -> bool:
         plain = os.path.splitext(name)[0] if name.endswith((".gz", *COMPRESSED)) else name
-        return name.endswith(OTHER_FORMATS) or (plain.endswith(extensions) and plain not in read)
+        return plain.endswith(OTHER_FORMATS) or (plain.endswith(extensions) and plain not in read)
 
     files = [each for each in found.files if each.lower() not in read and is_data(each.lower())]
     folders = {}

@@ -115,3 +115,16 @@ def test_output_may_be_an_empty_folder(tmp_path, folder):
     (tmp_path / "out").mkdir()
     assert run(tmp_path, fraction=0) == 0
     assert documents(tmp_path / "out" / "train") == ["One document."]
+
+
+@pytest.mark.parametrize("more", [{"labels": [-100, 6]}, {"attention_mask": [0, 1]}])
+def test_rows_that_are_not_all_trained_on_are_refused(tmp_path, folder, capsys, more):
+    """Rows of ids alone would train on prompts and padding."""
+    plain = {"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]}
+    (folder / "a.jsonl").write_text(json.dumps(plain) + "\n")
+    assert run(tmp_path, fraction=0) == 0
+    (folder / "a.jsonl").write_text(json.dumps(plain) + "\n" + json.dumps(plain | more) + "\n")
+    assert run(tmp_path, fraction=0, output="other") == 2
+    (name,) = more
+    assert f"the input has {name} that keep tokens out of the loss" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

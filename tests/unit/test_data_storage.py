@@ -134,7 +134,9 @@ def test_a_suffix_in_another_case_is_read(tmp_path):
 
 def nested(tmp_path):
     """A folder whose data lies partly where it is not read."""
-    folder = write(tmp_path / "d", "a.jsonl", "a.jsonl.zst", "b.jsonl.zst", "c.json.xz", "t.csv", "README.md", "x.py")
+    folder = write(
+        tmp_path / "d", "a.jsonl", "a.jsonl.zst", "b.jsonl.zst", "c.json.xz", "t.csv.gz", "README.md", "x.py"
+    )
     write(folder / "2024", "n.jsonl")
     write(folder / "images", "1.png")
     write(folder / ".cache", "h.jsonl")
@@ -148,7 +150,7 @@ def test_what_looks_like_data_and_is_not_read_is_counted_and_named(tmp_path, cap
     folder = nested(tmp_path)
     assert names(folder) == ["a.jsonl"]
     (warning,) = caplog.records
-    assert "3 file(s) not read (b.jsonl.zst, c.json.xz, t.csv): decompress" in warning.getMessage()
+    assert "3 file(s) not read (b.jsonl.zst, c.json.xz, t.csv.gz): decompress" in warning.getMessage()
     assert "2 folder(s) with data not read (2024, linked): a glob" in warning.getMessage()
     # The advice, followed.
     pattern = warning.getMessage().rpartition("'")[0].rpartition("'")[2]
@@ -156,8 +158,8 @@ def test_what_looks_like_data_and_is_not_read_is_counted_and_named(tmp_path, cap
     assert names(pattern) == ["n.jsonl", "a.jsonl", "l.jsonl"] and not caplog.records
     with pytest.raises(UserError, match=r"a.jsonl.zst is not read: decompress what is compressed"):
         names(folder / "*")
-    with pytest.raises(UserError, match=r"t.csv is not read: decompress .*, and write another format as JSON lines"):
-        names(folder / "*.csv")
+    with pytest.raises(UserError, match=r"t.csv.gz is not read: decompress .*, and write another format as JSON lines"):
+        names(folder / "*.csv*")
     caplog.clear()
     assert names(folder / "a*l") == ["a.jsonl"] and not caplog.records
 
