@@ -318,7 +318,9 @@ def test_a_build_that_was_killed_is_told_by_its_lock(local_rank, tmp_path, monke
 @pytest.mark.slow
 def test_deepspeeds_own_launcher():
     pytest.importorskip("deepspeed")
-    command = ("deepspeed", "--num_gpus", 2, "--master_port", free_port(), "examples/deepspeed_llama.py")
+    # Its first line names the interpreter without quotes.
+    launcher = (sys.executable, SCRIPTS / "deepspeed", "--num_gpus", 2, "--master_port", free_port())
+    command = (*launcher, "examples/deepspeed_llama.py")
     output = launch(*command, "--stage", 3, "--steps", 2, "--report", environment={"DS_ACCELERATOR": "cpu"})
     assert re.search(r"^reduce_scatter .* shared memory", output, re.MULTILINE)
     assert "Training done!\n" in output
