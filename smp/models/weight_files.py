@@ -55,7 +55,7 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
     if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
         return path / named
     for name in _NAMES:
-        if (path / name).is_file():
+        if (path / name).exists():
             return path / name
     files = sorted(path.glob("*.safetensors"))
     candidates = [file for file in files if not _SHARD.search(file.name)] + sorted(

@@ -130,7 +130,7 @@ class DeviceRow:
         """Return a phrase for a person: where the row's numbers come from and how far to trust them."""
         sheet = DEVICES.get(self.name)
         published = "published " if sheet is not None and (sheet.factor, sheet.runs) == (self.factor, self.runs) else ""
-        fitted = f", one factor fitted to {self.runs} {published}runs" if self.runs else ""
+        fitted = f", scaled to {self.runs} {published}runs" if self.runs else ""
         if self.source == MEASURED:
             return f"measured {self.date} on {self.on}{fitted}"
         return f"data-sheet constants of {self.name}, not measured here{fitted}: within 25 %"

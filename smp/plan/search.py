@@ -195,7 +195,7 @@ def _found(
             over = max(size - room, 0)
             reason = f"{said} > {room / GIB:.1f} GiB"
             if memory.outside:
-                reason += f", {limit / GIB:.1f} less {memory.outside / GIB:.1f} outside the allocator"
+                reason += f" ({limit / GIB:.1f} - {memory.outside / GIB:.1f} outside)"
             refused.append(Refused(estimate.layout, reason, over, _per_token(estimate, plan), traced=True))
     if limit is not None:
         known = {id(estimate) for estimate, _ in traced}

@@ -76,7 +76,7 @@ def _replaced():
             FSDP(around)
     if dist.get_world_size() > 1:
         with pytest.raises(UserError, match="through smp's own buffers, which it would replace: leave it out"):
-            wrapped().set_allocate_memory_from_process_group_for_comm(True)
+            FSDP(nn.Linear(4, 4)).set_allocate_memory_from_process_group_for_comm(True)
 
 
 def test_what_has_no_effect_is_refused():

@@ -133,6 +133,7 @@ def test_batch(tmp_path):
     assert len(microbatches(["--global_batch_size", 5])) == 3
 
 
+@pytest.mark.full
 @check("distributed_backend", "shared_buffers")
 def test_exchange(tmp_path):
     def output(*words):
@@ -270,6 +271,7 @@ def test_evaluation(files, tmp_path, capsys):
     assert json.loads(last)["samples"] == 7 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 @check("checkpoint_freq", "num_kept_checkpoints", "checkpoint_dir", "resume_from_checkpoint", "save_final_model",
        "model_dir", "reset_progress")  # fmt: skip
 def test_checkpoints(tmp_path):
@@ -291,6 +293,7 @@ def test_checkpoints(tmp_path):
     assert [line["step"] for line in read_metrics(anew)] == [1, 2]
 
 
+@pytest.mark.full
 @check("checkpoint_type", "checkpoint_overhead", "keep_best", "verify_checkpoint", "read_back", "on_save_error")
 def test_ways_of_saving(tmp_path, capsys, monkeypatch):
     names = lambda folder: sorted(p.name for p in folder.rglob("*steps"))  # noqa: E731
@@ -348,6 +351,7 @@ def test_comm_report(tmp_path, capsys):
     assert shown == [False, True]
 
 
+@pytest.mark.full
 @check("logging_freq", "logging_freq_for_avg", "enable_memory_profiling", "tensorboard_dir", "nccl_test_log")
 def test_logging(files, tmp_path, capsys):
     a = train([], tmp_path / "a", steps=4)

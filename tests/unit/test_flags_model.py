@@ -84,7 +84,7 @@ def test_shape(flag):
 
 @check("model")
 def test_model():
-    name = lambda words: resolve_model(parse([*SYNTHETIC, *words]).model).name  # noqa: E731
+    name = lambda words: resolve_model(parse([*SYNTHETIC, *(words or LLAMA)]).model).name  # noqa: E731
     differs(name, ["--model", "llama7b"], "llama7b")
 
 

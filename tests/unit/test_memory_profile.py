@@ -280,6 +280,7 @@ def highest(account, category):
     return max(account.timeline(10**6).categories[category])
 
 
+@pytest.mark.full
 def test_logits_shrink_with_chunks_and_activations_with_checkpointing():
     whole, chunks, recomputed = (one_step(checkpointing=c, chunk=n) for c, n in ((False, 0), (False, 32), (True, 32)))
     logits = ROWS * LENGTH * VOCABULARY * 4
@@ -321,6 +322,7 @@ class Waves(torch.nn.Module):
         return values
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_the_sum_is_what_the_process_grows_by():
     """In a process of its own: a child of this one may use what other tests have freed."""

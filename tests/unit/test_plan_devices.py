@@ -108,5 +108,5 @@ def test_refitting_from_ledgers():
     assert row.factor == pytest.approx(1 / 1.2) and row.runs == 3 and row.range == (0.75, 1.25)
     row = DEVICES["h200"].refitted([1.0, 1.1, 1.2, 1.3, 1.4])
     assert row.range == (pytest.approx(1.0 / 1.2), pytest.approx(1.4 / 1.2))
-    assert "fitted to 70 published runs" in dataclasses.replace(DEVICES["h100"], memory=40.0).described
-    assert "one factor fitted to 5 runs" in row.described and DEVICES["h200"].refitted([]) is DEVICES["h200"]
+    assert "scaled to 70 published runs" in dataclasses.replace(DEVICES["h100"], memory=40.0).described
+    assert "scaled to 5 runs" in row.described and DEVICES["h200"].refitted([]) is DEVICES["h200"]
