@@ -96,7 +96,10 @@ class _Compiler:
         what = f"torch.compile cannot compile {name}{_place(error)}: {reason}"
         if not self.chosen or (self.split and failed):
             kind = RunError if failed else UserError
-            raise kind(f"{what}; leave --compile out or give --compile 0") from error
+            advice = "leave --compile out or give --compile 0"
+            if failed and " " in torch.__file__:
+                advice += ", or install torch in a path without spaces, which torch.compile does not quote"
+            raise kind(f"{what}; {advice}") from error
         logger.warning("Blocks run uncompiled: %s", what)
         self.given_up = True
 

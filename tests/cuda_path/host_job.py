@@ -35,6 +35,7 @@ def let_storages_resize() -> None:
 def let_flash_attention_run() -> None:
     """Stand in for flash-attn's operators, which have no kernels for CPUs; as written here they take any dtype."""
     import torch
+    import torch.utils.flop_counter  # takes the operators themselves
 
     from smp.parallel.context import kernels
     from tests.cuda_path.host_group import on_host

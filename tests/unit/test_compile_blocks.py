@@ -154,6 +154,7 @@ def test_kinds_of_batches_do_not_end_a_run(allowed, graphs, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler takes no path with a space")
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_inductor(mode):
     torch._dynamo.reset()
