@@ -60,7 +60,6 @@ def is_schema(found, size):
     assert set(found["measurements"]["by_rank"]) == {str(rank) for rank in range(size)}
 
 
-@pytest.mark.smoke
 def test_two_processes(tmp_path):
     """Also: nothing of transformers is imported where no job is described, and nothing is left behind."""
     trap = tmp_path / "trap" / "transformers"

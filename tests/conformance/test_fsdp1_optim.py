@@ -373,7 +373,6 @@ def _made_before():
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
-@pytest.mark.smoke
 def test_an_optimizer_made_before_trains_the_sharded_parameters(backend):
     run_distributed(_made_before, world_size=2, backend=backend, timeout=60)
 

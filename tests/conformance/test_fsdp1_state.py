@@ -338,7 +338,6 @@ def _copies():
     assert state["embed.weight"] is state["head.weight"]
 
 
-@pytest.mark.smoke
 def test_state_dicts_are_copies():
     run_distributed(_copies, world_size=2)
 

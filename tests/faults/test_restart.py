@@ -78,7 +78,6 @@ def launch(tmp_path, *words: object, restarts: int = 0) -> subprocess.Popen[str]
         pytest.param([1, 2], 3, 2, 2, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.smoke
 def test_the_local_launcher_restarts_what_crashed(attempts, restarts, status, started, tmp_path):
     process = launch(tmp_path, *attempts, restarts=restarts)
     out, err = process.communicate(timeout=HANG_SECONDS)

@@ -172,7 +172,9 @@ def _bits(hosts, sizes):
     _against_gloo([n for n in sizes if n])
 
 
-@pytest.mark.parametrize("layout", [pytest.param("2x2", marks=pytest.mark.full), "2x2 in turns", "3x1"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(each, marks=pytest.mark.full) for each in ("2x2", "2x2 in turns")), "3x1"]
+)
 def test_bits(layout):
     hosts = LAYOUTS[layout]
     run_on_hosts(_bits, host_ranks(hosts), SIZES, layout=hosts)

@@ -132,6 +132,7 @@ def assert_ends_with_sentences(outcome) -> None:
     assert all("is full: " in line and "give a larger disk, or offload less" in line for line in sentences)
 
 
+@pytest.mark.full
 def test_the_lines_and_curves_of_smp(tmp_path, monkeypatch):
     monkeypatch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)  # a walk over all objects each time
     words = ["--use_synthetic_data", 1, "--max_steps", 7, "--enable_memory_profiling", 1, "--save_final_model", 0]

@@ -49,13 +49,12 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "cp and sharding, accumulation": (4, "gloo", (*LLAMA, *FULL, *CP2, "p2p", "--gradient_accumulation_steps", "3")),
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
-SMOKE = ("accumulation",)
 # One of each technique; the others are crosses of them.
 USUAL = (
-    "one process", "tied, whole logits, nothing recomputed", "hybrid, bf16", "tp and sharding", "deferred reduction",
-    "offloading", "GPT-NeoX over smddp, tied", "cp, ring, selective",
+    "accumulation", "one process", "tied, whole logits, nothing recomputed", "hybrid, bf16", "tp and sharding",
+    "deferred reduction", "offloading", "GPT-NeoX over smddp, tied", "cp, ring, selective",
 )  # fmt: skip
-CROSSES = tuple(name for name in CASES if name not in SMOKE + USUAL)
+CROSSES = tuple(name for name in CASES if name not in USUAL)
 
 
 def compare(name: str, folder: pathlib.Path) -> None:
@@ -69,14 +68,9 @@ def compare(name: str, folder: pathlib.Path) -> None:
         assert plan["total"] == real[rank]["total"]
 
 
-@pytest.mark.parametrize("name", SMOKE)
-def test_bytes(name, tmp_path):
-    compare(name, tmp_path)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", USUAL)
-def test_bytes_of_every_technique(name, tmp_path):
+def test_bytes(name, tmp_path):
     compare(name, tmp_path)
 
 

@@ -151,6 +151,7 @@ def test_a_writing_thread_that_has_died_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.slow), "async_local"])
+@pytest.mark.full
 def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 3, "--checkpoint_type", kind]
@@ -194,6 +195,7 @@ def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_with
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.full
 def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(ranks, tmp_path):
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 9, "--checkpoint_type", "local", "--output_dir", run]
@@ -232,6 +234,7 @@ def test_the_best_by_validation_loss_is_kept(tmp_path):
     assert read_manifest(tmp_path / "run" / "checkpoints" / "best").run["val_loss"] == 1.0
 
 
+@pytest.mark.full
 def test_a_damaged_newer_one_is_set_aside_and_does_not_push_out_good_ones(tmp_path):
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", 2, "--num_kept_checkpoints", 1, "--output_dir", run]
@@ -364,6 +367,7 @@ def by_clock(step: float, write: float, save: float = 0.0):
     return prepare
 
 
+@pytest.mark.full
 def test_the_interval_leaves_an_asynchronous_write_its_time(tmp_path):
     words = [*JOB, "--max_steps", 20, "--checkpoint_freq", "auto", "--checkpoint_overhead", 0.9]
     words += ["--checkpoint_type", "async_sharded", "--num_kept_checkpoints", 20, "--output_dir", tmp_path / "run"]

@@ -92,6 +92,7 @@ def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, 
     assert all(torch.equal(expected[key], got[key]) for key in expected)
 
 
+@pytest.mark.full
 def test_one_flipped_rng_byte_is_noticed(jsonl, tmp_path):
     flags = [*DROPOUT["neox"], "--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--lr_decay_iters", 20]
     run_job(*flags, "--max_steps", 6, "--output_dir", tmp_path / "whole").succeeded()
@@ -115,6 +116,7 @@ def spoil_rng(file: pathlib.Path) -> None:
         opened.write(bytes([byte[0] ^ 1]))
 
 
+@pytest.mark.full
 def test_resume_at_other_world_sizes_continues_the_same_curve(jsonl, tmp_path):
     flags = [
         *LLAMA, "--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--lr_decay_iters", 12,
@@ -182,6 +184,7 @@ def test_epochs_end_the_run(jsonl, tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, 16))
 
 
+@pytest.mark.full
 def test_no_run_writes_over_another(jsonl, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     flags = ["--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--resume_from_checkpoint", "latest"]

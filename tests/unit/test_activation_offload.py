@@ -268,6 +268,7 @@ def test_horizons_that_make_no_sense(tmp_path, caplog):
     ]
 
 
+@pytest.mark.full
 def test_what_stays_on_the_device_does_not_grow_with_layers(tmp_path):
     hidden_state = 512 * 32 * 4
 

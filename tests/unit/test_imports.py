@@ -93,6 +93,7 @@ def test_a_job_says_that_it_begins_before_it_waits_for_torch(words, environment,
     assert done.stderr == f"{says}{TORCH}\n" and done.stdout == ""
 
 
+@pytest.mark.full
 def test_smp_train_is_the_job():
     started = [[sys.executable, *words, "--version"] for words in (["-m", "smp", "train"], ["-m", "smp.train"])]
     outputs = {subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout for words in started}

@@ -124,6 +124,7 @@ print(libc.mallinfo2().arena - before)
 
 
 @pytest.mark.parametrize(("stock", "grows"), [("malloc.keep_freed_memory()", False), ("", True)])
+@pytest.mark.full
 def test_a_freed_tensors_place_fits_the_next_beside_small_blocks(stock, grows):
     done = subprocess.run(
         [sys.executable, "-c", STOCKED.format(stock=stock)], env=os.environ | {"GLIBC_TUNABLES": malloc.TUNABLES},

@@ -115,6 +115,7 @@ def files_of(run_dir, steps):
 
 
 @check("plan")
+@pytest.mark.full
 def test_a_run_is_the_same_with_its_plan(tmp_path):
     run(tmp_path / "plain", steps=6).succeeded()
     outcome = run(tmp_path / "planned", "--plan", 1, steps=6)
