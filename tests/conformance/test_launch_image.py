@@ -55,4 +55,4 @@ def test_it_has_the_versions_of_the_project():
 
 def test_nothing_secret_or_large_is_copied():
     ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".git", ".venv", "runs", "**/__pycache__"} <= set(ignored)
+    assert {".git", ".venv*", "runs", "**/__pycache__"} <= set(ignored)
