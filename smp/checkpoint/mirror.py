@@ -79,8 +79,8 @@ class Upload:
         """Begin."""
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait for this rank's part; give it up where nothing moves for long, as another rank may be gone."""
+    def join(self) -> bool:
+        """Wait for this rank's part; give it up, and return False, where nothing moves for long: a rank may be gone."""
         moved = -1
         while not self.ended and self.moved != moved:
             moved = self.moved
@@ -88,6 +88,7 @@ class Upload:
         if not self.ended:
             self.cancelled.set()
             logger.warning("%s was not uploaded: nothing has moved for %g s.", self.path, STALLED_SECONDS)
+        return not self.cancelled.is_set()
 
     @property
     def ended(self) -> bool:
@@ -121,20 +122,18 @@ class Upload:
         if self._mirror.leads:
             committed = self._lead_in(data, content)
         else:
-            self._wait_until(lambda: self._mirror.require_own().get("uploading") == content)
+            # Rank 0 may have found this rank's files there, committed, and begun the next.
+            self._wait_until(lambda: self._mirror.require_own().get("uploading") == content or self._committed(data))
             committed = False  # as far as this rank knows, which then finds its files there
         there = store.sizes(name)
         for file in share_of(manifest, self._mirror.rank, self._mirror.size):
             if there.get(file) != manifest.files[file].size:
-                self._go_on()
+                if self.cancelled.is_set():
+                    raise _CancelledError
                 self._mirror.require_own()  # another job's file of this size would be committed as its own
                 store.upload(self.path / file, f"{name}/{file}", self._advance)
         if self._mirror.leads and not committed:
             self._commit(manifest, data)
-
-    def _go_on(self) -> None:
-        if self.cancelled.is_set():
-            raise _CancelledError
 
     def _advance(self, nbytes: int) -> None:
         self.moved += nbytes
@@ -150,7 +149,7 @@ class Upload:
         """Make the folder hold nothing but this content, and say so to the other ranks; True if it is committed."""
         mirror, name = self._mirror, self.path.name
         written = mirror.require_own()
-        committed = mirror.store.read(f"{name}/{MANIFEST_FILE}") == data
+        committed = self._committed(data)
         if not committed:
             mirror.store.remove(f"{name}/{MANIFEST_FILE}")  # before anything of it is replaced
         if written.get("uploading") != content:
@@ -158,6 +157,9 @@ class Upload:
                 mirror.store.remove_folder(name)
             mirror.announce(content)
         return committed
+
+    def _committed(self, data: bytes) -> bool:
+        return self._mirror.store.read(f"{self.path.name}/{MANIFEST_FILE}") == data
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         store, name, seen = self._mirror.store, self.path.name, [-1]
@@ -369,11 +371,10 @@ class Mirror:
 
     def finish_alone(self) -> None:
         """Wait for this rank's part of all uploads, as the process ends; not collective. The log has what fails."""
-        if self._next is not None:
+        # One after the other: rank 0 says of one at a time that it is under way.
+        if (self._current is None or self._current.join()) and self._next is not None:
             self._next.start()
-        for upload in (self._current, self._next):
-            if upload is not None:
-                upload.join()
+            self._next.join()
         self._current = self._next = None
 
     def _wait(self, progress: Callable[[], None]) -> None:

@@ -71,7 +71,7 @@ def _kept(products: list[Product]) -> int:
         torch.mm(y.t(), x, out=weight)
     after = tell()
     kept = after.heap + after.mapped - before.heap - before.mapped
-    return -(-kept // _ROUNDED) * _ROUNDED
+    return round(kept / _ROUNDED) * _ROUNDED
 
 
 def _ones(of: Product, *sides: int) -> Tensor:

@@ -375,8 +375,6 @@ def _bad():
         FSDP.optim_state_dict_to_load(model, optimizer, {**full, "state": other})
     with pytest.raises(UserError, match="optim_input is not available: give the optimizer"):
         FSDP.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()))
-    with pytest.raises(UserError, match="named optimizers are not available"):
-        FSDP.optim_state_dict_to_load(model, optimizer, full, is_named_optimizer=True)
     stranger = torch.optim.SGD(fsdp1.build().parameters(), lr=0.1)
     with pytest.raises(UserError, match="make the optimizer after FSDP"):
         FSDP.optim_state_dict(model, stranger)
