@@ -59,7 +59,6 @@ def _values():
     assert named.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and named.cpu_offload == CPUOffload(True)
 
 
-@pytest.mark.smoke
 def test_attributes_have_fsdp1s_values():
     run_distributed(_values, world_size=4)
 

@@ -71,7 +71,6 @@ def _recomputation():
             model.load_state_dict(model.state_dict())
 
 
-@pytest.mark.smoke
 def test_activation_checkpointing_composes():
     run_distributed(_recomputation, world_size=2, backend="smddp")
 

@@ -114,7 +114,6 @@ def _policies():
         assert ours.inner[1].running_mean.dtype == torch.float32
 
 
-@pytest.mark.smoke
 def test_units_are_those_of_fsdp1():
     run_distributed(_policies, world_size=2)
 

@@ -29,6 +29,7 @@ def steady(found):
     return last
 
 
+@pytest.mark.full
 def test_full_shard():
     found = report(*FOUR_BLOCKS)
     step = steady(found)

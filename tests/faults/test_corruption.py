@@ -51,7 +51,6 @@ def files(path):
     return sorted(p.name for p in path.iterdir())
 
 
-@pytest.mark.smoke
 def test_what_is_whole_is_found_whole(saved):
     path = newest(saved)
     assert problem(path) == ""

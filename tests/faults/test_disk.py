@@ -54,7 +54,6 @@ def checkpoint_bytes(tmp_path_factory) -> int:
     "share", [pytest.param(0.0, marks=pytest.mark.slow), 0.4, pytest.param(0.999, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kind", ["sharded", "async_sharded"])
-@pytest.mark.smoke
 def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(share, kind, checkpoint_bytes, tmp_path):
     run = tmp_path / "run"
     room = int((1 + share) * checkpoint_bytes)  # the first checkpoint fits

@@ -27,10 +27,10 @@ def test_the_undisturbed_run_does_every_operation_that_is_killed_at(bench):
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial("sharded", 2, 0, "rename directory", 1, True),
+        pytest.param(Trial("sharded", 2, 0, "rename directory", 1, True), marks=pytest.mark.full),
         Trial("sharded", 2, 0, "fsync manifest", 1, False),
         pytest.param(Trial("async_sharded", 2, 1, "pwrite data", 1, True), marks=pytest.mark.full),
-        Trial("sharded", 2, 1, "step", 3, False),
+        pytest.param(Trial("sharded", 2, 1, "step", 3, False), marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -48,11 +48,13 @@ def _all_right(cases: list[Case], chunk: int) -> None:
 
 
 @pytest.mark.parametrize("world_size, every", [(2, 1), (3, 1), (4, 2), (8, 8)])
+@pytest.mark.full
 def test_pairs_of_everything(scratch, world_size, every):
     scratch(SMALL)
     run_distributed(_all_right, covering_cases(world_size)[::every], SMALL // 4, world_size=world_size, backend="smddp")
 
 
+@pytest.mark.full
 def test_default_chunk(scratch):
     scratch(DEFAULT)
     cases = [c for c in covering_cases(0) if "chunk" in str(c.size) or "piece" in str(c.size)]
@@ -206,7 +208,10 @@ def _traffic(seed: int, steps: int) -> None:
     traffic.finish()
 
 
-@pytest.mark.parametrize("world_size, prepare", [(3, None), (4, None), (3, without_kernel), (4, kernel_on_odd)])
+@pytest.mark.parametrize(
+    "world_size, prepare",
+    [(3, None), pytest.param(4, None, marks=pytest.mark.full), (3, without_kernel), (4, kernel_on_odd)],
+)
 def test_traffic(scratch, world_size, prepare):
     scratch(SMALL)
     run_distributed(_traffic, world_size, 300, world_size=world_size, backend="smddp", prepare=prepare)

@@ -104,6 +104,7 @@ def _held_by_one():
     assert output.data_ptr() == first, "the least recently used buffer is free again"
 
 
+@pytest.mark.full
 def test_a_buffer_that_one_rank_holds_is_not_reused():
     run_distributed(_held_by_one, world_size=2, backend="smddp")
     run_distributed(_held_by_one, world_size=3, backend="smddp")
@@ -190,7 +191,8 @@ def _same_numbers(cases):
         assert smp.comm.report().calls(path="shared buffer") > before.calls(path="shared buffer"), case
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.full
 def test_fully_shard_computes_the_same(world_size):
     cases = [{}, {"unshard_async": True}, {"reduce_dtype": torch.float32}]
     run_distributed(_same_numbers, cases, world_size=world_size, backend="smddp")

@@ -66,6 +66,7 @@ def case_of(choice: Choice) -> Case:
     return Case(layout, *(choice[name] for name in ("model", "key_heads", "documents", "length", "backend")), world)
 
 
+@pytest.mark.full
 def test_every_two_settings():
     # That of two data ranks is left to the others: replicas read different data, too.
     factors = FACTORS | {"layout": [name for name in LAYOUTS if name != "cp 2 x data 2"]}

@@ -52,7 +52,7 @@ def _check_layouts(name, expected, layouts):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_same_values_at_any_layout(name, world_size, monkeypatch):
     # Blocks much smaller than a parameter, so that shards begin and end inside them.
     monkeypatch.setattr(delayed_init, "BLOCK", 100)

@@ -94,6 +94,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=SLOW), "smddp"])
+@pytest.mark.full
 def test_every_strategy_trains_as_fsdp1_and_as_one_process(backend):
     run_distributed(_strategies, FLAT, world_size=2, backend=backend)
 

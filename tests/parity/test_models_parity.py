@@ -35,7 +35,8 @@ def _check_training(references, layouts):
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(REST, marks=pytest.mark.full)], ids=["quick", "rest"])
+@pytest.mark.parametrize("names", [QUICK, REST], ids=["quick", "rest"])
+@pytest.mark.full
 def test_derived_families_train_like_hugging_face(names):
     references = {name: build_reference(name) for name in names}
     run_distributed(_check_training, references, (SHARDED, SPLIT), world_size=2)

@@ -47,7 +47,7 @@ def _check(references, tolerance, layouts):
     ("world_size", "backend"),
     [
         (1, "smddp"),
-        (2, "smddp"),
+        pytest.param(2, "smddp", marks=pytest.mark.full),
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, "smddp"), (2, "gloo"))),
     ],
 )
@@ -68,10 +68,11 @@ def _check_losses(references, layouts):
     ("world_size", "backend"),
     [
         (1, "gloo"),
-        pytest.param(2, "smddp", marks=pytest.mark.full),
+        (2, "smddp"),
         *(pytest.param(4, backend, marks=pytest.mark.slow) for backend in ("gloo", "smddp")),
     ],
 )
+@pytest.mark.full
 def test_fp32_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]

@@ -107,7 +107,7 @@ def names(gathers: int, scatters: int, reduces: int = 0) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("backend", ["gloo", "smddp"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.full), "smddp"])
 def test_full_shard_gathers_blocks_twice(backend):
     # Forward gathers every unit; backward again those that were freed (the last is not) and that it needs (the
     # embedding is not).
@@ -128,7 +128,7 @@ def test_full_shard_gathers_blocks_twice(backend):
     run_distributed(_check_counts, cases, world_size=2, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "smddp"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.full), "smddp"])
 def test_replicas_reduce_once_per_step(backend):
     gathers = UNITS + UNITS - 2
     hybrid = Layout("hybrid_shard", 2)

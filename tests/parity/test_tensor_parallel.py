@@ -65,9 +65,10 @@ def _check(references, tolerance, layouts):
     [
         (2, "smddp", 2),
         pytest.param(4, "smddp", 3, marks=pytest.mark.slow),
-        pytest.param(2, "gloo", 4, marks=pytest.mark.full),
+        (2, "gloo", 4),
     ],
 )
+@pytest.mark.full
 def test_fp64_gradients_and_losses_equal_hugging_face(world_size, backend, every):
     pairs = trajectories(MODELS, torch.float64)
     run_distributed(_check_some, pairs, 1e-9, LAYOUTS[world_size], every, world_size=world_size, backend=backend)
@@ -107,6 +108,7 @@ def _check_bf16(references, layouts):
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16(world_size):
     pairs = trajectories(MODELS, torch.float32)
     bf16 = torch.bfloat16

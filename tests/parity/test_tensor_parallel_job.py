@@ -112,6 +112,7 @@ def test_checkpoints_go_from_one_degree_to_another_and_back(one, rows, tmp_path)
     assert lines(run, "tokens") == lines(one, "tokens")
 
 
+@pytest.mark.full
 def test_the_final_model_is_hugging_face_s(rows, tmp_path):
     run = tmp_path / "run"
     job = [*NEOX, *flags(rows, tmp_path), *COMMON, "--tensor_parallel_degree", 2, "--save_final_model", 1]

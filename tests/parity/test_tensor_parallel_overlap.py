@@ -55,7 +55,8 @@ def test_equals_separate_exchanges_and_hugging_face(name):
     run_distributed(_equal, [(reference, reference_trajectory(reference, 2))], LAYOUTS, world_size=2, backend="gloo")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.full
 def test_equals_them_in_what_runs_on_gpus(world_size):
     """With torch's code for GPUs: one rank's tokens after the other, copied between the ranks' memories."""
     reference = build_reference("gpt_neox", torch.float64)

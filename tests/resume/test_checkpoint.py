@@ -408,7 +408,7 @@ def _load(folder, name, layouts):
         assert all(torch.equal(got[key], expected[key]) for key in got), layout
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama_tied", pytest.param("gpt_neox", marks=pytest.mark.full)])
 def test_any_layout_loads_bit_for_bit_at_any_other(name, tmp_path):
     run_distributed(_save, tmp_path, name, Layout("hybrid_shard", 2), world_size=4)
     run_distributed(_load, tmp_path, name, [Layout("full_shard"), Layout("no_shard")], world_size=3)
@@ -424,6 +424,7 @@ def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):
         refuse_foreign([tmp_path / "none", tmp_path / "a"])
 
 
+@pytest.mark.full
 def test_large_states_are_cut_into_files_and_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "FILE_BYTES", 10_000)
     run_distributed(_save, tmp_path, "gpt_neox", Layout("full_shard"), world_size=2)

@@ -113,6 +113,7 @@ def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
     assert losses(one) == losses(two)
 
 
+@pytest.mark.full
 def test_one_write_at_a_time_and_none_is_left_out_at_the_end(tmp_path):
     def prepare(rank: int) -> None:
         waited_for = threading.Event()
@@ -131,6 +132,7 @@ def test_one_write_at_a_time_and_none_is_left_out_at_the_end(tmp_path):
     assert order == ["1", "1", "2", "2", "3"], outcome.output
 
 
+@pytest.mark.full
 def test_a_writing_thread_that_has_died_is_noticed(tmp_path):
     def prepare(rank: int) -> None:
         if rank == 1:
@@ -219,6 +221,7 @@ def test_a_local_checkpoint_can_be_named(tmp_path):
         assert "rank00000-of-00002/llama_v2-2steps at step 2" in outcome.output
 
 
+@pytest.mark.full
 def test_the_best_by_validation_loss_is_kept(tmp_path):
     def prepare(rank: int) -> None:
         values = iter([0.5, 3.0, 1.0, 2.0, 4.0, 5.0])  # the first of step 0, which has no checkpoint
@@ -276,6 +279,7 @@ def test_one_directory_that_fails_does_not_keep_an_asynchronous_checkpoint_from_
 
 
 @pytest.mark.parametrize("late", [True, False])
+@pytest.mark.full
 def test_a_directory_that_a_rank_does_not_see_at_once_is_waited_for(late, tmp_path):
     def prepare(rank: int) -> None:
         writer.VISIBLE_WITHIN = 60.0 if late else 0.0
@@ -329,6 +333,7 @@ def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
     assert steps(tmp_path / "run" / "checkpoints") == [3]
 
 
+@pytest.mark.full
 def test_metrics_without_their_checkpoints_are_not_written_over(tmp_path):
     run = tmp_path / "run"
     words = [*JOB, "--checkpoint_freq", "auto", "--output_dir", run]

@@ -100,7 +100,14 @@ def test_it_is_exported_or_refused_with_a_sentence(saved, tmp_path, capsys):
 SPLIT = ["--context_parallel_degree", "2"]  # a degree that their manifests do not have
 
 
-@pytest.mark.parametrize(("name", "more"), [*((name, []) for name in JOBS), ("job_sharded", SPLIT)])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("job_sharded", []),
+        *(pytest.param(name, [], marks=pytest.mark.full) for name in JOBS if name != "job_sharded"),
+        ("job_sharded", SPLIT),
+    ],
+)
 def test_a_job_goes_on_from_it(name, more, tmp_path):
     world, words = JOBS[name]
     run = pathlib.Path(shutil.copytree(DATA / name, tmp_path / name))

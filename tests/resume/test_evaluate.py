@@ -72,6 +72,7 @@ def evaluate(*words, files, tmp_path, world_size=1):
     return result, outcome.output
 
 
+@pytest.mark.full
 def test_a_checkpoint_and_its_export_have_hugging_faces_loss(finished, files, rows, tmp_path):
     before = content(finished)
     latest = [*LLAMA, "--output_dir", finished, "--resume_from_checkpoint", "latest"]

@@ -68,11 +68,12 @@ def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathli
     ("family", "kind", "accumulation", "world_size"),
     [
         ("llama", "jsonl", 1, 2),
-        pytest.param("neox", "text", 2, 2, marks=pytest.mark.full),
-        pytest.param("llama", "text", 2, 1, marks=pytest.mark.full),
-        pytest.param("neox", "jsonl", 1, 2, marks=pytest.mark.full),
+        ("neox", "text", 2, 2),
+        ("llama", "text", 2, 1),
+        ("neox", "jsonl", 1, 2),
     ],
 )
+@pytest.mark.full
 def test_resume_is_bit_identical(family, kind, accumulation, world_size, jsonl, text, tmp_path):
     flags = [
         *DROPOUT[family], *data_flags(kind, jsonl, text, tmp_path / "cache"), "--lr", 1e-2, "--lr_decay_iters", 20,
@@ -232,6 +233,7 @@ def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
     assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
+@pytest.mark.full
 def test_retention_and_latest(jsonl, tmp_path):
     run = tmp_path / "run"
     flags = [*LLAMA, "--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--output_dir", run]

@@ -271,7 +271,8 @@ def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
     assert not graphs.forward
 
 
-@pytest.mark.parametrize("graph", [pytest.param("forward", marks=pytest.mark.full), "backward"])
+@pytest.mark.parametrize("graph", ["forward", "backward"])
+@pytest.mark.full
 def test_a_compiler_that_fails(graph, graphs, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
 
@@ -290,6 +291,7 @@ def test_a_compiler_that_fails(graph, graphs, caplog, monkeypatch):
     assert warning.startswith("Blocks run uncompiled: ") and "no space left" in warning
 
 
+@pytest.mark.full
 def test_under_a_dispatch_mode_blocks_run_uncompiled_and_are_compiled_later(graphs):
     model = prepared(build_reference("gpt_neox", torch.float32), "full")
     with profile_memory(model):

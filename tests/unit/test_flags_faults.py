@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from smp.faults import watchdog
 from smp.train import step as one_step
 from tests.clock import Clock, wait_until
@@ -11,6 +13,7 @@ from tests.flags import SYNTHETIC, check, differs
 from tests.job import LLAMA, run_job
 
 
+@pytest.mark.full
 @check("nonfinite", "nonfinite_budget")
 def test_nonfinite(tmp_path):
     def diverges(rank):

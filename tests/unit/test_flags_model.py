@@ -282,6 +282,7 @@ def test_rate(flag):
     assert rate([*words, f"--{flag}", value]) == pytest.approx(expected) != pytest.approx(rate(words))
 
 
+@pytest.mark.full
 @check("memory_profiling_all_ranks", "memory_snapshot")
 def test_memory_profiling(tmp_path, monkeypatch):
     tables, calls = [], []

@@ -117,7 +117,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_another_product(world_size):
     run_distributed(check, CASES[world_size], world_size=world_size)
 

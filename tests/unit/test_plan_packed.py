@@ -31,6 +31,7 @@ for dtype in ("float32", "bfloat16"):
 """
 
 
+@pytest.mark.full
 def test_products_keep_some_megabytes_and_always_as_many():
     printed = subprocess.check_output([sys.executable, "-c", KEPT], cwd=REPOSITORY, text=True)
     kept = [tuple(map(int, line.split())) for line in printed.splitlines()]
