@@ -72,7 +72,6 @@ def _check_losses(references, layouts):
         *(pytest.param(4, backend, marks=pytest.mark.slow) for backend in ("gloo", "smddp")),
     ],
 )
-@pytest.mark.full
 def test_fp32_losses_equal_hugging_face(world_size, backend):
     references = [build_reference(name, torch.float32) for name in ("llama_gqa", "gpt_neox")]
     pairs = [(model, reference_trajectory(model, STEPS)) for model in references]

@@ -28,7 +28,6 @@ def _check_labels():
             assert model(input_ids=batch["input_ids"]).loss is None
 
 
-@pytest.mark.full
 def test_loss_and_logits_equal_hugging_face():
     run_distributed(_check_labels, world_size=2)
 
