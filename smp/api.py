@@ -20,7 +20,7 @@ from torch import nn
 
 from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
-from smp.delayed_init import build_on_meta
+from smp.delayed_init import build_on_meta, first_ranks_seed
 from smp.environment import malloc
 from smp.errors import ConfigError, UserError, a_type
 from smp.json_input import read_json
@@ -49,6 +49,7 @@ class _Initialized:
     parallel: ParallelConfig
     tp: TPGroup | None
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
+    random_seed: int | None  # as it was given
     done: set[str] = dataclasses.field(default_factory=set)  # a model was split; ranks of a sequence compared batches
 
 
@@ -146,6 +147,7 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     if not dist.is_initialized():
         raise UserError("smp.init needs a process group: call torch.distributed.init_process_group(...) before it")
     values = _read(config, settings)
+    random_seed = values.get("random_seed")
     own, replicas = _read_smp_keys(values), values.pop("dp_replicate", None)
     parallel = ParallelConfig(**values)
     _check_exchange("smp.init", parallel.cp_comm_type)
@@ -162,13 +164,13 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
         malloc.keep_freed_memory()
     mesh = laid_out.join(device_type)
     tp = build_tp_group(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
-    _current = _Initialized(mesh, parallel, tp, own)
+    _current = _Initialized(mesh, parallel, tp, own, random_seed)
     return mesh
 
 
-def current() -> tuple[Mesh, ParallelConfig] | None:
-    """Return the mesh and the settings of :func:`init`, or None before it."""
-    return None if _current is None else (_current.mesh, _current.parallel)
+def current() -> tuple[Mesh, ParallelConfig, int | None] | None:
+    """Return the mesh, the settings and the given ``random_seed`` of :func:`init`, or None before it."""
+    return None if _current is None else (_current.mesh, _current.parallel, _current.random_seed)
 
 
 def is_initialized() -> bool:
@@ -268,7 +270,8 @@ def parallelize(
 
     Args:
         model: a decoder of transformers, the same on every rank; or of :func:`meta_init`: each rank then allocates its
-            shards alone and draws their initial values, by the ``random_seed`` of ``init``.
+            shards alone and draws their initial values, by the ``random_seed`` of ``init``, or without one by the
+            first rank's ``torch.manual_seed``.
         dtype: dtype to compute in; None keeps the parameters' own. Reduction is then in fp32.
         activation_checkpointing: recompute each block in backward.
         activation: everything about activations, instead of ``activation_checkpointing``.
@@ -300,7 +303,9 @@ def parallelize(
         if gradient_reduction == "mean":
             average_gradients(model, current.mesh)
         if on_meta:
-            device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
+            device, seed = torch.device(current.mesh.device_type), current.random_seed
+            if seed is None:
+                seed = first_ranks_seed([dist.GroupMember.WORLD], device)
             fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     return model
 
