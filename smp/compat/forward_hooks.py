@@ -1,11 +1,9 @@
-"""Context parallelism in SMP v2's scripts, which cut their batches themselves and call the model with the parts.
-
-The cut is Megatron-LM's: of twice as many pieces as ranks, each rank has one from the front and one from the back.
-"""
+"""What the model of an SMP v2 script has to take or to say when it is called, as forward pre-hooks."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import zlib
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.errors import UserError
+from smp.log import get_logger
 from smp.loss import IGNORE_INDEX
 from smp.mesh import Mesh
 from smp.parallel.context.attention import SHARD
@@ -21,11 +20,34 @@ from smp.parallel.context.exchange import SequenceShard
 from smp.parallel.context.layout import split_columns
 
 
+_logger = get_logger("smp.sagemaker")
+
+# Of transformer_engine, by version.
+_FP8_MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+
+
+def tell_of_fp8(model: nn.Module) -> None:
+    """Let the model's first call warn if it is inside ``fp8_autocast``, which its modules do not follow."""
+
+    def tell(module: nn.Module, args: Any) -> None:
+        handle.remove()
+        managers = [getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in _FP8_MODULES]
+        enabled = any(manager is not None and manager.is_fp8_enabled() for manager in managers)
+        if enabled and not any(type(each).__module__.startswith("transformer_engine") for each in module.modules()):
+            _logger.warning(
+                "fp8_autocast has no effect: no module of the model is transformer_engine's, and nothing is computed "
+                "in fp8; leave it out (--fp8 0 of AWS's scripts)"
+            )
+
+    handle = model.register_forward_pre_hook(tell)
+
+
 def take_cut_batches(model: nn.Module, mesh: Mesh) -> None:
     """Let a model that computes on parts of sequences take ``input_ids`` and ``labels`` as SMP v2's scripts cut them.
 
+    The cut is Megatron-LM's: of twice as many pieces as ranks, each rank has one from the front and one from the back.
     Positions and what attention needs are added, and labels shifted over the cuts. What ``smp.shard_sequence`` returns
-    is taken as before.
+    is taken as it is.
 
     Args:
         model: split over the ranks of a sequence.
