@@ -19,7 +19,6 @@ from smp.parallel.context.attention import SHARD
 from smp.parallel.context.exchange import SequenceShard
 from smp.parallel.context.layout import split_columns
 
-
 _logger = get_logger("smp.sagemaker")
 
 # Of transformer_engine, by version.

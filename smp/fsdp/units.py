@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
-from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.delayed import DelayedParamIniter
+from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, every_axis, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
 from smp.fsdp.param_group import is_taken, keep_promises, mark_taken
