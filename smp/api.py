@@ -77,6 +77,8 @@ state = State(_for_state, _forget)
 def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> Mesh:
     """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
 
+    Degrees that were set on :data:`smp.state` before are taken, too.
+
     Args:
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
             dict, or the path of a JSON file. ``sm_activation_offloading`` is only told by ``smp.state``, as there:

@@ -202,10 +202,10 @@ def _consoles(rank: int, local_rank: int, world_size: int) -> list[logging.Handl
 def log_to_console(*, rank: int, local_rank: int, world_size: int) -> None:
     """Send smp's records to the console as :func:`configure_logging` does, and to no file."""
     logger = logging.getLogger("smp")
-    for handler in _consoles(rank, local_rank, world_size):
+    for handler in _consoles(rank, local_rank, world_size) or [logging.NullHandler()]:
         logger.addHandler(handler)
-        logger.propagate = False
     logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: Path | None) -> None:

@@ -186,7 +186,7 @@ def save_model_checkpoint(
     scheduler: Any,
     extra_exports: dict[str, Any] | None = None,
 ) -> None:
-    """Save a model of FSDP by ``torch.distributed.checkpoint``, in one folder at any degrees; collective."""
+    """Save a model of FSDP by ``torch.distributed.checkpoint``, in one folder at any layout; collective."""
     with model.state_dict_type(model, state_dict_type):
         state = {
             EXPORT_KEY_MODEL: model.state_dict(),
