@@ -6,7 +6,6 @@ The only module with state: the configuration and mesh of ``init``, handed on to
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 import zlib
@@ -18,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.compat.init_settings import read_config, read_settings, read_smp_keys
 from smp.compat.state import State
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
-from smp.delayed_init import build_on_meta
+from smp.delayed_init import build_on_meta, first_ranks_seed
 from smp.environment import malloc
-from smp.errors import ConfigError, UserError, a_type
-from smp.json_input import read_json
+from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
@@ -49,41 +48,11 @@ class _Initialized:
     parallel: ParallelConfig
     tp: TPGroup | None
     own: dict[str, Any]  # SMP v2's keys that are no settings of ParallelConfig
+    random_seed: int | None  # as it was given
     done: set[str] = dataclasses.field(default_factory=set)  # a model was split; ranks of a sequence compared batches
 
 
 _current: _Initialized | None = None
-
-# The mesh's own names of settings.
-_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
-
-# SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
-_SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sm_activation_offloading": ((False, True), "use True or False, and apply smp.offload_wrapper to the model"),
-    "allow_empty_shards": ((True, False), "use True or False; fully_shard always allows empty shards"),
-}
-
-
-# Whole numbers among them: (default, least, greatest).
-_SMP_NUMBERS = {"random_seed": (0, 0, 2**31 - 1), "activation_loading_horizon": (2, 1, 10_000)}
-
-
-def _read_smp_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Take SMP v2's own keys out of ``values``.
-
-    Raises:
-        UserError: a value asks for what is not there.
-    """
-    found = {}
-    for key, (allowed, otherwise) in _SMP_KEYS.items():
-        found[key] = value = values.pop(key, allowed[0])
-        if value not in allowed:
-            raise UserError(f"smp.init: {key} {value} is not available: {otherwise}")
-    for key, (default, least, greatest) in _SMP_NUMBERS.items():
-        found[key] = value = values.pop(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= greatest:
-            raise UserError(f"smp.init: {key} {value} is not allowed: give a whole number from {least} to {greatest}")
-    return found
 
 
 def _require_init(caller: str) -> _Initialized:
@@ -97,36 +66,18 @@ def _for_state() -> tuple[Mesh, TPGroup | None, bool]:
     return current.mesh, current.tp, current.own["sm_activation_offloading"]
 
 
-state = State(_for_state)
+def _forget() -> None:
+    global _current
+    _current = None
 
 
-def _read(config: dict[str, Any] | str | Path | None, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return all settings of ``init`` by the names of the fields and of SMP v2's keys."""
-    if isinstance(config, (str, Path)):
-        try:
-            config = read_json(Path(config))
-        except (OSError, ValueError) as error:
-            raise UserError(f"smp.init: {config} is no readable JSON ({error}): give a dict or a JSON file") from None
-    values = {} if config is None else config
-    if not isinstance(values, dict):
-        raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got {a_type(values)}")
-    known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")} | _SHORT
-    for field in dataclasses.fields(ParallelConfig):
-        known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)
-    given: dict[str, str] = {}  # as it is called there, by the field's name
-    for key in (*values, *keywords):
-        if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
-            raise UserError(f"smp.init: unknown key {key}: {hint}")
-        if known[key] in given:
-            raise UserError(f"smp.init: {given[known[key]]} and {key} are given for the same setting: give one of them")
-        given[known[key]] = key
-    return {name: (keywords if key in keywords else values)[key] for name, key in given.items()}
+state = State(_for_state, _forget)
 
 
 def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> Mesh:
     """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
+
+    Degrees that were set on :data:`smp.state` before are taken, too.
 
     Args:
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
@@ -145,8 +96,9 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
     global _current
     if not dist.is_initialized():
         raise UserError("smp.init needs a process group: call torch.distributed.init_process_group(...) before it")
-    values = _read(config, settings)
-    own, replicas = _read_smp_keys(values), values.pop("dp_replicate", None)
+    values = read_settings(read_config(config), settings, state.given)
+    random_seed = values.get("random_seed")
+    own, replicas = read_smp_keys(values), values.pop("dp_replicate", None)
     parallel = ParallelConfig(**values)
     _check_exchange("smp.init", parallel.cp_comm_type)
     world = dist.get_world_size()
@@ -162,13 +114,14 @@ def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> 
         malloc.keep_freed_memory()
     mesh = laid_out.join(device_type)
     tp = build_tp_group(mesh, parallel, random_seed=own["random_seed"]) if laid_out.tp.size > 1 else None
-    _current = _Initialized(mesh, parallel, tp, own)
+    _current = _Initialized(mesh, parallel, tp, own, random_seed)
+    state.given.clear()
     return mesh
 
 
-def current() -> tuple[Mesh, ParallelConfig] | None:
-    """Return the mesh and the settings of :func:`init`, or None before it."""
-    return None if _current is None else (_current.mesh, _current.parallel)
+def current() -> tuple[Mesh, ParallelConfig, int | None] | None:
+    """Return the mesh, the settings and the given ``random_seed`` of :func:`init`, or None before it."""
+    return None if _current is None else (_current.mesh, _current.parallel, _current.random_seed)
 
 
 def is_initialized() -> bool:
@@ -268,7 +221,8 @@ def parallelize(
 
     Args:
         model: a decoder of transformers, the same on every rank; or of :func:`meta_init`: each rank then allocates its
-            shards alone and draws their initial values, by the ``random_seed`` of ``init``.
+            shards alone and draws their initial values, by the ``random_seed`` of ``init``, or without one by the
+            first rank's ``torch.manual_seed``.
         dtype: dtype to compute in; None keeps the parameters' own. Reduction is then in fp32.
         activation_checkpointing: recompute each block in backward.
         activation: everything about activations, instead of ``activation_checkpointing``.
@@ -300,7 +254,9 @@ def parallelize(
         if gradient_reduction == "mean":
             average_gradients(model, current.mesh)
         if on_meta:
-            device, seed = torch.device(current.mesh.device_type), current.own["random_seed"]
+            device, seed = torch.device(current.mesh.device_type), current.random_seed
+            if seed is None:
+                seed = first_ranks_seed([dist.GroupMember.WORLD], device)
             fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     return model
 

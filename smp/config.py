@@ -67,6 +67,17 @@ def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:
     return None
 
 
+def _type_problem(name: str, value: Any, default: Any) -> str | None:
+    """Return what is wrong with a value where the default is a number or a switch."""
+    if type(default) is int and type(value) is not int:
+        return f"--{name} must be a whole number, got {value!r}"
+    if type(default) is float and type(value) not in (int, float):
+        return f"--{name} must be a number, got {value!r}"
+    if type(default) is bool and not (isinstance(value, int) and value in (0, 1)):
+        return f"--{name} must be 0 or 1, got {value!r}"
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
     """A frozen group of settings that checks itself.
@@ -76,6 +87,10 @@ class Section:
     """
 
     def __post_init__(self) -> None:
+        fields = [field for field in dataclasses.fields(self) if field.metadata]
+        wrong = [_type_problem(field.name, getattr(self, field.name), field.default) for field in fields]
+        if found := [text for text in wrong if text]:
+            raise ConfigError(found)
         alone = Section.problems(self)
         if found := alone + self.independent([text for text in self.problems() if text not in alone], alone):
             raise ConfigError(found)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,6 +26,21 @@ from smp.errors import UserError
 from smp.models.init_rules import InitRule
 
 BLOCK = 1 << 16
+
+
+def first_ranks_seed(groups: Iterable[dist.ProcessGroup], device: torch.device | str) -> int:
+    """Return the seed of torch's generator on the first rank, for all; collective.
+
+    Scripts may seed each rank differently, or none; replicas must begin with the same values.
+
+    Args:
+        groups: along every axis of the mesh, in one order on all ranks.
+        device: that the backend serves.
+    """
+    seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
+    for group in groups:
+        dist.broadcast(seed, group=group, group_src=0)
+    return int(seed)
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -33,6 +33,17 @@ def strict_json(data: bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
+def from_text(value: Any) -> Any:
+    """Return the number or boolean (in any case) that a text is in JSON; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value.strip().lower())
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, (bool, int, float)) else value
+
+
 def read_bytes(path: Path, *, limit: int = MAX_JSON) -> bytes:
     """Read a small regular file.
 

@@ -191,6 +191,23 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name == "smp" or name.startswith("smp.") else f"smp.{name}")
 
 
+def _consoles(rank: int, local_rank: int, world_size: int) -> list[logging.Handler]:
+    if local_rank != 0:
+        return []
+    console = _Console("" if rank == 0 else f"[rank {rank}/{world_size}] ")
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    return [console]
+
+
+def log_to_console(*, rank: int, local_rank: int, world_size: int) -> None:
+    """Send smp's records to the console as :func:`configure_logging` does, and to no file."""
+    logger = logging.getLogger("smp")
+    for handler in _consoles(rank, local_rank, world_size) or [logging.NullHandler()]:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
 def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: Path | None) -> None:
     """Send smp's records to the console and to a file; a second call replaces the first.
 
@@ -201,11 +218,7 @@ def configure_logging(*, rank: int, local_rank: int, world_size: int, log_dir: P
     Raises:
         UserError: the log file cannot be written.
     """
-    handlers: list[logging.Handler] = []
-    if local_rank == 0:
-        console = _Console("" if rank == 0 else f"[rank {rank}/{world_size}] ")
-        console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-        handlers.append(console)
+    handlers: list[logging.Handler] = _consoles(rank, local_rank, world_size)
     if log_dir is not None:
         path = log_dir / f"rank{rank}.log"
         try:

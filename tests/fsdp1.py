@@ -99,11 +99,11 @@ def loss_of(model, ids):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def torch_fsdp(model, **kwargs):
+def torch_fsdp(model, use_orig_params=True, **kwargs):
     """torch's own FSDP1, which takes a CPU only as ``device_id``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params=True, **kwargs)
+        return TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params, **kwargs)
 
 
 def whole(model) -> dict[str, torch.Tensor]:

@@ -21,25 +21,45 @@ class Name(NamedTuple):
     note: str
 
 
-_SAVER = "torch.sagemaker.distributed.checkpoint.state_dict_saver"
-_UTILS = "torch.sagemaker.distributed.checkpoint.state_dict_utils"
-_S3 = "smp.Checkpointer takes a URL, and --checkpoint_dir does, as s3://bucket/run; s3fs reads and writes"
+_CHECKPOINT = "torch.sagemaker.distributed.checkpoint"
+_SAVER, _UTILS, _S3 = (
+    f"{_CHECKPOINT}.state_dict_saver",
+    f"{_CHECKPOINT}.state_dict_utils",
+    f"{_CHECKPOINT}.s3_filesystem",
+)
+_FILES = "smp.Checkpointer takes a URL, and --checkpoint_dir does, as s3://bucket/run; s3fs reads and writes"
 _NO_MOE = "mixture-of-experts models are out of scope for now"
 _ATTENTION = "the model code is Hugging Face's: choose with attn_implementation, or --attn_implementation"
-_LAYER = "layers stay Hugging Face's: wrap and checkpoint by its class, such as LlamaDecoderLayer"
+_LOCAL = "smp.Checkpointer needs no context, and so no type such as SM_LOCAL_STATE_DICT"
+
+
+def _helpers(module: str, *names: str, note: str = "") -> tuple[Name, ...]:
+    """Return entries of a module's functions that :mod:`smp.compat.stand_ins` has under their own names."""
+    return tuple(Name(f"{module}.{name}", f"smp.compat.stand_ins.{name}", True, note) for name in names)
+
 
 NAMES = (
     Name(
         "torch.sagemaker.init",
-        "smp.init",
+        "smp.sagemaker.init",
         True,
-        "after the process group, as there; no estimator gives a configuration: give a dict or a JSON file",
+        "after the process group, as there; the estimator's parameters (SM_HP_MP_PARAMETERS) go before its argument's",
     ),
     Name("torch.sagemaker.is_initialized", "smp.is_initialized", True, ""),
     Name(
-        "torch.sagemaker.transform", "smp.transform", True, "splits Hugging Face's own modules in place; no MoEConfig"
+        "torch.sagemaker.transform",
+        "smp.sagemaker.transform",
+        True,
+        "splits Hugging Face's own modules in place; no MoEConfig. As smp.transform, but the model also takes batches "
+        "as scripts cut them for context parallelism",
     ),
-    Name("torch.sagemaker.state", "smp.state", True, "the same fields"),
+    Name(
+        "torch.sagemaker.state",
+        "smp.state",
+        True,
+        "the same fields, and reset(); before init degrees are 1 or what was set, which init takes",
+    ),
+    Name("torch.sagemaker.state_handler.state", "smp.state", True, "the same"),
     Name("torch.sagemaker.grad_norm.clip_grad_norm_", "smp.clip_grad_norm_", True, "0 only measures"),
     Name(
         "torch.sagemaker.delayed_param.DelayedParamIniter",
@@ -50,40 +70,73 @@ NAMES = (
     Name(
         "torch.distributed.fsdp.FullyShardedDataParallel",
         "smp.FullyShardedDataParallel",
-        False,
-        "the same arguments, and SMP's post_param_init_fn; see from_fsdp1.md",
+        True,
+        "the same arguments, and SMP's post_param_init_fn; see from_fsdp1.md. torch's own stays in "
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+    ),
+    Name(
+        "torch.distributed.fsdp.FullStateDictConfig",
+        "smp.FullStateDictConfig",
+        True,
+        "takes translate_on_save=True: names are always Hugging Face's; smp.export_hf writes them",
+    ),
+    *(
+        Name(
+            f"torch.distributed.checkpoint.{name}",
+            "smp.compat.stand_ins.load_sharded_optimizer_state_dict",
+            True,
+            "DTensors, as smp.FSDP has them; takes process_group",
+        )
+        for name in ("optimizer.load_sharded_optimizer_state_dict", "load_sharded_optimizer_state_dict")
+    ),
+    *(
+        Name(
+            f"torch.distributed.checkpoint.{name}",
+            f"smp.compat.group_checkpoints.{name}",
+            True,
+            "by a process group of some axes of the mesh, too, such as a tensor-parallel rank's folder",
+        )
+        for name in ("save_state_dict", "load_state_dict")
     ),
     Name(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.offload_wrapper",
         "smp.offload_wrapper",
         False,
-        "of checkpointed blocks, with prefetch, in place",
+        "of checkpointed blocks, with prefetch, in place; torch's own works, too, and waits for every copy",
     ),
     Name(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing",
         "smp.apply_activation_checkpointing",
         False,
-        "torch's own works, too, but cannot be offloaded",
+        "torch's own works, too, but smp.offload_wrapper needs this one",
     ),
-    Name(
-        "torch.sagemaker.checkpoint.utils.limit_num_subdirs",
-        "",
-        False,
-        "smp.Checkpointer(keep=...) or --num_kept_checkpoints: the last whole one is never deleted",
+    *_helpers("torch.sagemaker.logger", "get_logger"),
+    *_helpers("torch.sagemaker.utils.utils", "timeit", note="logs seconds on rank 0"),
+    *_helpers(
+        "torch.sagemaker.checkpoint.utils",
+        "limit_num_subdirs",
+        note="deletes folders alone, on the rank with log=True; smp.Checkpointer(keep=...) counts complete ones",
     ),
-    Name("torch.sagemaker.checkpoint.utils.SORT_BY_LAST_INT", "", False, "checkpoints are sorted by their step"),
+    Name("torch.sagemaker.checkpoint.utils.SORT_BY_LAST_INT", "smp.compat.stand_ins.last_int", True, ""),
     Name("torch.sagemaker.checkpoint.constants.SMP_IS_LOAD_INFO_KEY", "", False, "a checkpoint has no such key"),
     Name("torch.sagemaker.checkpoint.constants.SMP_IS_PARTIAL_KEY", "", False, "a checkpoint has no such key"),
     Name(f"{_SAVER}.save", "smp.Checkpointer.save", False, "smp.Checkpointer(directory, model, optimizer).save(step)"),
     Name(f"{_SAVER}.async_save", "smp.Checkpointer.save", False, "smp.Checkpointer(...).save(step, wait=False)"),
     Name(f"{_SAVER}.maybe_finalize_async_calls", "smp.Checkpointer.finish", False, "smp.Checkpointer(...).finish()"),
     Name(
-        "torch.sagemaker.distributed.checkpoint.state_dict_loader.load",
+        f"{_SAVER}.PyTorchDistSaveShardedStrategy",
+        "smp.Checkpointer.save",
+        False,
+        "smp.Checkpointer(...).save(step, wait=False)",
+    ),
+    Name(
+        f"{_CHECKPOINT}.state_dict_loader.load",
         "smp.Checkpointer.load",
         False,
         "smp.Checkpointer(...).load(): verified, at any number of ranks",
     ),
-    Name(f"{_UTILS}.sm_state_dict_type", "smp.Checkpointer", False, "smp.Checkpointer needs no context"),
+    Name(f"{_UTILS}.sm_state_dict_type", "smp.Checkpointer", False, _LOCAL),
+    Name(f"{_UTILS}.SMStateDictType", "smp.Checkpointer", False, _LOCAL),
     Name(
         f"{_UTILS}.init_optim_state",
         "smp.Checkpointer",
@@ -91,52 +144,64 @@ NAMES = (
         "smp.Checkpointer(...).load() makes the optimizer's state",
     ),
     Name(f"{_UTILS}.compute_auto_checkpoint_interval", "", False, "--checkpoint_freq auto"),
+    Name(f"{_UTILS}._Interval", "", False, "--checkpoint_freq auto"),
     Name(
-        "torch.sagemaker.distributed.checkpoint.filesystem.DistributedFileSystemReader",
+        f"{_CHECKPOINT}.filesystem.DistributedFileSystemReader",
         "smp.Checkpointer",
         False,
         "smp.Checkpointer reads and writes; plain torch reads the files with HuggingFaceStorageReader",
     ),
     Name(
-        "torch.sagemaker.distributed.checkpoint.filesystem.DistributedFileSystemWriter",
+        f"{_CHECKPOINT}.filesystem.DistributedFileSystemWriter",
         "smp.Checkpointer",
         False,
         "smp.Checkpointer reads and writes",
     ),
-    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.S3FileSystem", "smp.Checkpointer", False, _S3),
-    Name("torch.sagemaker.distributed.checkpoint.s3_filesystem.is_s3_uri", "smp.Checkpointer", False, _S3),
+    *_helpers(f"{_CHECKPOINT}.filesystem", "path_to_file_system", note="torch's own, over fsspec for s3://"),
+    Name(f"{_S3}.S3FileSystem", "smp.Checkpointer", False, _FILES),
+    *_helpers(_S3, "is_s3_uri", "parse_s3_uri", "format_s3_path", "retry_with_jitter"),
+    *_helpers(_S3, "get_s3_region_from_uri", note="needs s3fs"),
     Name(
-        "torch.sagemaker.distributed.checkpoint.async_utils.AsyncCallsQueue",
+        f"{_CHECKPOINT}.async_utils.AsyncCallsQueue",
         "smp.Checkpointer",
         False,
         "smp.Checkpointer(...).save(step, wait=False) holds its one write itself",
     ),
-    Name(
-        "torch.sagemaker.distributed.fsdp.checkpoint.save",
-        "smp.Checkpointer.save",
-        False,
-        "smp.Checkpointer(directory, model, optimizer).save(step)",
+    *_helpers(
+        "torch.sagemaker.distributed.fsdp.checkpoint",
+        "save_model_checkpoint",
+        "load_model_checkpoint",
+        "EXPORT_KEY_MODEL",
+        "EXPORT_KEY_OPTIMIZER",
+        "EXPORT_KEY_SCHEDULER",
+        "EXPORT_KEY_IDENTITY",
+        note="one folder of torch.distributed.checkpoint, loaded at any degrees",
     ),
-    Name(
-        "torch.sagemaker.distributed.fsdp.checkpoint.load",
-        "smp.Checkpointer.load",
-        False,
-        "smp.Checkpointer(...).load()",
-    ),
-    Name(
-        "torch.distributed.fsdp.FullStateDictConfig",
-        "smp.FullStateDictConfig",
-        False,
-        "takes translate_on_save=True: names are always Hugging Face's; smp.export_hf writes them",
+    *_helpers(
+        "torch.sagemaker.distributed.fsdp.fully_sharded_data_parallel",
+        "register_tp_processing_pre_comm_hook",
+        note="does nothing: gradients of a split model need no hook",
     ),
     Name("torch.sagemaker.moe.moe_config.MoEConfig", "", False, _NO_MOE),
     Name("torch.sagemaker.moe.moe_layer.MoELayer", "", False, _NO_MOE),
     Name("torch.sagemaker.nn.attn.FlashSelfAttention", "", False, _ATTENTION),
     Name("torch.sagemaker.nn.attn.FlashGroupedQueryAttention", "", False, _ATTENTION),
     Name("torch.sagemaker.nn.huggingface.llama_flashattn.LlamaFlashAttention", "", False, _ATTENTION),
-    Name("torch.sagemaker.tensor_parallel.transformer.TransformerLayer", "", False, _LAYER),
-    Name("torch.sagemaker.tensor_parallel.transformer.TETransformerLayer", "", False, _LAYER),
-    Name("torch.sagemaker.tensor_parallel.transformer.TransformerLMHead", "", False, _LAYER),
+    *(
+        Name(
+            f"torch.sagemaker.tensor_parallel.transformer.{name}",
+            "smp.compat.stand_ins.TransformerLayer",
+            True,
+            "for isinstance, as wrapping and recomputation ask: true for every block of transformers' decoders",
+        )
+        for name in ("TransformerLayer", "TETransformerLayer")
+    ),
+    Name(
+        "torch.sagemaker.tensor_parallel.transformer.TransformerLMHead",
+        "",
+        False,
+        "models stay Hugging Face's: use its class, such as LlamaForCausalLM",
+    ),
     Name("torch.sagemaker.utils.module_utils.empty_module_params", "", False, "torch's module.to_empty(device=...)"),
     Name("torch.sagemaker.utils.module_utils.move_buffers_to_device", "", False, "torch's module.to(device)"),
     Name(
@@ -145,7 +210,6 @@ NAMES = (
         True,
         "",
     ),
-    Name("torch.sagemaker.utils.utils.timeit", "", False, "time.perf_counter"),
     Name(
         "torch.sagemaker.context_parallel.utils.setup_transformer_engine_cp_groups",
         "smp.transform",
@@ -156,9 +220,15 @@ NAMES = (
         "train_lib.get_batch_for_cp_rank",
         "smp.shard_sequence",
         False,
-        "model(**smp.shard_sequence(batch)): of a dict with labels as the inputs, at any sequence length",
+        "a script's own works, too; model(**smp.shard_sequence(batch)) takes any sequence length, and documents",
     ),
-    Name("smdistributed.dataparallel.torch.torch_smddp", "smp.comm", False, "import smp registers the backend smddp"),
+    Name("smdistributed.dataparallel.torch.torch_smddp", "smp.comm", True, "registers the backend smddp"),
+    Name(
+        "smdistributed.modelparallel",
+        "",
+        False,
+        "SMP v1's, with pipelines and microbatches: write the script for FSDP, as docs/smp_v2.md shows",
+    ),
 )
 
 
@@ -189,7 +259,7 @@ KEYS = (
         True,
         True,
         False,
-        "told by smp.state; smp.offload_wrapper is what offloads, as there",
+        "told by smp.state, False unless it is given, which init logs; an offload_wrapper is what offloads, as there",
     ),
     Key("activation_loading_horizon", 2, 4, False, "the same"),
     Key("fsdp_cache_flush_warnings", True, False, False, "the same, on GPUs"),
@@ -199,7 +269,7 @@ KEYS = (
 
 
 class Variable(NamedTuple):
-    """An environment variable of SMDDP's."""
+    """An environment variable of SMDDP's or of SageMaker's."""
 
     name: str
     ours: str
@@ -207,6 +277,11 @@ class Variable(NamedTuple):
 
 
 VARIABLES = (
+    Variable(
+        "SM_HP_MP_PARAMETERS",
+        "SM_HP_MP_PARAMETERS",
+        "the estimator's parameters: torch.sagemaker.init takes and logs them, before those that it is given",
+    ),
     Variable(
         "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
         "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",

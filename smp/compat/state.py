@@ -50,25 +50,57 @@ class RandomTracker:
         return self._tp.fork_random(torch.device(device or self._tp.device))
 
 
+def _degree(name: str, of_mesh: Callable[[Mesh], int], doc: str) -> property:
+    """Return a degree that can be set before ``init``, which takes it, and be read before it, as in SMP v2."""
+
+    def read(state: State) -> int:
+        return of_mesh(state._mesh) if state.initialized else state.given.get(name, 1)
+
+    def write(state: State, value: int) -> None:
+        if not state.initialized:
+            state.given[name] = value
+        elif value != read(state):
+            raise UserError(f"smp.state.{name} is {read(state)} since smp.init: give {value} to that, or before it")
+
+    return property(read, write, doc=doc)
+
+
 class State:
-    """The public fields of SMP v2's ``torch.sagemaker.state``, after :func:`smp.init`.
+    """The public fields of SMP v2's ``torch.sagemaker.state``; before :func:`smp.init` degrees are 1 or what was set.
 
     Args:
         current: gives the mesh, the tensor-parallel group, and whether activations are offloaded; raises before
             ``init``.
+        forget: undoes ``init``.
+
+    Attributes:
+        given: degrees that were set before ``init``.
     """
 
-    def __init__(self, current: Callable[[], tuple[Mesh, TPGroup | None, bool]]):
-        self._current = current
+    def __init__(self, current: Callable[[], tuple[Mesh, TPGroup | None, bool]], forget: Callable[[], None]):
+        self._current, self._forget = current, forget
+        self.given: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        try:
-            self._current()
-        except UserError:
+        if not self.initialized:
             return "State(smp.init has not been called)"
         degrees = [f"{kind}_degree" for kind in ("hybrid_shard", "tensor_parallel", "context_parallel")]
         names = ("rank", "world_size", *degrees, "sm_activation_offloading")
         return f"State({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    @property
+    def initialized(self) -> bool:
+        """Whether ``init`` has been called."""
+        try:
+            self._current()
+        except UserError:
+            return False
+        return True
+
+    def reset(self) -> None:
+        """Undo ``init``, for another one over another process group."""
+        self.given.clear()
+        self._forget()
 
     @property
     def _mesh(self) -> Mesh:
@@ -97,17 +129,19 @@ class State:
         """Ranks of a sharding group."""
         return self._mesh.shard.size
 
-    @property
-    def tensor_parallel_degree(self) -> int:
-        """Ranks of a tensor-parallel group."""
-        return self._mesh.tp.size
-
-    tp_size = tensor_parallel_degree
+    tensor_parallel_degree = _degree(
+        "tensor_parallel_degree", lambda mesh: mesh.tp.size, "Ranks of a tensor-parallel group."
+    )
+    context_parallel_degree = _degree("context_parallel_degree", lambda mesh: mesh.cp.size, "Ranks of a sequence.")
+    expert_parallel_degree = _degree(
+        "expert_parallel_degree", lambda mesh: 1, "1 after ``init``: there is no expert parallelism."
+    )
+    tp_size, cp_size, ep_size = tensor_parallel_degree, context_parallel_degree, expert_parallel_degree
 
     @property
     def tp_rank(self) -> int:
-        """This process's rank in its tensor-parallel group."""
-        return self._mesh.tp.rank
+        """This process's rank in its tensor-parallel group; 0 before ``init``."""
+        return self._mesh.tp.rank if self.initialized else 0
 
     @property
     def tp_process_group(self) -> dist.ProcessGroup:
@@ -125,22 +159,9 @@ class State:
         return Ranker(self._mesh)
 
     @property
-    def context_parallel_degree(self) -> int:
-        """Ranks of a sequence."""
-        return self._mesh.cp.size
-
-    @property
-    def expert_parallel_degree(self) -> int:
-        """Always 1: there is no expert parallelism."""
-        self._current()
-        return 1
-
-    cp_size, ep_size = context_parallel_degree, expert_parallel_degree
-
-    @property
     def cp_rank(self) -> int:
-        """This process's rank among those of its sequence."""
-        return self._mesh.cp.rank
+        """This process's rank among those of its sequence; 0 before ``init``."""
+        return self._mesh.cp.rank if self.initialized else 0
 
     @property
     def cp_process_group(self) -> dist.ProcessGroup | None:
@@ -150,7 +171,6 @@ class State:
     @property
     def ep_rank(self) -> int:
         """Always 0."""
-        self._current()
         return 0
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from smp.environment.launch_info import (
     NAMES,
@@ -24,7 +25,16 @@ from smp.environment.mpi import port_of, port_of_mpi, read_mpi
 from smp.environment.slurm import first_node, job_of_slurm, read_slurm
 from smp.errors import UserError
 
-__all__ = ["Launch", "cache_folder", "read_launch", "rendezvous", "sagemaker_hosts", "started_by_us", "starter"]
+__all__ = [
+    "Launch",
+    "cache_folder",
+    "read_launch",
+    "rendezvous",
+    "sagemaker_hosts",
+    "sagemaker_parameters",
+    "started_by_us",
+    "starter",
+]
 
 _SAGEMAKER = "SageMaker"
 _SAGEMAKER_PORT = 7777
@@ -158,6 +168,25 @@ def sagemaker_hosts(environment: Environment | None = None) -> list[str]:
     if not isinstance(hosts, list) or not all(isinstance(host, str) and host for host in hosts):
         raise UserError(f'SM_HOSTS={text} is no JSON list of host names such as ["algo-1", "algo-2"]: mend or unset it')
     return hosts
+
+
+def sagemaker_parameters(environment: Environment | None = None) -> dict[str, Any]:
+    """Return SMP v2's configuration of SageMaker's estimator (``SM_HP_MP_PARAMETERS``); empty elsewhere.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    env = os.environ if environment is None else environment
+    text = env.get("SM_HP_MP_PARAMETERS") or "{}"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f'SM_HP_MP_PARAMETERS={text} is no JSON object such as {{"tensor_parallel_degree": 2}}: mend or unset it'
+        )
+    return found
 
 
 def _per_host_launcher(env: Environment) -> str:

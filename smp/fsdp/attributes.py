@@ -9,12 +9,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import TrainingState
 
+from smp.fsdp.meshes import default_mesh
 from smp.fsdp.units import Unit
 
 
 def process_group(unit: Unit) -> dist.ProcessGroup:
-    """Return the group that a unit is sharded over; without sharding, the group of its replicas."""
-    return unit.mesh.get_group(0 if unit.strategy == ShardingStrategy.NO_SHARD else unit.mesh.ndim - 1)
+    """Return the group that a unit is sharded over; without sharding, the group of its replicas, as FSDP1.
+
+    On the mesh of ``smp.init`` it is always the former, over which the first of the replicas saves, as in SMP v2.
+    """
+    replicated = unit.strategy == ShardingStrategy.NO_SHARD and unit.mesh != default_mesh()
+    return unit.mesh.get_group(0 if replicated else unit.mesh.ndim - 1)
 
 
 def _sharding_strategy(unit: Unit) -> ShardingStrategy:

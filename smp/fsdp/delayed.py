@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.delayed_init import initialize_parameter_
+from smp.delayed_init import first_ranks_seed, initialize_parameter_
 from smp.errors import UserError
+from smp.fsdp.meshes import random_seed
 from smp.log import get_logger
 from smp.mesh import served_device_type
 from smp.models.init_rules import InitRule, init_rules
@@ -45,7 +46,9 @@ def _unwritten(tensor: torch.Tensor) -> float | int | bool | None:
 class DelayedParamIniter:
     """Source of FSDP's ``param_init_fn`` and ``post_param_init_fn`` for a model on the meta device.
 
-    Every module's values are a function of the seed and its name, so they are the same on all ranks and at any layout.
+    Every module's values are a function of the seed and its name, so they are the same at any layout. The seed is the
+    ``random_seed`` of :func:`smp.init`; without one it is that of ``torch.manual_seed``: smp's FSDP takes the first
+    rank's on all ranks, and with torch's own a script calls it with the same number on every rank.
     Causal language models of Hugging Face start as in :mod:`smp.delayed_init`, other models by their own
     ``_init_weights(module)``, else by their modules' ``reset_parameters()``.
 
@@ -54,7 +57,7 @@ class DelayedParamIniter:
         init_method_using_config: called with a module whose own parameters and buffers are allocated, to fill them;
             instead of the model's own way.
         verbose: log every module.
-        seed: of the values.
+        seed: of the values; None: as above.
     """
 
     def __init__(
@@ -63,9 +66,11 @@ class DelayedParamIniter:
         init_method_using_config: Callable[[nn.Module], None] | None = None,
         verbose: bool = False,
         *,
-        seed: int = 0,
+        seed: int | None = None,
     ):
-        self._model, self._method, self._verbose, self._seed = model, init_method_using_config, verbose, seed
+        self._model, self._method, self._verbose = model, init_method_using_config, verbose
+        self._given = random_seed() if seed is None else seed
+        self._seed = torch.initial_seed() if self._given is None else self._given
         self._names = {module: name for name, module in model.named_modules()}
         self._count = sum(parameter.numel() for parameter in model.parameters())
         # A tied parameter is filled where it is found first; FSDP shares it with the others.
@@ -76,6 +81,16 @@ class DelayedParamIniter:
                 if parameter in seen:
                     self._filled_elsewhere.add((module, name))
                 seen.add(parameter)
+
+    def share_seed(self, groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+        """Take the first rank's seed, unless one was given or taken before; collective.
+
+        Args:
+            groups: along every axis of the mesh that the model is on.
+            device: that it computes on.
+        """
+        if self._given is None:
+            self._given = self._seed = first_ranks_seed(groups, device)
 
     def count_num_params(self) -> int:
         """Return the number of elements of all parameters, tied ones once."""

@@ -22,14 +22,14 @@ _HYBRID_AXES = ("dp_replicate", "dp_shard")
 # Meshes made here, by the group they were made from: units that are wrapped one by one share them.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = weakref.WeakKeyDictionary()
 
-_job: Callable[[], tuple[Mesh, ParallelConfig] | None] = lambda: None  # noqa: E731
+_job: Callable[[], tuple[Mesh, ParallelConfig, int | None] | None] = lambda: None  # noqa: E731
 
 
-def follow(job: Callable[[], tuple[Mesh, ParallelConfig] | None]) -> None:
+def follow(job: Callable[[], tuple[Mesh, ParallelConfig, int | None] | None]) -> None:
     """Set where the mesh of ``smp.init`` is found; imports go one way, so the package's top calls this.
 
     Args:
-        job: returns the mesh and its settings, or None before ``init``.
+        job: returns the mesh, its settings and the ``random_seed`` that was given; None before ``init``.
     """
     global _job
     _job = job
@@ -45,6 +45,19 @@ def shared_buffers() -> bool:
     """Return the ``shared_buffers`` of ``smp.init``; True before it."""
     job = _job()
     return job is None or job[1].shared_buffers
+
+
+def random_seed() -> int | None:
+    """Return the ``random_seed`` that ``smp.init`` was given, or None."""
+    job = _job()
+    return None if job is None else job[2]
+
+
+def every_axis(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the groups along the axes of a unit's mesh, and of tensor parallelism, where it is."""
+    job = _job()
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return groups if job is None or job[0].tp.size == 1 else [*groups, job[0].tp.group]
 
 
 def device_type(module: nn.Module, options: Options) -> str:
@@ -113,7 +126,7 @@ def resolve(options: Options, device: str) -> tuple[DeviceMesh, ShardingStrategy
     if mesh is not None:
         return _from_mesh(mesh, strategy), strategy
     if group is None and job is not None and job[0].device_type == device:
-        return _from_job(*job, strategy)
+        return _from_job(*job[:2], strategy)
     if isinstance(group, tuple):
         if strategy not in HYBRID:
             raise UserError(

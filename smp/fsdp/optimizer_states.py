@@ -15,12 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
+from smp.fsdp.optimizer_groups import Group, State, numbered_groups
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
 from smp.fsdp.units import clean_name, reshard_below, units_below, whole_tensor
 from smp.parallel.optimizers import local_part
-
-State = dict[str, Any]
-Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the plain model's names
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -188,26 +186,8 @@ def _to_load(
         own = {entry: _shard(value, parameters[name], f"{entry} of {name}") for entry, value in entries}
         result["state"][keys[name]] = own
     if "param_groups" in saved:
-        result["param_groups"] = _numbered(saved["param_groups"], groups, keys)
+        result["param_groups"] = numbered_groups(saved["param_groups"], groups, keys, optimizer)
     return result
-
-
-def _numbered(saved: list[State], groups: list[Group], keys: dict[str, Any]) -> list[State]:
-    """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
-    by_members = {frozenset(group["params"]): group for group in saved}
-    for own in groups:
-        if len(saved) != len(groups) or frozenset(own) not in by_members:
-            other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
-            lacks = (
-                f", whose 'params' lack {other[0]}: add it to those of one, and it begins without a state"
-                if other
-                else ""
-            )
-            raise UserError(
-                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones"
-                f"{lacks or ': make groups of the same parameters'}"
-            )
-    return [{**copy.deepcopy(by_members[frozenset(own)]), "params": [keys[name] for name in own]} for own in groups]
 
 
 def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:

@@ -68,9 +68,9 @@ def _instance(name: str, value: Any, kind: Any, what: str) -> Any:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, int) or value not in (0, 1):
         raise UserError(f"FSDP: {name} is {value!r}: give True or False")
-    return value
+    return bool(value)
 
 
 def _process_group(value: Any) -> ProcessGroups | None:

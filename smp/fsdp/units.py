@@ -27,8 +27,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
+from smp.fsdp.delayed import DelayedParamIniter
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
-from smp.fsdp.meshes import device_type, resolve, shared_buffers
+from smp.fsdp.meshes import device_type, every_axis, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
 from smp.fsdp.param_group import is_taken, keep_promises, mark_taken
 from smp.fsdp.policies import is_container
@@ -162,6 +163,10 @@ def shard_unit(
         )
     ignored_parameters = ignored_parameters.union(*(unit.ignored_parameters for _, unit in below))
     modules = own_modules(module, ignored_modules)
+    initer = getattr(options.param_init_fn, "__self__", None)
+    # With sync_module_states some ranks may have none, and its values are replaced by the first rank's.
+    if isinstance(initer, DelayedParamIniter) and not options.sync_module_states:
+        initer.share_seed(every_axis(mesh), device)
     materialize(modules, options, device, ignored_parameters)
     if options.sync_module_states:
         take_from_first_rank(modules, mesh, device, ignored_parameters)

@@ -243,7 +243,7 @@ def test_transform_takes_weights_from_rank_0(name):
 
 def _state_of_eight():
     with pytest.raises(smp.UserError, match=r"smp.state needs a mesh: call smp.init"):
-        _ = smp.state.tp_rank
+        _ = smp.state.tp_process_group
     smp.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
     state, rank = smp.state, dist.get_rank()
     assert (state.rank, state.world_size) == (rank, 8)

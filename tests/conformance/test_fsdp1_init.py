@@ -200,6 +200,41 @@ def test_a_llama_on_the_meta_device_starts_as_smp_starts_it():
     run_distributed(_transformers, world_size=2)
 
 
+def _seed_of_the_script():
+    """Ranks may seed differently, as for dropout: replicas begin with the first rank's values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def seeded(seed, **own):
+        torch.manual_seed(seed + dist.get_rank())
+        model = on_meta(Own, tied=True)
+        return FSDP(model, auto_wrap_policy=fsdp1.by_block, **own, **delayed(model)[1])
+
+    model = on_meta(Own, tied=True)
+    wanted = agree(FSDP(model, auto_wrap_policy=fsdp1.by_block, **delayed(model, seed=7)[1]))
+    for strategy in ("NO_SHARD", "FULL_SHARD"):
+        found = agree(seeded(7, sharding_strategy=strategy))
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), strategy
+    assert not torch.equal(agree(seeded(8))["embed.weight"], wanted["embed.weight"])
+
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    for given in ({}, {"random_seed": 7}, {"random_seed": 0}):
+        smp.init(tensor_parallel_degree=2, hybrid_shard_degree=1, **given)
+        torch.manual_seed(7 + dist.get_rank())
+        model = smp.transform(on_meta(LlamaForCausalLM, config=config))
+        found = agree(FSDP(model, **delayed(model)[1]))
+        torch.manual_seed(7 + dist.get_rank())
+        same = agree(smp.parallelize(smp.meta_init(config)))
+        assert all(torch.equal(found[name], value) for name, value in same.items())
+        first = wanted.setdefault("llama", found["lm_head.weight"])
+        assert torch.equal(found["lm_head.weight"], first) == (given.get("random_seed") != 0), given
+
+
+def test_initial_values_follow_the_scripts_seed():
+    run_distributed(_seed_of_the_script, world_size=4)
+
+
 def _from_rank0(shape):
     rank, size = dist.get_rank(), dist.get_world_size()
     where = {}

@@ -419,3 +419,42 @@ def _fsdp1_dcp(folder: pathlib.Path, strategy: str):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.slow)])
 def test_a_sharded_checkpoint_of_fsdp1_is_read(tmp_path, strategy):
     run_distributed(_fsdp1_dcp, tmp_path, strategy, world_size=2)
+
+
+def _one_group(folder: pathlib.Path):
+    """FSDP1 with ``use_orig_params=False`` has whole units in its groups: a script's second one, of norms, is empty."""
+    flat = fsdp1.torch_fsdp(
+        fsdp1.build(seed=1).double(), auto_wrap_policy=fsdp1.by_block, use_orig_params=False
+    )  # fmt: skip
+    names = dict(flat.named_parameters())
+    assert not any("norm" in name for name in names)
+    groups = [{"params": list(names.values()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    old = torch.optim.AdamW(groups, lr=1e-2)
+    steps(flat, old, 0, 2)
+    for group in old.param_groups:
+        group["lr"] = 3e-3
+    config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    saved = states(TorchFSDP, flat, old, SHARDED, None, config)
+    quiet(dcp.save, {"model": saved[0], "optim": saved[1]}, checkpoint_id=str(folder))
+    wanted = steps(flat, old, 2, 3)
+
+    for decays in ((0.1, 0.1), (0.1, 0.0)):
+        model, optimizer = make(FSDP, seed=7)
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        with FSDP.state_dict_type(model, SHARDED):
+            target = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(target, checkpoint_id=str(folder))
+            model.load_state_dict(target["model"])
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, target["optim"]))
+        assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(3e-3, d) for d in decays]
+        losses = steps(model, optimizer, 2, 3)
+        difference = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+        assert difference <= 1e-9 if decays[0] == decays[1] else difference > 1e-9
+    optimizer.param_groups[0]["lr"] = 1.0
+    with pytest.raises(UserError, match="2 parameter groups are not the 2 saved ones, and their lr differs: make"):
+        FSDP.optim_state_dict_to_load(model, optimizer, target["optim"])
+
+
+def test_the_groups_of_flat_parameters_are_taken_by_name(tmp_path):
+    run_distributed(_one_group, tmp_path, world_size=2)

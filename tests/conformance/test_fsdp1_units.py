@@ -265,7 +265,7 @@ def _refusals():
         ({"ignored_states": [inside, inside.weight]}, "ignored_states holds Linear, Parameter: give either"),
         ({"ignored_modules": 3}, "ignored_modules is a int: give a list"),
         ({"sync_module_states": "False"}, "sync_module_states is 'False': give True or False"),
-        ({"forward_prefetch": 1}, "forward_prefetch is 1: give True or False"),
+        ({"forward_prefetch": 2}, "forward_prefetch is 2: give True or False"),
         ({"mixed_precision": MixedPrecision("bf16")}, "mixed_precision has the param_dtype 'bf16': give a floating"),
         ({"mixed_precision": MixedPrecision(buffer_dtype=torch.int8)}, "the buffer_dtype torch.int8"),
         ({"mixed_precision": MixedPrecision(None, torch.complex64)}, "the reduce_dtype torch.complex64"),
@@ -297,8 +297,8 @@ def _refusals():
         FSDP(smp.fully_shard(linear()))
     with pytest.raises(UserError, match="the module is wrapped already: wrap by hand"):
         FSDP(FSDP(linear()), auto_wrap_policy=always_wrap_policy)
-    with pytest.raises(UserError, match="forward_prefetch is 1: give True or False"):
-        FSDP(FSDP(linear()), forward_prefetch=1)
+    with pytest.raises(UserError, match="forward_prefetch is 2: give True or False"):
+        FSDP(FSDP(linear()), forward_prefetch=2)
     with pytest.raises(UserError, match="0 is wrapped already: wrap by hand"):
         FSDP(nn.Sequential(FSDP(linear())), auto_wrap_policy=always_wrap_policy)
     scalar = linear()

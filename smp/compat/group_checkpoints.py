@@ -1,0 +1,84 @@
+"""``save_state_dict`` and ``load_state_dict`` of ``torch.distributed.checkpoint`` as SMP v2's torch had them.
+
+SMP v2's scripts write a folder for every tensor-parallel rank, over the process group that its tensors are sharded
+over, where here a tensor is a DTensor over all ranks of the model. And they give the coordinator by its global rank,
+where torch now takes its rank in the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import load_state_dict as _load
+from torch.distributed.checkpoint import save_state_dict as _save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map, tree_map_only
+
+
+def in_group(tensor: DTensor, group: dist.ProcessGroup | None) -> DTensor:
+    """Return the part of a tensor that a group's ranks hold together, in the tensor's own memory.
+
+    Args:
+        tensor: of any mesh.
+        group: along one axis of it, so that the part is a tensor-parallel rank's; of others, and of None, the tensor
+            itself is returned.
+    """
+    mesh, ranks = tensor.device_mesh, None if group is None else dist.get_process_group_ranks(group)
+    axes = [axis for axis in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(axis)) == ranks]
+    if group is None or not axes or mesh.ndim == 1:
+        return tensor
+    placement = tensor.placements[axes[-1]]
+    outside = [Replicate() if axis == axes[-1] else each for axis, each in enumerate(tensor.placements)]
+    shape = torch.Size(compute_local_shape_and_global_offset(tensor.shape, mesh, outside)[0])
+    return DTensor.from_local(
+        tensor.detach().to_local(),
+        DeviceMesh.from_group(group, mesh.device_type),
+        # What fully_shard puts on top of tensor parallelism is a shard with a stride, which here is one of the part.
+        [placement if placement.is_replicate() else Shard(placement.dim)],  # type: ignore[attr-defined]
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _coordinator(group: dist.ProcessGroup | None, rank: int) -> int:
+    inside = group is not None and rank in dist.get_process_group_ranks(group)
+    return dist.get_group_rank(group, rank) if inside else rank  # type: ignore[arg-type]
+
+
+def save_state_dict(
+    state_dict: dict[str, Any],
+    storage_writer: checkpoint.StorageWriter,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: checkpoint.SavePlanner | None = None,
+) -> checkpoint.Metadata:
+    """Save what a group's ranks hold; collective. Arguments are torch's, ``coordinator_rank`` is a global rank."""
+    own = tree_map_only(DTensor, lambda tensor: in_group(tensor, process_group), state_dict)
+    return _save(own, storage_writer, process_group, _coordinator(process_group, coordinator_rank), no_dist, planner)
+
+
+def load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: checkpoint.StorageReader,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: checkpoint.LoadPlanner | None = None,
+) -> None:
+    """Load what :func:`save_state_dict` has saved by a group of as many ranks, in place; collective."""
+    whole: dict[int, DTensor] = {}
+
+    def part(tensor: DTensor) -> DTensor:
+        own = in_group(tensor, process_group)
+        whole[id(own)] = tensor
+        return own
+
+    own = tree_map_only(DTensor, part, state_dict)
+    _load(own, storage_reader, process_group, _coordinator(process_group, coordinator_rank), no_dist, planner)
+    state_dict.update(tree_map(lambda value: whole.get(id(value), value), own))

@@ -1,0 +1,92 @@
+"""Read what :func:`smp.init` is given: the settings of a mesh, by their own names or SMP v2's, and SMP v2's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+from smp.config import ParallelConfig
+from smp.errors import UserError, a_type
+from smp.json_input import from_text, read_json
+
+# The mesh's own names of settings.
+_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
+
+# SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
+_SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "sm_activation_offloading": ((False, True), "use True or False, and apply smp.offload_wrapper to the model"),
+    "allow_empty_shards": ((True, False), "use True or False; fully_shard always allows empty shards"),
+}
+
+
+# Whole numbers among them: (default, least, greatest).
+_SMP_NUMBERS = {"random_seed": (0, 0, 2**31 - 1), "activation_loading_horizon": (2, 1, 10_000)}
+
+
+def read_smp_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Take SMP v2's own keys out of ``values``.
+
+    Raises:
+        UserError: a value asks for what is not there.
+    """
+    found = {}
+    for key, (allowed, otherwise) in _SMP_KEYS.items():
+        found[key] = value = values.pop(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"smp.init: {key} {value} is not available: {otherwise}")
+    for key, (default, least, greatest) in _SMP_NUMBERS.items():
+        found[key] = value = values.pop(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= greatest:
+            raise UserError(f"smp.init: {key} {value} is not allowed: give a whole number from {least} to {greatest}")
+    return found
+
+
+def read_config(config: dict[str, Any] | str | Path | None) -> dict[str, Any]:
+    """Return what ``init`` was given as a dict.
+
+    Raises:
+        UserError: it is none of the three, or no readable JSON file.
+    """
+    if isinstance(config, (str, Path)):
+        try:
+            config = read_json(Path(config))
+        except (OSError, ValueError) as error:
+            raise UserError(f"smp.init: {config} is no readable JSON ({error}): give a dict or a JSON file") from None
+    values = {} if config is None else config
+    if not isinstance(values, dict):
+        raise UserError(f"smp.init takes a dict, the path of a JSON file or None, got {a_type(values)}")
+    return values
+
+
+def read_settings(values: dict[str, Any], keywords: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings of ``init`` by the names of the fields and of SMP v2's keys; texts as JSON's numbers.
+
+    Args:
+        values: of the configuration.
+        keywords: further settings.
+        preset: those that were set on ``smp.state`` before.
+
+    Raises:
+        UserError: a key is not known, or there are two values for one setting.
+    """
+    known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")} | _SHORT
+    for field in dataclasses.fields(ParallelConfig):
+        known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)
+    given: dict[str, str] = {}  # as it is called there, by the field's name
+    for key in (*values, *keywords):
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise UserError(f"smp.init: unknown key {key}: {hint}")
+        if known[key] in given:
+            raise UserError(f"smp.init: {given[known[key]]} and {key} are given for the same setting: give one of them")
+        given[known[key]] = key
+    found = {name: from_text((keywords if key in keywords else values)[key]) for name, key in given.items()}
+    for name, value in preset.items():
+        if found.setdefault(name, value) != value:
+            raise UserError(
+                f"smp.init: {name} is {found[name]}, and smp.state.{name} was set to {value} before: leave one out"
+            )
+    return found
