@@ -123,7 +123,9 @@ def apply_settings(
         The new values, and one sentence for each setting that cannot be used.
     """
     values, found = copy.deepcopy(dict(base)), []
-    if not pretrained and family.defaults:
+    if pretrained:
+        _log_changes(base, family, given)
+    elif family.defaults:
         for key, value in _derived(base, family).items():
             if values.get(key) == value:  # derived from the base's width; derived again below
                 del values[key]
@@ -132,9 +134,7 @@ def apply_settings(
             found.append(f"--{name} is no setting of the {family.name} family: leave it out")
             continue
         key = family.settings[name]
-        if pretrained and name in _FIXED_BY_WEIGHTS and base.get(key) != value:
-            found.append(f"--{name} {value} differs from the pretrained model's {base.get(key)}: leave it out")
-        else:
+        if not (pretrained and name in _FIXED_BY_WEIGHTS):
             _write(values, key, value)
     if len({given[name] for name in ("intermediate_size", "llama_intermediate_size") if name in given}) > 1:
         found.append("--intermediate_size and --llama_intermediate_size differ: give one of them")
@@ -151,6 +151,22 @@ def apply_settings(
             values.setdefault(key, value)
     found += _settle_rope(values.setdefault("rope_parameters", {}), given)
     return values, found
+
+
+def _log_changes(base: Mapping[str, Any], family: Family, given: Mapping[str, Any]) -> None:
+    """Log each setting that pretrained weights overrule, and each that changes their model.
+
+    Args:
+        base: their config.json values.
+        family: maps settings to keys.
+        given: settings by name.
+    """
+    for name, value in given.items():
+        theirs = _read(base, family.settings[name]) if name in family.settings else value
+        if theirs != value and name in _FIXED_BY_WEIGHTS:
+            logger.info("--%s %s has no effect: the pretrained model has %s", name, value, theirs)
+        elif theirs != value:
+            logger.info("--%s %s takes the place of the pretrained model's %s, which SMP v2 kept", name, value, theirs)
 
 
 def value_problems(values: Mapping[str, Any], family: Family) -> list[str]:
