@@ -61,8 +61,8 @@ def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
 def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
     """Take out what SMP v2's script did not use, where it has the value that is the default there.
 
-    A command line that spells out all defaults then gives the model that SMP v2 made of it. Only with ``--model_type``
-    or the directory to finetune from, which are how a model was chosen there.
+    A command line that spells out all defaults then gives the model that SMP v2 made of it. Only with
+    ``--model_type``, by which a model was chosen there.
 
     Args:
         given: settings of the model by name; changed.
@@ -71,7 +71,7 @@ def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
         One sentence for each that was taken out.
     """
     kind, finetunes = given.get("model_type"), given.get("hf_pretrained_model_name_or_dir") is not None
-    if kind is None and not finetunes:
+    if kind is None:
         return []
     found = []
     for name in [*APPLIED_TO, *_LLAMA3_ROPE]:

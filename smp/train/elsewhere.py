@@ -81,14 +81,14 @@ def missing_data(config: TrainConfig) -> list[str]:
 
 def present_data(config: TrainConfig, split: Split) -> DataConfig:
     """Return the settings of a split's data, on other machines with random tokens for a folder that is not here."""
-    data = config.data
-    if not is_elsewhere(config) or data.use_synthetic_data:
-        return data
+    if not is_elsewhere(config):
+        return config.data
+    data = dataclasses.replace(config.data, data_num_workers=0)  # of which a machine has as many as it has cores
     name = "training_dir" if split == "train" else "test_dir"
     path = getattr(data, name)
-    if path is not None and not _is_absent(path):
-        return dataclasses.replace(data, data_num_workers=0)
+    if data.use_synthetic_data or (path is not None and not _is_absent(path)):
+        return data
     logger.warning(
         "--%s is not checked: %s", name, "it is not given" if path is None else f"{path} is not on this machine"
     )
-    return dataclasses.replace(data, use_synthetic_data=True, data_num_workers=0, document_mask=False)
+    return dataclasses.replace(data, use_synthetic_data=True, document_mask=False)

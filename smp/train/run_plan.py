@@ -122,9 +122,16 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
 
 
 def problems_of_rest(error: ArgumentsError, launch: Launch) -> list[str]:
-    """Return the problems that the flags have beside those of ``error``; no data is opened."""
+    """Return the problems that the flags have beside those of ``error``; no data is opened.
+
+    Where the model or the machines are not known, what would follow from others is not looked for.
+    """
     config, found = error.rest, Problems(missing_data(error.rest))
-    found.attempt(_check_settings, config, planned_launch(config, launch), found)
+    model, refused = config.model, {text.split()[0] for text in error.problems}
+    known = bool(model.model or model.model_type or model.weights_path or model.shape)
+    decisive = ("--model", "--model_type", "--hf_pretrained_model_name_or_dir", "--dry_run_world_size")
+    if known and refused.isdisjoint(decisive):
+        found.attempt(_check_settings, config, planned_launch(config, launch), found)
     return list(dict.fromkeys(Section.independent(found, error.problems)))
 
 
@@ -145,10 +152,11 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
     model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
-    if model is None:
-        raise ConfigError(problems)
-    run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
+    run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
+    if model is None:
+        attempt(_lay_out, config, launch)
+        raise ConfigError(problems)
     job = make_job(config, launch, device, model, problems)
     misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
@@ -173,16 +181,23 @@ def make_job(
     Raises:
         ConfigError: with all problems, if there is no layout.
     """
-    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
-    mesh = problems.attempt(resolve_mesh, config.parallel, **world, rank=launch.rank)
+    mesh = problems.attempt(_lay_out, config, launch)
     if config.checkpoint.save_final_model:
         problems.attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
     if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
+    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
     if (strategy := choose_strategy(config.parallel, **world)) != job.settings[ParallelConfig].sharding_strategy:
         job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
     return job
+
+
+def _lay_out(config: TrainConfig, launch: Launch) -> Mesh:
+    """Lay out the processes; raises as :func:`resolve_mesh`."""
+    return resolve_mesh(
+        config.parallel, world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
+    )
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
