@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from smp.compat.names import FLAGS, KEYS
 from smp.compat.other_trainers import OURS, nearest
 from smp.config import flag_text
+
+logger = logging.getLogger(__name__)
 
 _LLAMA = ("llama_v2", "llama_v3")
 # Settings that SMP v2's script used for some values of --model_type only.
@@ -22,11 +25,6 @@ APPLIED_TO: dict[str, tuple[str, ...]] = {
     "initializer_range": ("gpt2", "gpt_neox", "mistral", "mixtral", *_LLAMA),
 }
 _LLAMA3_ROPE = tuple(name for name in FLAGS if name.startswith("rope_scaling_") and name != "rope_scaling_type")
-
-_ELSEWHERE = {
-    "random_seed": "the job has one seed, --seed: leave it out",
-    "allow_empty_shards": "empty shards are always allowed: leave it out",
-}
 
 
 def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
@@ -51,10 +49,12 @@ def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
             near = nearest(key, defaults)
             hint = f"did you mean {near}?" if near else f"give {', '.join(defaults)}, and anything else as a flag"
             problems.append(f"--mp_parameters: unknown key {key}: {hint}")
-        elif key not in _ELSEWHERE:
+        elif key == "allow_empty_shards":
+            logger.info("--mp_parameters: %s has no effect: empty shards are always allowed", key)
+        elif key != "random_seed":
             found[OURS.get(key, key)] = value
-        elif value.lower() not in (str(defaults[key]).lower(), flag_text(defaults[key])):
-            problems.append(f"--mp_parameters: {key} {value} is not available: {_ELSEWHERE[key]}")
+        elif value != str(defaults[key]):
+            problems.append(f"--mp_parameters: random_seed {value} is not available: --seed is the job's one seed")
     return found
 
 

@@ -70,8 +70,14 @@ def present_model(config: TrainConfig) -> ModelConfig:
         "%s is not on this machine: the memory below is of --model_type %s with the sizes that are given, and SMP v2's "
         "defaults for the others", path, model.model_type,
     )  # fmt: skip
-    names = ("finetune_checkpoint_load_dir", "pretrained_checkpoint_file", "hf_pretrained_model_name_or_dir")
-    return dataclasses.replace(model, finetune=False, pretrained_model_name=None, **dict.fromkeys(names))
+    return dataclasses.replace(
+        model,
+        finetune=False,
+        pretrained_model_name=None,
+        pretrained_checkpoint_file=None,
+        finetune_checkpoint_load_dir=None,
+        hf_pretrained_model_name_or_dir=None,
+    )
 
 
 def missing_data(config: TrainConfig) -> list[str]:

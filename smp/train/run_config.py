@@ -38,7 +38,11 @@ class RunConfig(Section):
         False, "Check everything, print the memory each rank needs and the legal degrees, and stop."
     )
     dry_run_world_size: int | None = setting(
-        None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1, maximum=65536
+        None,
+        "Number of processes to plan for with --dry_run 1, on other machines: GPUs and files may be there alone. "
+        "Default: those started.",
+        minimum=1,
+        maximum=65536,
     )
     plan: bool = setting(
         False,
