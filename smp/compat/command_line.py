@@ -82,7 +82,7 @@ def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
         elif name in _LLAMA3_ROPE:
             why = "which needs --rope_scaling_type llama3" if given.get("rope_scaling_type") != "llama3" else ""
         elif kind in APPLIED_TO[name] or (
-            # The width of Llama 3 8B, too: it counts where it is not SMP v2's own flag for Llama that gives another.
+            # Which is Llama 3 8B's width, too: it counts for Llama unless SMP v2's own flag gives one.
             name == "intermediate_size" and kind in _LLAMA and "llama_intermediate_size" not in given
         ):
             why = ""

@@ -71,8 +71,8 @@ class ModelConfig(Section):
     embd_pdrop: float | None = setting(
         None, "GPT-2 and its like: dropout of embeddings. Default: the model's.", minimum=0, maximum=1
     )
-    summary_first_pdrop: float = setting(
-        0.1, "Dropout of GPT-2's summary head.", no_effect="a model that is trained on text has no summary head"
+    summary_first_pdrop: float | None = setting(
+        None, "Dropout of GPT-2's summary head.", no_effect="a model that is trained on text has no summary head"
     )
     initializer_range: float | None = setting(
         None, "Standard deviation of initial weights. 0.02 with --model_type.", above=0, maximum=1
@@ -100,8 +100,8 @@ class ModelConfig(Section):
         AUTO, "Hugging Face's attention function; fused: torch's kernels on a GPU, cuDNN's first, without masks for "
         "documents and windows. auto: on GPUs, flash_attention_3 or fused.", plain="sdpa",
     )  # fmt: skip
-    use_smp_flash_attn: bool = setting(
-        True, "SMP v2's own flash attention.", no_effect="attention is Hugging Face's, by --attn_implementation"
+    use_smp_flash_attn: bool | None = setting(
+        None, "SMP v2's own flash attention.", no_effect="attention is Hugging Face's, by --attn_implementation"
     )
     delayed_param: bool = setting(True, "Build without memory and allocate after sharding, each rank its shard only.")
     finetune: bool = setting(False, "Start from pretrained weights; give the name or the file below.")

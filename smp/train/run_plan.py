@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ from smp.train.elsewhere import (
     planned_launch,
     present_data,
     present_model,
-)  # fmt: skip
+)
 from smp.train.places import check_output, storages_of
 
 # Of settings that are auto, in the order in which they are chosen.
@@ -131,8 +132,9 @@ def problems_of_rest(error: ArgumentsError, launch: Launch) -> list[str]:
     known = bool(model.model or model.model_type or model.weights_path or model.shape)
     decisive = ("--model", "--model_type", "--hf_pretrained_model_name_or_dir", "--dry_run_world_size")
     if known and refused.isdisjoint(decisive):
-        found.attempt(_check_settings, config, planned_launch(config, launch), found)
-    return list(dict.fromkeys(Section.independent(found, error.problems)))
+        with contextlib.suppress(ConfigError):  # whose problems are in found
+            _check_settings(config, planned_launch(config, launch), found)
+    return Section.independent(found, error.problems)
 
 
 def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> tuple[Job, int | None, dict[str, Any]]:
