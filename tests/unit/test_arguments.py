@@ -67,7 +67,7 @@ def test_yaml_values(tmp_path):
     text = (
         "checkpoint_dir: [a, b]\ncheckpoint_freq: [3, 4]\nnum_kept_checkpoints: [1, 1]\nbf16: no\nepochs: null\n"
         "tensorboard_dir: []\ngrad_clip: .inf\ntext_document_separator: ''\ndataset_type: text\n"
-        "tokenizer_name_or_dir: t\n"
+        "tokenizer_name_or_dir: t\nuse_smp_flash_attn: null\nsummary_first_pdrop: null\n"
     )
     config = from_yaml(tmp_path, text)
     assert config.checkpoint.checkpoint_freq == (3, 4) and config.precision.bf16 is False

@@ -12,6 +12,7 @@ import train_lib
 from smp.compat.names import FLAGS as SMP_V2
 from smp.errors import ConfigError
 from smp.models.model_config import resolve_model
+from smp.parallel.tensor.technique import overlap_obstacle
 from smp.runtime import Launch
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.elsewhere import planned_launch
@@ -182,6 +183,10 @@ def test_what_this_machine_lacks_is_refused_here_and_not_in_a_dry_run_for_others
         plan_of([*job, "--dry_run", "1"])
     plan = plan_of([*job, "--dry_run", "1", "--dry_run_world_size", "16"])
     assert plan.device.type == ("cpu" if "/" in words or "workers" in words else "cuda")
+
+
+def test_a_dry_run_asks_no_peers_whether_gpus_read_each_others_memory():
+    assert overlap_obstacle(2, "cuda") == "the ranks ask their GPUs when they run"
 
 
 def test_what_is_wrong_on_any_machine_is_refused_in_a_dry_run_for_others(caplog):
