@@ -34,10 +34,10 @@ class CheckpointConfig(Section):
         "Directories to write checkpoints to, each with its own frequency; or URLs (s3://...), which they are uploaded "
         "to while training goes on. Default: <output_dir>/checkpoints.",
     )
-    checkpoint_type: Literal["sharded", "local", "async_sharded", "async_local"] = setting(
+    checkpoint_type: Literal["sharded", "local", "async_sharded", "async_local", "use_pg_with_util"] = setting(
         "sharded",
         "sharded: one checkpoint on a file system that all hosts see, for any layout. local: each rank's own, on its "
-        "own disk, for the same layout. async_: training goes on while it is written.",
+        "own disk, for the same layout. async_: training goes on while it is written. use_pg_with_util: as sharded.",
     )
     verify_checkpoint: Literal["full", "size"] = setting(
         "full", "What resuming checks: the content of every file, or names and sizes only."

@@ -100,13 +100,19 @@ def quick_problem(path: Path) -> str | None:
 
 
 def choose_checkpoint(
-    wanted: str | None, directories: list[Path], model_name: str, *, damaged: Iterable[Path] = ()
+    wanted: str | None,
+    directories: list[Path],
+    model_name: str,
+    *,
+    damaged: Iterable[Path] = (),
+    others: str = "--output_dir",
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start.
 
     Args:
         wanted: None, ``latest`` (the newest in any of ``directories`` that is not damaged), or a path.
         damaged: checkpoints that have been found damaged already.
+        others: flags that say where ``directories`` are.
 
     Raises:
         UserError: the path is no complete checkpoint, there are checkpoints but none is whole, or a fresh start was
@@ -114,12 +120,12 @@ def choose_checkpoint(
     """
     present = sorted((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
     if wanted == LATEST:
-        return _newest_whole(present, directories, model_name, {path.resolve() for path in damaged})
+        return _newest_whole(present, directories, model_name, {path.resolve() for path in damaged}, others)
     if wanted is None:
         if present:
             raise UserError(
                 f"{present[-1].path.parent} already holds checkpoints up to step {present[-1].step}: continue that run "
-                f"with --resume_from_checkpoint latest, or start a new one in another --output_dir"
+                f"with --resume_from_checkpoint latest, or start a new one in another {others}"
             )
         return None
     path = Path(wanted)
@@ -127,6 +133,7 @@ def choose_checkpoint(
         if problem := quick_problem(path.resolve()):
             raise UserError(problem)
         return path.resolve()
+    refuse_distcp(path)
     near = sorted({p.parent.name for p in path.glob(f"*/{MANIFEST_FILE}")} - {LATEST, BEST}) if path.is_dir() else []
     hint = f"; it contains {', '.join(near)}" if near else ""
     raise UserError(
@@ -136,7 +143,7 @@ def choose_checkpoint(
 
 
 def _newest_whole(
-    present: list[Checkpoint], directories: list[Path], model_name: str, damaged: set[Path]
+    present: list[Checkpoint], directories: list[Path], model_name: str, damaged: set[Path], others: str
 ) -> Path | None:
     """Return the newest checkpoint that is whole, with a line about each newer one that is not.
 
@@ -153,15 +160,30 @@ def _newest_whole(
     if present:
         raise UserError(
             f"none of the {len(present)} checkpoints in {present[-1].path.parent} is whole: run `smp verify "
-            f"{present[-1].path.parent}` to see what is wrong, or start anew in another --output_dir"
+            f"{present[-1].path.parent}` to see what is wrong, or start anew in another {others}"
         )
     for directory in directories:
         for found in sorted(_named(directory, model_name), key=lambda c: c.step):
+            refuse_distcp(found.path)
             raise UserError(
                 f"{found.path} has no {MANIFEST_FILE}, so nothing can be resumed from it: restore the file, or "
-                f"start anew in another --output_dir"
+                f"start anew in another {others}"
             )
     return None
+
+
+def refuse_distcp(path: Path) -> None:
+    """Refuse to resume from what ``torch.distributed.checkpoint`` wrote, as SMP v2 did: a folder for each tp rank.
+
+    Raises:
+        UserError: there are files of its kind.
+    """
+    if any(path.glob("*.distcp")) or any(path.glob("*/*.distcp")):
+        raise UserError(
+            f"{path} holds .distcp files, which SMP v2 and torch.distributed.checkpoint write, and no run goes on from "
+            f"them: make a model directory of them, as docs/resume_and_finetune.md does, and train on from that with "
+            f"--hf_pretrained_model_name_or_dir"
+        )
 
 
 @functools.cache
@@ -170,7 +192,7 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def refuse_older_branch(chosen: Path, directories: list[Path]) -> None:
+def refuse_older_branch(chosen: Path, directories: list[Path], *, others: str = "--output_dir") -> None:
     """Refuse to resume beside newer checkpoints of the run: the two branches would be mixed, and the newer kept.
 
     Raises:
@@ -181,21 +203,26 @@ def refuse_older_branch(chosen: Path, directories: list[Path]) -> None:
     if newest.step > step:
         raise UserError(
             f"{newest.path} is newer than the checkpoint to resume from, step {step}: move the newer ones away, or "
-            f"branch off into another --output_dir"
+            f"branch off into another {others}"
         )
 
 
-def refuse_foreign(directories: list[Path]) -> None:
+def refuse_foreign(directories: list[Path], *, run_dir: Path) -> None:
     """Refuse to start anew where checkpoints lie, of whatever model.
+
+    Args:
+        directories: of the run's checkpoints.
+        run_dir: that of ``--output_dir``.
 
     Raises:
         UserError: naming one.
     """
     for directory in directories:
+        flag = "output_dir" if directory.is_relative_to(run_dir) else "checkpoint_dir"
         for path in sorted(directory.glob("*-*steps")):
             raise UserError(
                 f"{directory} holds checkpoints of a run that this one does not continue ({path.name}): "
-                f"choose another --output_dir"
+                f"choose another --{flag}"
             )
 
 

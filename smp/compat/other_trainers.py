@@ -73,6 +73,7 @@ SAME: Mapping[str, str] = {
     "bf16": "bfloat16 use_bf16",
     "activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing recompute_activations",
     "activation_checkpointing_mode": "recompute_granularity",
+    "offload_activations": "sm_activation_offloading",
     "cpu_offload": "enable_cpu_offload fsdp_offload_params offload_optimizer offload_param",
     "compile": "torch_compile compile.enable use_compile",
     "distributed_backend": "ddp_backend dist_backend",
@@ -103,6 +104,8 @@ OTHERWISE: Mapping[str, str] = {
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
     "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",
     "code of a model's directory is never run: leave it out": "trust_remote_code",
+    "leave it out: `py-spy top` and --profile_nsys show which rank does not wait in collectives, and is the slow one; "
+    "--watchdog_timeout ends a run whose rank hangs": "straggler_ratio",
     "it is the launcher's, before the module: python -m smp.launch.local --nproc_per_node N -m smp.train ..., or "
     "torchrun": "nproc_per_node nnodes node_rank num_processes num_nodes num_gpus gpus",
 }
@@ -135,7 +138,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: value for value, names in table.items() for name in names.split()}
 
 
-_OURS, _OTHERWISE, _PLAN = map(_by_name, (SAME, OTHERWISE, PLAN))
+OURS, _OTHERWISE, _PLAN = map(_by_name, (SAME, OTHERWISE, PLAN))
 
 
 def advice(name: str, known: Iterable[str], *, dashes: str = "--") -> str:
@@ -149,7 +152,7 @@ def advice(name: str, known: Iterable[str], *, dashes: str = "--") -> str:
     plain, known = name.replace("-", "_"), list(known)
     last = plain.rpartition(".")[2]
     for candidate in (plain, last):
-        ours = _OURS.get(candidate, candidate)
+        ours = OURS.get(candidate, candidate)
         if ours in known and ours != plain:
             return f"here it is {dashes}{ours}"
         if candidate in _OTHERWISE:

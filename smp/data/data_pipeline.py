@@ -46,6 +46,9 @@ class DataConfig(Section):
         AUTO,
         "Files to read: JSON lines; a saved Hugging Face dataset, parquet or Arrow; text. auto: whatever is there.",
     )
+    data_type: Literal["gpt", "bert"] = setting(
+        "gpt", "SMP v2's kind of model.", no_effect="SMP v2 never passed it on; --dataset_type chooses the files"
+    )
     use_synthetic_data: bool = setting(False, "Train on random tokens; no data is read.")
     synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1, maximum=1 << 40)
     training_dir: str | None = setting(

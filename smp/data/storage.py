@@ -21,6 +21,7 @@ from smp.errors import UserError, hub_advice
 JSONL, TEXT, PARQUET, ARROW = (".json", ".jsonl", ".ndjson"), (".txt",), (".parquet",), (".arrow",)
 GLOB_CHARACTERS = "*?["
 COMPRESSED = (".zst", ".zstd", ".bz2", ".xz", ".lz4")
+INDEXED = (".bin", ".idx")
 OTHER_FORMATS = (".csv", ".tsv", ".zip", ".tar", ".tgz", ".npy", ".npz", ".h5", ".hdf5", ".feather")
 # Files that describe a dataset; `datasets` leaves them out too.
 DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -128,6 +129,8 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
             raise UserError(f"{file.url} is empty: remove it, or write it again")
         if file.ends_with((*COMPRESSED, *OTHER_FORMATS)):
             raise UserError(f"{file.url} is not read: {_CONVERT}")
+        if file.ends_with(INDEXED):
+            raise UserError(f"{file.url} is not read: {_INDEXED}")
     return files
 
 
@@ -135,6 +138,7 @@ _CONVERT = (
     "decompress what is compressed (.gz is read as it is), and write another format as JSON lines, for example with "
     "datasets.load_dataset('csv', data_files='F.csv')['train'].to_json('F.jsonl')"
 )
+_INDEXED = "token files of Megatron-LM and NeMo, .bin with .idx, are written as JSON lines by the lines in docs/data.md"
 
 
 class _Entries(NamedTuple):
@@ -162,6 +166,8 @@ def _entries(fs: Any, path: str, inner: str) -> _Entries:
     else:
         _refuse_broken_link(inner)
         entries = {}
+    if by_name and not entries and fs.exists(f"{inner}.idx"):
+        raise UserError(f"{path}.idx is not read: {_INDEXED}")
     if by_name and not entries:
         raise UserError(f"no such file or folder: {path}{hub_advice(path, ' --repo-type dataset')}")
     found = _Entries([], [], by_name)
@@ -203,6 +209,8 @@ def _left_out(fs: Any, path: str, found: _Entries, kept: list[str], extensions: 
     parts = []
     if files:
         parts.append(f"{len(files)} file(s) not read ({_names(files)}): {_CONVERT}")
+    if indexed := [each for each in found.files if each.lower().endswith(".idx")]:
+        parts.append(f"{len(indexed)} .idx file(s) not read ({_names(indexed)}): {_INDEXED}")
     if folders:
         fixed = re.split(r"/[^/]*[*?[]", path, maxsplit=1)[0] if found.by_name else path.rstrip("/")
         pattern = f"'{fixed}/**/*{next(iter(folders.values()))}'"

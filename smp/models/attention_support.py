@@ -48,13 +48,14 @@ def attention_misfit(hf_config: Any, name: str) -> str | None:
     return None
 
 
-def attention_problem(hf_config: Any, name: str, *, dropout: float) -> str | None:
+def attention_problem(hf_config: Any, name: str, *, dropout: float, here: bool = True) -> str | None:
     """Return why ``--attn_implementation`` cannot have a value on this machine, and what to use, if so.
 
     Args:
         hf_config: of the model.
         name: the value.
         dropout: of attention.
+        here: whether this machine must have what it needs.
     """
     import torch
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -62,6 +63,10 @@ def attention_problem(hf_config: Any, name: str, *, dropout: float) -> str | Non
     flag = f"--attn_implementation {name}"
     if why := attention_misfit(hf_config, name):
         return f"{flag}: {why}: use {default_attention(hf_config)}"
+    if name in ("flash_attention_3", "flex_attention") and dropout > 0:
+        return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
+    if not here:
+        return None
     if name == "flash_attention_2" and not is_flash_attn_2_available():
         return f"{flag} needs a GPU and the flash-attn package (pip install flash-attn): use sdpa"
     if name == "flash_attention_3" and not is_flash_attn_3_available():
@@ -70,8 +75,6 @@ def attention_problem(hf_config: Any, name: str, *, dropout: float) -> str | Non
         return f"{flag} has no backward on a CPU: use sdpa"
     if name == "fused" and not torch.cuda.is_available():
         return f"{flag} needs a GPU and none is visible: use sdpa"
-    if name in ("flash_attention_3", "flex_attention") and dropout > 0:
-        return f"{flag} has no attention dropout, and it is {dropout}: use sdpa, or --attn_pdrop 0"
     return None
 
 

@@ -101,11 +101,29 @@ def _settle_rope(rope: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
         for key, value in _LLAMA3_ROPE.items():
             rope.setdefault(key, value)
     elif scaling:
-        return [f"--{scaling[0]} has no effect without rope scaling: add --rope_scaling_type llama3, or leave it out"]
+        needed = "add --rope_scaling_type llama3, or leave it out"
+        return [f"--{name} has no effect without rope scaling: {needed}" for name in scaling]
     elif "rope_scaling_type" in given:
         for key in _LLAMA3_ROPE:
             rope.pop(key, None)
     return []
+
+
+def _not_fixed(base: Mapping[str, Any], family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that pretrained weights do not fix; log those that they overrule or whose values change.
+
+    Args:
+        base: config.json values of the weights.
+        family: maps settings to keys.
+        given: settings by name.
+    """
+    for name, value in given.items():
+        theirs = _read(base, family.settings[name]) if name in family.settings else None
+        if name in _FIXED_BY_WEIGHTS and theirs != value:
+            logger.info("--%s %s has no effect: the pretrained model has %s", name, value, theirs)
+        elif name in family.settings and theirs != value:
+            logger.info("--%s %s takes the place of the pretrained model's %s, which SMP v2 kept", name, value, theirs)
+    return {name: value for name, value in given.items() if name not in _FIXED_BY_WEIGHTS}
 
 
 def apply_settings(
@@ -123,7 +141,9 @@ def apply_settings(
         The new values, and one sentence for each setting that cannot be used.
     """
     values, found = copy.deepcopy(dict(base)), []
-    if not pretrained and family.defaults:
+    if pretrained:
+        given = _not_fixed(base, family, given)
+    elif family.defaults:
         for key, value in _derived(base, family).items():
             if values.get(key) == value:  # derived from the base's width; derived again below
                 del values[key]
@@ -131,11 +151,7 @@ def apply_settings(
         if name not in family.settings:
             found.append(f"--{name} is no setting of the {family.name} family: leave it out")
             continue
-        key = family.settings[name]
-        if pretrained and name in _FIXED_BY_WEIGHTS and base.get(key) != value:
-            found.append(f"--{name} {value} differs from the pretrained model's {base.get(key)}: leave it out")
-        else:
-            _write(values, key, value)
+        _write(values, family.settings[name], value)
     if len({given[name] for name in ("intermediate_size", "llama_intermediate_size") if name in given}) > 1:
         found.append("--intermediate_size and --llama_intermediate_size differ: give one of them")
     if values.get("sliding_window") == 0:
@@ -227,7 +243,7 @@ def rebuilt(family: Family, values: dict[str, Any], given: Mapping[str, Any]) ->
     lost = [
         f"--{name} {value} has no effect: transformers' {model_type} config makes {kept} of it: leave it out"
         for name, value in given.items()
-        if (kept := _read(now, path := family.settings[name])) != _read(values, path)
+        if name in family.settings and (kept := _read(now, path := family.settings[name])) != _read(values, path)
     ]
     if lost:
         raise ConfigError(lost)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from smp.config import AUTO, Section, Settings, setting
 from smp.errors import ConfigError, UserError, hub_advice
 from smp.json_input import read_object
-from smp.models.attention_support import attention_misfit, attention_problem
+from smp.models.attention_support import attention_misfit, attention_problem, default_attention
 from smp.models.checked_config import checked_config
 from smp.models.derive import OTHER_SETTINGS
 from smp.models.family import COMMON_DEFAULTS, Family
@@ -72,9 +72,8 @@ class ModelConfig(Section):
         None, "GPT-2 and its like: dropout of embeddings. Default: the model's.", minimum=0, maximum=1
     )
     summary_first_pdrop: float | None = setting(
-        None, "GPT-2's summary dropout.", only=(None,),
-        otherwise="no model that is trained here has it; use --resid_pdrop, --attn_pdrop or --embd_pdrop",
-    )  # fmt: skip
+        None, "Dropout of GPT-2's summary head.", no_effect="a model that is trained on text has no summary head"
+    )
     initializer_range: float | None = setting(
         None, "Standard deviation of initial weights. 0.02 with --model_type.", above=0, maximum=1
     )
@@ -102,9 +101,8 @@ class ModelConfig(Section):
         "documents and windows. auto: on GPUs, flash_attention_3 or fused.", plain="sdpa",
     )  # fmt: skip
     use_smp_flash_attn: bool | None = setting(
-        None, "SMP v2's own flash attention.", only=(None,),
-        otherwise="use --attn_implementation sdpa (the default, which has flash kernels) or flash_attention_2",
-    )  # fmt: skip
+        None, "SMP v2's own flash attention.", no_effect="attention is Hugging Face's, by --attn_implementation"
+    )
     delayed_param: bool = setting(True, "Build without memory and allocate after sharding, each rank its shard only.")
     finetune: bool = setting(False, "Start from pretrained weights; give the name or the file below.")
     pretrained_model_name: str | None = setting(
@@ -336,10 +334,11 @@ def _built_with(config: ModelConfig, hf_config: Any) -> str:
     return "sdpa" if wanted == "fused" else wanted
 
 
-def resolve_model(config: ModelConfig) -> ResolvedModel:
+def resolve_model(config: ModelConfig, *, here: bool = True) -> ResolvedModel:
     """Find the model, put the settings into its config, and check both.
 
-    Nothing is fetched from a hub and no code of a checkpoint is run.
+    Nothing is fetched from a hub and no code of a checkpoint is run. With ``here`` False the model is another
+    machine's, and what its attention needs is not looked for.
 
     Raises:
         UserError: the model or its weights cannot be found or read.
@@ -373,7 +372,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
             source, values = dataclasses.replace(source, hf_config=own), own_values
     found += problems + value_problems(values, family)
     dropout = values.get(family.settings.get("attn_pdrop", "")) or 0.0
-    if problem := attention_problem(source.hf_config, config.attn_implementation, dropout=dropout):
+    if problem := attention_problem(source.hf_config, config.attn_implementation, dropout=dropout, here=here):
         found.append(problem)
     if found:
         raise ConfigError(found)
@@ -391,7 +390,7 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         weights=weights,
         tokenizer_dir=tokenizer_dir_of(source.directory, beside),
         generation_dir=generation_dir_of(source.directory, beside),
-        attn_implementation=_built_with(config, hf_config),
+        attn_implementation=_built_with(config, hf_config) if here else default_attention(hf_config),
         delayed_param=config.delayed_param,
         eos_token_id=end if isinstance(end, int) else None,
     )

@@ -13,7 +13,7 @@ import sys
 from smp.checkpoint.restore import restore
 from smp.checkpoint.saver import Saver
 from smp.environment import Launch, read_launch
-from smp.errors import PeerError, UserError
+from smp.errors import ConfigError, PeerError, UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.faults.lock import lock_directories
@@ -21,14 +21,15 @@ from smp.log import configure_logging, get_logger, prepare_streams
 from smp.memory.tracker import MemoryTracker
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import end_with_launcher, process_group, seed_everything
-from smp.train.arguments import parse_args
+from smp.train.arguments import ArgumentsError, parse_args
+from smp.train.elsewhere import planned_launch
 from smp.train.evaluate import evaluate
 from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
-from smp.train.planned import Planned, predict, print_plan
+from smp.train.planned import Planned, dry_run, predict, print_plan
 from smp.train.report import announce, arguments_table, begin_files, changes_since
-from smp.train.run_plan import RunPlan, dry_run, make_plan, planned_launch
+from smp.train.run_plan import RunPlan, make_plan, problems_of_rest
 from smp.train.start import agree_on_start, prepare_device
 from smp.train.trainer import Trainer, finish, train
 
@@ -103,7 +104,10 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("-OO or PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: leave it out")
         launch = read_launch()
         end_with_launcher(launch)
-        config = parse_args(argv)
+        try:
+            config = parse_args(argv)
+        except ArgumentsError as error:
+            raise ConfigError([*error.problems, *problems_of_rest(error, launch)]) from None
         plan = make_plan(config, planned_launch(config, launch))
         if config.run.dry_run:
             dry_run(plan)

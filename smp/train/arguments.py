@@ -12,6 +12,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ import yaml
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
+from smp.compat.command_line import drop_unapplied_defaults, read_mp_parameters
 from smp.compat.other_trainers import advice
-from smp.compat.retired import RETIRED
 from smp.config import (
     ActivationConfig,
     CommConfig,
@@ -72,6 +73,7 @@ class TrainConfig:
     faults: FaultConfig
     allocator: AllocatorConfig
     given: frozenset[str] = frozenset()  # settings named by a flag or the file
+    unapplied: tuple[str, ...] = ()  # sentences about given ones that SMP v2 did not apply
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by name, in types of JSON, for ``--config`` to read again."""
@@ -87,6 +89,7 @@ class TrainConfig:
         for flag in FLAGS.values():
             if flag.field.name in self.given and (reason := flag.field.metadata["no_effect"]):
                 yield f"--{flag.field.name} has no effect: {reason}"
+        yield from self.unapplied
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -94,6 +97,19 @@ SECTIONS: dict[str, type[Section]] = {
     for name, hint in typing.get_type_hints(TrainConfig).items()
     if isinstance(hint, type) and issubclass(hint, Section)
 }
+
+
+class ArgumentsError(ConfigError):
+    """Flags that are refused.
+
+    Args:
+        problems: one sentence each.
+        rest: the configuration without them.
+    """
+
+    def __init__(self, problems: list[str], rest: TrainConfig):
+        super().__init__(problems)
+        self.rest = rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +228,6 @@ def _convert(name: str, values: list[Any]) -> Any:
 
 
 def _unknown(name: str, where: str) -> str:
-    if name in RETIRED:
-        return f"{where} is not used any more: {RETIRED[name]}"
     if where.startswith("--"):
         return f"unknown flag {where}: {advice(name, [*FLAGS, 'config'])}"
     return f"unknown key {where}: {advice(name, FLAGS, dashes='')}"
@@ -270,12 +284,15 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: _Formatter(prog, max_help_position=36, width=110),
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags stand above it")
+    parser.add_argument(
+        "--mp_parameters", metavar="X", help="settings as SageMaker's estimator hands them on: a=1,b=2 or a JSON object"
+    )
     parser.add_argument("--version", action="version", version=f"smp {__version__}")
-    groups = {name: parser.add_argument_group(f"{name}: {_title(cls).rstrip('.')}") for name, cls in SECTIONS.items()}
+    groups = {name: parser.add_argument_group(f"{name}: {title(cls).rstrip('.')}") for name, cls in SECTIONS.items()}
     for name, flag in FLAGS.items():
         if name == flag.field.name:
             names = [f"--{n}" for n in (name, *flag.field.metadata["aliases"])]
-            default = "" if flag.field.default is None else f"; default {_default_text(flag)}"
+            default = "" if flag.field.default is None else f"; default {default_text(flag)}"
             kind = "not in this version" if flag.is_missing else f"{flag.allowed}{default}"
             text = f"{flag.field.metadata['help']} ({kind})"
             metavar = "X ..." if flag.is_list else "X"
@@ -285,11 +302,13 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _title(section: type[Section]) -> str:
+def title(section: type[Section]) -> str:
+    """Return what a section is about."""
     return (section.__doc__ or "").strip().splitlines()[0]
 
 
-def _default_text(flag: Flag) -> str:
+def default_text(flag: Flag) -> str:
+    """Return a flag's default as help and tables show it."""
     default = flag.field.default
     if default is None:
         return "none"
@@ -303,7 +322,7 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
     namespace, extra = _build_parser().parse_known_args(own_arguments(argv))
     flags = vars(namespace)
     given: dict[str, list[Any]] = {}
-    path = flags.pop("config")
+    path, parameters = flags.pop("config"), flags.pop("mp_parameters")
     if path is not None:
         try:
             for key, value in read_yaml(path).items():
@@ -325,6 +344,9 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
             after_unknown = True
         elif not after_unknown:  # else it is a value of the unknown flag
             problems.append(f"{argument!r} belongs to no flag: flags are written --name value")
+    for name, value in read_mp_parameters(parameters or "{}", problems).items():
+        if flags.setdefault(name, [value]) != [value]:
+            problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
     given.update(flags)
     for name, channel in CHANNELS.items():
         if name not in given and (path := data_channel(channel)):
@@ -349,48 +371,29 @@ def parse_args(argv: Sequence[str] | None = None) -> TrainConfig:
             values[FLAGS[name].section][name] = _convert(name, arguments)
         except UserError as error:
             problems.append(str(error))
+    unapplied = tuple(drop_unapplied_defaults(values["model"]))
     sections, unread = dict[str, Any](), [*problems]
     for name, cls in SECTIONS.items():
         try:
             sections[name] = cls(**values[name])
         except ConfigError as error:
             problems.extend(cls.independent(error.problems, unread))
+            sections[name] = _usable(cls, values[name])
+    named = frozenset(name for section in values.values() for name in section)
+    config = TrainConfig(**sections, given=named, unapplied=unapplied)
     if problems:
-        raise ConfigError([*problems, *(sections["data"].missing() if "data" in sections else [])])
-    return TrainConfig(**sections, given=frozenset(given))
+        raise ArgumentsError(problems, config)
+    return config
 
 
-def flags_markdown() -> str:
-    """Generate ``docs/flags.md`` from the sections: every flag with its type, default and meaning."""
-    lines = [
-        "# Flags",
-        "",
-        "Generated by `make docs`; do not edit. Each flag is also a key of the `--config` YAML file.",
-        "Booleans take `1`/`0` or `true`/`false`. SMP v2's flags keep their names and meanings; the others are smp's",
-        "own. [docs/smp_v2.md](smp_v2.md) lists what differs, [docs/sharding.md](sharding.md#fsdps-flags) what the",
-        "prefetch flags do. *Class* says what a flag does today: **live** changes the run; **no effect** is accepted",
-        "and logged, because what it asks for holds by construction; **limited** accepts only the listed value and",
-        "refuses others with a sentence.",
-    ]
-    for section, cls in SECTIONS.items():
-        lines += ["", f"## {section}", "", _title(cls), ""]
-        lines += ["| flag | value | default | class | meaning |", "|---|---|---|---|---|"]
-        for name, flag in FLAGS.items():
-            if flag.section == section and name == flag.field.name:
-                lines.append(_flag_row(name, flag))
-    lines += ["", "## Retired", "", "Refused with the sentence shown.", "", "| flag | |", "|---|---|"]
-    lines += [f"| `--{name}` | {text} |" for name, text in sorted(RETIRED.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _flag_row(name: str, flag: Flag) -> str:
-    metadata = flag.field.metadata
-    meaning = metadata["help"]
-    kind = "live"
-    if metadata["only"]:
-        kind, meaning = "limited", f"{meaning} Otherwise: {metadata['otherwise']}."
-    elif metadata["no_effect"]:
-        kind, meaning = "no effect", f"{meaning} {metadata['no_effect']}."
-    names = ", ".join(f"`--{n}`" for n in (name, *metadata["aliases"]))
-    cells = (names, flag.allowed, f"`{_default_text(flag)}`", kind, meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _usable(cls: type[Section], values: dict[str, Any]) -> Section:
+    """Return a section without the settings that its problems name."""
+    while True:
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            if not values:
+                raise
+            named = {name for text in error.problems for name in re.findall(r"--(\w+)", text)}
+            kept = {name: value for name, value in values.items() if name not in named}
+            values = kept if len(kept) < len(values) else {}

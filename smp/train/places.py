@@ -14,6 +14,7 @@ from smp.checkpoint.storage import Storage, storage_at
 from smp.environment import Launch
 from smp.errors import ConfigError, Problems, UserError
 from smp.train.arguments import TrainConfig
+from smp.train.elsewhere import is_elsewhere
 
 
 def storages_of(config: TrainConfig, launch: Launch, run_dir: Path, model_name: str) -> list[Storage]:
@@ -51,7 +52,7 @@ def check_output(config: TrainConfig, run_dir: Path) -> None:
             f"--output_dir {config.run.output_dir} is a URL, and metrics and logs are written to a directory: give a "
             f"local one, and the URL as --checkpoint_dir or --model_dir"
         )
-    if config.data.evaluate_only:  # which writes nothing
+    if config.data.evaluate_only or is_elsewhere(config):  # nothing is written, or by other machines
         return
     model_dir = config.checkpoint.model_dir if config.checkpoint.save_final_model else None
     final = [model_dir] if model_dir and not is_url(model_dir) else []

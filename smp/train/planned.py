@@ -1,4 +1,6 @@
-"""``--plan 1``: a run's own plan, made before it starts by another process, and how wrong it was.
+"""What is predicted of a run: the report of ``--dry_run 1``, and ``--plan 1``.
+
+That is a run's own plan, made before it starts by another process, and how wrong it was.
 
 Nothing of the run depends on it: the planner draws no random numbers here, and what is measured is read.
 """
@@ -21,14 +23,27 @@ from torch import nn
 
 from smp.checkpoint.manifest import versions
 from smp.config import ActivationConfig
+from smp.dry_run import report
 from smp.environment import malloc
 from smp.log import get_logger
+from smp.memory.limits import available_memory
 from smp.memory.profile import profile_memory
 from smp.memory.tracker import peak_rss_bytes
+from smp.parallel.choices import Choice
 from smp.plan import document, ledger
 from smp.plan.fork import end_with_parent
 from smp.runtime import environment_with
-from smp.train.run_plan import Job, RunPlan, given_words
+from smp.train.elsewhere import is_elsewhere
+from smp.train.run_plan import (
+    Job,
+    RunPlan,
+    choose_settings,
+    given_words,
+    host_memory,
+    plan_command,
+    planned_batch,
+    sizes,
+)
 
 logger = get_logger("train")
 
@@ -36,6 +51,42 @@ SECONDS = 20.0
 STEPS = 20
 # Of the start's steps: the first makes the optimizer's state, the second is the first like all others.
 _PROFILED = 2
+
+
+def dry_run(plan: RunPlan) -> None:
+    """Print the report of a dry run."""
+    if plan.launch.rank == 0:
+        for sentence in plan.config.without_effect():
+            logger.info(sentence)
+        available = None
+        if plan.device.type == "cpu" or torch.cuda.is_available():
+            available = available_memory(plan.device, plan.launch.local_world_size)
+            batch = planned_batch(plan.config, plan.mesh)
+            plan.choices.extend(choose_settings(plan, available, batch=batch))
+        shape, work = sizes(plan)
+        # A GPU of other machines is not here to be asked.
+        reason = "nothing to choose here" if available is not None else "chosen on the GPUs"
+        off = {
+            "activation_checkpointing_mode": not plan.config.activation.activation_checkpointing,
+            "tp_overlap": plan.mesh.tp.size == 1,
+            "cp_comm_type": plan.mesh.cp.size == 1,
+        }
+        plain = {name: value for name, value in plan.settings.undecided().items() if not off.get(name)}
+        others = (Choice(name, value, reason) for name, value in plain.items())
+        text = report(
+            plan.model,
+            plan.mesh,
+            shape=shape,
+            work=work,
+            available=None if is_elsewhere(plan.config) else available,
+            choices=[*plan.choices, *others],
+            where=f", a process on {'CPUs' if plan.device.type == 'cpu' else 'a GPU'} in {str(plan.dtype)[6:]}",
+            host=host_memory(plan, shape, work),
+        )
+        launch = plan.launch
+        command = plan_command(plan, nodes=launch.world_size // launch.local_world_size, gpus=launch.local_world_size)
+        trains = not plan.config.data.evaluate_only
+        print(f"{text}\n\n`{command} --search 0` plans its step on GPUs, on tensors without values" if trains else text)
 
 
 def planner_command(job: Job) -> list[str]:

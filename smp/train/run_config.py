@@ -30,11 +30,19 @@ class RunConfig(Section):
         minimum=1,
     )
     seed: int = setting(12345, "Seed of initial values, data order and dropout.", minimum=0, maximum=2**63 - 1)
+    same_seed: bool = setting(
+        False, "SMP v2's switch to one seed for all ranks.", no_effect="SMP v2 never read it; --seed sets the seed"
+    )
+    framework: str = setting("fsdp", "SMP v2's name of the framework.", no_effect="SMP v2 never read it")
     dry_run: bool = setting(
         False, "Check everything, print the memory each rank needs and the legal degrees, and stop."
     )
     dry_run_world_size: int | None = setting(
-        None, "Number of processes to plan for with --dry_run 1. Default: those started.", minimum=1, maximum=65536
+        None,
+        "Number of processes to plan for with --dry_run 1, on other machines: GPUs and files may be there alone. "
+        "Default: those started.",
+        minimum=1,
+        maximum=65536,
     )
     plan: bool = setting(
         False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Iterable
@@ -11,9 +12,8 @@ from typing import Any
 import torch
 
 from smp.checkpoint.storage import Storage
-from smp.config import ParallelConfig, Settings, flag_text
+from smp.config import ParallelConfig, Section, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
-from smp.dry_run import report
 from smp.errors import ConfigError, Problems, UserError
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
@@ -27,9 +27,17 @@ from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
 from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
 from smp.parallel.technique import Setup
-from smp.runtime import Launch, allocator_variable, choose_backend, choose_device
+from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train import garbage
-from smp.train.arguments import SECTIONS, TrainConfig
+from smp.train.arguments import SECTIONS, ArgumentsError, TrainConfig
+from smp.train.elsewhere import (
+    is_elsewhere,
+    missing_data,
+    planned_device,
+    planned_launch,
+    present_data,
+    present_model,
+)
 from smp.train.places import check_output, storages_of
 
 # Of settings that are auto, in the order in which they are chosen.
@@ -103,32 +111,65 @@ def make_plan(config: TrainConfig, launch: Launch) -> RunPlan:
     Raises:
         ConfigError: with every problem found.
     """
-    problems = Problems(config.data.missing())
+    missing = missing_data(config)
+    problems = Problems(missing)
+    job, size, output = _check_settings(config, launch, problems)
+    data = None
+    if size is not None and not missing:
+        data = problems.attempt(_open_data, job, _batch_shape(job, size))
+    if problems or data is None:
+        raise ConfigError(problems)
+    return RunPlan(**vars(job), **output, **data)
+
+
+def problems_of_rest(error: ArgumentsError, launch: Launch) -> list[str]:
+    """Return the problems that the flags have beside those of ``error``; no data is opened.
+
+    Where the model or the machines are not known, what would follow from others is not looked for.
+    """
+    config, found = error.rest, Problems(missing_data(error.rest))
+    model, refused = config.model, {text.split()[0] for text in error.problems}
+    known = bool(model.model or model.model_type or model.weights_path or model.shape)
+    decisive = ("--model", "--model_type", "--hf_pretrained_model_name_or_dir", "--dry_run_world_size")
+    if known and refused.isdisjoint(decisive):
+        with contextlib.suppress(ConfigError):  # whose problems are in found
+            _check_settings(config, planned_launch(config, launch), found)
+    return Section.independent(found, error.problems)
+
+
+def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> tuple[Job, int | None, dict[str, Any]]:
+    """Check everything but the data.
+
+    Args:
+        problems: those found are added.
+
+    Returns:
+        The job, the samples of a step if they can be, and what :class:`RunPlan` has of where the job writes.
+
+    Raises:
+        ConfigError: with all problems, if there is no model or no layout.
+    """
     attempt = problems.attempt
-    device = attempt(choose_device, launch) or torch.device("cpu")
+    device = attempt(planned_device, config, launch) or torch.device("cpu")
     attempt(choose_backend, config.comm, device)
     problems += _needs_of_settings(config, device)
-    model = attempt(resolve_model, config.model)
-    if model is None:
-        raise ConfigError(problems)
-    run_dir = Path(config.run.output_dir or f"runs/{model.name}").absolute()
+    model = attempt(resolve_model, present_model(config), here=not is_elsewhere(config))
+    run_dir = Path(config.run.output_dir or f"runs/{model.name if model else ''}").absolute()
     attempt(check_output, config, run_dir)
+    if model is None:
+        attempt(_lay_out, config, launch)
+        raise ConfigError(problems)
     job = make_job(config, launch, device, model, problems)
-    mesh, misfits = job.mesh, find_problems(model.hf_config, job.setup)
+    misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
     if config.data.document_mask:
         attempt(check_documents, model.hf_config, model.sequence_length)
-    size = attempt(check_global_batch, planned_batch(config, mesh), mesh)
+    size = attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh)
     # A GPU's memory is asked for when the group runs: that takes some of it.
     if size is not None and not misfits and not config.run.dry_run and device.type == "cpu":
         attempt(refuse_too_large, job, available_memory(device, launch.local_world_size))
-    data = None
-    if size is not None and not config.data.missing():
-        data = attempt(_open_data, job, _batch_shape(job, size))
     storages = attempt(storages_of, config, launch, run_dir, model.name)
-    if problems or data is None or storages is None:
-        raise ConfigError(problems)
-    return RunPlan(**vars(job), run_dir=run_dir, storages=storages, **data)
+    return job, size, {"run_dir": run_dir, "storages": storages}
 
 
 def make_job(
@@ -142,16 +183,23 @@ def make_job(
     Raises:
         ConfigError: with all problems, if there is no layout.
     """
-    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
-    mesh = problems.attempt(resolve_mesh, config.parallel, **world, rank=launch.rank)
+    mesh = problems.attempt(_lay_out, config, launch)
     if config.checkpoint.save_final_model:
         problems.attempt(model.family.file_names.check, "--save_final_model 1", "leave it out")
     if mesh is None:
         raise ConfigError(problems)
     job = Job(config, launch, device, compute_dtype(config.precision, device), mesh, model)
+    world = {"world_size": launch.world_size, "local_world_size": launch.local_world_size}
     if (strategy := choose_strategy(config.parallel, **world)) != job.settings[ParallelConfig].sharding_strategy:
         job.choices.append(Choice("sharding_strategy", strategy, "tensor parallelism takes all of a host"))
     return job
+
+
+def _lay_out(config: TrainConfig, launch: Launch) -> Mesh:
+    """Lay out the processes; raises as :func:`resolve_mesh`."""
+    return resolve_mesh(
+        config.parallel, world_size=launch.world_size, local_world_size=launch.local_world_size, rank=launch.rank
+    )
 
 
 def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
@@ -163,11 +211,12 @@ def _open_data(job: Job, shape: BatchShape) -> dict[str, Any]:
     problems, config = Problems(), job.config
     train = validation = None
     if not config.data.evaluate_only:
-        train = problems.attempt(create_data_pipeline, config.data, split="train", batch=shape)
+        train = problems.attempt(create_data_pipeline, present_data(config, "train"), split="train", batch=shape)
     if config.data.evaluate_only or config.data.validation_freq is not None:
         size = config.data.val_batch_size
         rows = dataclasses.replace(shape, global_batch_size=size * shape.data_size, micro_batch_size=size)
-        validation = problems.attempt(create_data_pipeline, config.data, split="validation", batch=rows)
+        data = present_data(config, "validation")
+        validation = problems.attempt(create_data_pipeline, data, split="validation", batch=rows)
     if problems:
         raise ConfigError(problems)
     return {"train_data": train or validation, "validation_data": validation}
@@ -239,12 +288,6 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
     )
 
 
-def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
-    """Return the processes to plan for: those started, or ``--dry_run_world_size``, eight to a host."""
-    world = config.run.dry_run_world_size
-    return Launch(0, world, 0, min(world, 8)) if world else launch
-
-
 def sizes(job: Job) -> tuple[ModelShape, Workload]:
     """Return the sizes that decide the memory of a rank."""
     evaluates = job.config.data.evaluate_only
@@ -291,11 +334,11 @@ def refuse_too_large(job: Job, available: int) -> None:
     needed = estimate_memory(shape, job.mesh, work)
     advice = "" if sum(needed.values()) <= available else _advice(job, shape, work, available)
     check_fits(needed, available, model=job.model.name, processes=job.launch.world_size, advice=advice)
-    if (host := _host_memory(job, shape, work)) is not None:
+    if (host := host_memory(job, shape, work)) is not None:
         check_host_memory(host, available_memory(torch.device("cpu"), job.launch.local_world_size))
 
 
-def _host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] | None:
+def host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] | None:
     """Predict the host memory of a rank on a GPU; None on a CPU, whose prediction has it."""
     if job.device.type == "cpu":
         return None
@@ -355,33 +398,3 @@ def _preset_that_fits(job: Job, available: int) -> str:
         if best:
             break
     return best
-
-
-def dry_run(plan: RunPlan) -> None:
-    """Print the report of a dry run."""
-    if plan.launch.rank == 0:
-        available = available_memory(plan.device, plan.launch.local_world_size)
-        batch = planned_batch(plan.config, plan.mesh)
-        plan.choices.extend(choose_settings(plan, available, batch=batch))
-        shape, work = sizes(plan)
-        off = {
-            "activation_checkpointing_mode": not plan.config.activation.activation_checkpointing,
-            "tp_overlap": plan.mesh.tp.size == 1,
-            "cp_comm_type": plan.mesh.cp.size == 1,
-        }
-        plain = {name: value for name, value in plan.settings.undecided().items() if not off.get(name)}
-        others = (Choice(name, value, "nothing to choose here") for name, value in plain.items())
-        text = report(
-            plan.model,
-            plan.mesh,
-            shape=shape,
-            work=work,
-            available=available if plan.config.run.dry_run_world_size is None else None,
-            choices=[*plan.choices, *others],
-            where=f", a process on {'CPUs' if plan.device.type == 'cpu' else 'a GPU'} in {str(plan.dtype)[6:]}",
-            host=_host_memory(plan, shape, work),
-        )
-        launch = plan.launch
-        command = plan_command(plan, nodes=launch.world_size // launch.local_world_size, gpus=launch.local_world_size)
-        trains = not plan.config.data.evaluate_only
-        print(f"{text}\n\n`{command} --search 0` plans its step on GPUs, on tensors without values" if trains else text)

@@ -137,7 +137,7 @@ def _refuse_remote(plan: RunPlan, chosen: Path | None, *, latest: bool) -> None:
 
 
 def _refuse_run(plan: RunPlan, *, fresh: bool) -> None:
-    refuse_foreign(plan.checkpoint_dirs)
+    refuse_foreign(plan.checkpoint_dirs, run_dir=plan.run_dir)
     _refuse_logged(plan, fresh=fresh)
 
 
@@ -156,17 +156,18 @@ def choose_start(plan: RunPlan, damaged: set[Path], wanted: str | None) -> Path 
     refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
     if settings.is_local and wanted not in (None, LATEST):
         wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
-    chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged)
+    others = "--output_dir and --checkpoint_dir" if settings.checkpoint_dir else "--output_dir"
+    chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged, others=others)
     if chosen is not None and chosen.parent.resolve() in [directory.resolve() for directory in directories]:
         if settings.reset_progress:
             raise UserError(
                 f"--reset_progress 1 begins a run anew, and {chosen} is of the run in {plan.run_dir}: choose another "
-                f"--output_dir"
+                f"{others}"
             )
         if wanted != LATEST:
-            refuse_older_branch(chosen, directories)
+            refuse_older_branch(chosen, directories, others=others)
         return chosen
-    refuse_foreign(directories)
+    refuse_foreign(directories, run_dir=plan.run_dir)
     if settings.is_local and wanted == LATEST:
         return chosen  # another rank may have some
     _refuse_logged(plan, fresh=chosen is None)

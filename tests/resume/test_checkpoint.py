@@ -421,7 +421,7 @@ def test_a_branch_is_not_mixed_with_newer_checkpoints(tmp_path):
     with pytest.raises(UserError, match=r"m-300steps is newer than .* step 100: move"):
         refuse_older_branch(old, [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(UserError, match=r"does not continue \(m-100steps\)"):
-        refuse_foreign([tmp_path / "none", tmp_path / "a"])
+        refuse_foreign([tmp_path / "none", tmp_path / "a"], run_dir=tmp_path)
 
 
 @pytest.mark.full

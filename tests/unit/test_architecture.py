@@ -145,6 +145,7 @@ def test_the_whole_configuration_stays_at_the_top():
     users = {module_name(p) for p in sources() if any(i.endswith(".TrainConfig") for i in imports(p))}
     assert users <= {
         "arguments",
+        "smp.train.elsewhere",
         "smp.train.start",
         "smp.train.run_plan",
         "smp.train.places",

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 import smp
+from docs import make_tables
 from smp.compat import other_trainers
 from smp.compat.names import FLAGS as SMP_V2
 from smp.errors import ConfigError, UserError
 from smp.models.preset import list_presets
-from smp.train import arguments
-from smp.train.arguments import FLAGS, RETIRED, SECTIONS, parse_args
+from smp.train.arguments import FLAGS, SECTIONS, parse_args
 
 ROOT = pathlib.Path(__file__).parents[2]
 SYNTHETIC = ["--use_synthetic_data", "1"]
@@ -38,8 +38,8 @@ def from_yaml(tmp_path, text: str, *words: object):
     return parse("--config", tmp_path / "run.yaml", *words)
 
 
-def test_every_flag_of_smp_v2_is_known_or_retired_with_advice():
-    assert [name for name in SMP_V2 if name not in FLAGS and name not in RETIRED] == []
+def test_every_flag_of_smp_v2_is_known():
+    assert [name for name in SMP_V2 if name not in FLAGS] == []
 
 
 @pytest.mark.parametrize(("word", "value"), [("1", True), ("0", False), ("true", True), ("False", False)])
@@ -67,7 +67,7 @@ def test_yaml_values(tmp_path):
     text = (
         "checkpoint_dir: [a, b]\ncheckpoint_freq: [3, 4]\nnum_kept_checkpoints: [1, 1]\nbf16: no\nepochs: null\n"
         "tensorboard_dir: []\ngrad_clip: .inf\ntext_document_separator: ''\ndataset_type: text\n"
-        "tokenizer_name_or_dir: t\n"
+        "tokenizer_name_or_dir: t\nuse_smp_flash_attn: null\nsummary_first_pdrop: null\n"
     )
     config = from_yaml(tmp_path, text)
     assert config.checkpoint.checkpoint_freq == (3, 4) and config.precision.bf16 is False
@@ -79,7 +79,7 @@ def test_yaml_values(tmp_path):
     ("text", "expected"),
     [
         ("max_step: 3", "unknown key max_step: did you mean max_steps"),
-        ("data_type: gpt", "data_type is not used any more.*--dataset_type"),
+        ("straggler_ratio: 2", "unknown key straggler_ratio: leave it out: `py-spy top`"),
         ("learning_rate: 1", "run.yaml: unknown key learning_rate: here it is lr$"),
         ("adapter: lora", "unknown key adapter: LoRA and other adapters are not in this version"),
         ("config_file: other.yaml", "unknown key config_file: --help lists"),
@@ -159,8 +159,7 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
         (["--checkpoint_freq", 0], "--checkpoint_freq must be at least 1, got 0"),
         (["--seed", 10**25], "--seed must be at most 9223372036854775807"),
         (["--distributed_timeout", "inf"], "--distributed_timeout must be at most"),
-        (["--same_seed", 1], "--same_seed is not used any more.*--seed"),
-        (["--straggler_ratio", 2], "--straggler_ratio is not used any more.*py-spy"),
+        (["--straggler_ratio", 2], "unknown flag --straggler_ratio: leave it out: `py-spy top` and --profile_nsys"),
         (["--dry_run_world_size", 4], "only with --dry_run 1"),
         (["--global_batch_size", 8, "--gradient_accumulation_steps", 2], "give one of them"),
         (["--checkpoint_dir", "a", "b"], "one value per directory: got 2, 1 and 1"),
@@ -174,10 +173,10 @@ def test_what_is_refused(words, expected):
 def test_names_of_other_trainers_lead_to_flags_that_there_are():
     theirs = [name for table in (other_trainers.SAME, other_trainers.OTHERWISE) for names in table.values()
               for name in names.split()]  # fmt: skip
-    assert len(theirs) == len(set(theirs)) and not set(theirs) & {*FLAGS, *RETIRED}
+    assert len(theirs) == len(set(theirs)) and not set(theirs) & {*FLAGS}
     live = [name for name, flag in FLAGS.items() if not flag.is_missing]
     for pattern in other_trainers.MISSING.values():
-        assert not [name for name in (*live, *RETIRED, *theirs) if re.fullmatch(pattern, name)], pattern
+        assert not [name for name in (*live, *theirs) if re.fullmatch(pattern, name)], pattern
     flags = {*FLAGS, "config", "nproc_per_node"}
     assert {*other_trainers.SAME} <= flags
     said = " ".join([*other_trainers.OTHERWISE, *other_trainers.MISSING])
@@ -198,10 +197,10 @@ def problems_of(argv: list[str]) -> list[str]:
 def test_all_problems_at_once_each_once(tmp_path):
     (tmp_path / "run.yaml").write_text("max_stepz: 1\nbeta1: 2\n")
     found = problems(
-        "--config", tmp_path / "run.yaml", "--unknown_thing", "a", "b", "--lr", "x", "--fp8", 1, "--framework", "f",
+        "--config", tmp_path / "run.yaml", "--unknown_thing", "a", "b", "--lr", "x", "--fp8", 1, "--moe", 1,
         "--sharding_strategy", "no_shard", "--shard_degree", 2,
     )  # fmt: skip
-    wanted = ["max_stepz", "--unknown_thing", "--framework", "--lr takes", "no_shard contradicts", "--beta1", "--fp8 1"]
+    wanted = ["max_stepz", "--unknown_thing", "--moe 1", "--lr takes", "no_shard contradicts", "--beta1", "--fp8 1"]
     assert len(found) == len(wanted), found
     for words in wanted:
         assert sum(words in problem for problem in found) == 1, (words, found)
@@ -239,7 +238,7 @@ def test_every_flag_that_accepts_one_value_only_says_what_to_do():
 
 
 def test_the_page_of_flags_is_current():
-    assert (ROOT / "docs" / "flags.md").read_text() == arguments.flags_markdown(), "run `python arguments.py`"
+    assert (ROOT / "docs" / "flags.md").read_text() == make_tables.flags_page(), "run `make docs`"
 
 
 def test_help_names_every_flag(capsys):
@@ -303,7 +302,7 @@ def test_any_words_give_a_configuration_or_a_sentence():
     for _ in range(400):
         words = []
         for _ in range(rng.randrange(1, 6)):
-            name = rng.choice([*FLAGS, *RETIRED, "confg", "", "x-y", "max"])
+            name = rng.choice([*FLAGS, "confg", "", "x-y", "max"])
             words += [rng.choice(["--", "--", "--", "-"]) + name, *rng.choices(values, k=rng.randrange(3))]
         if any(word.startswith("-h") for word in words):
             continue

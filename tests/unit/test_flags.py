@@ -368,7 +368,8 @@ def test_logging(files, tmp_path, capsys):
 
 
 def test_a_flag_without_effect_says_so_in_the_log(tmp_path):
-    words = [word for name in NO_EFFECT for word in (f"--{name}", 1)]
+    value = {"data_type": "bert", "framework": "other"}
+    words = [word for name in NO_EFFECT for word in (f"--{name}", value.get(name, 1))]
     outcome = run_job(*LLAMA, *SYNTHETIC, "--max_steps", 1, "--output_dir", tmp_path / "run", *words).succeeded()
     assert len(NO_EFFECT) >= 5
     for name in NO_EFFECT:

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import logging
 import pathlib
 import shutil
 
@@ -172,8 +173,6 @@ def test_tied_weights_count_once_and_longer_context_raises_positions():
         ({"model_type": "mixtral"}, "use gpt_neox, llama_v2, llama_v3, mistral or gpt2"),
         ({"model_type": "llama_v2", "intermediate_size": 8, "llama_intermediate_size": 9}, "give one of them"),
         ({"embd_pdrop": 0.1}, "no setting of the gpt_neox family"),
-        ({"summary_first_pdrop": 0.1}, "use --resid_pdrop"),
-        ({"use_smp_flash_attn": True}, "--attn_implementation"),
         ({"moe": True}, "mixture-of-experts"),
         ({"finetune": True}, "--finetune 1 needs --pretrained_model_name"),
         ({"finetune": True, "pretrained_model_name": "llama7b"}, "needs --finetune_checkpoint_load_dir"),
@@ -321,11 +320,19 @@ def test_code_of_a_type_that_transformers_has_is_left_out_of_account(tmp_path):
     assert build_model(resolved.hf_config, attn_implementation="eager")
 
 
-def test_finetuning_keeps_the_pretrained_shape(tmp_path):
+def test_finetuning_keeps_the_pretrained_shape(tmp_path, caplog):
     directory = save_weights(save_config(tmp_path / "base", hidden_size=64, num_hidden_layers=4))
     settings = {"hf_pretrained_model_name_or_dir": str(directory), "hidden_width": 64, "attn_pdrop": 0.1}
     assert resolve(**settings).hf_config.attention_dropout == 0.1
-    assert "--num_layers 2 differs from the pretrained model's 4" in refusal(num_layers=2, **settings)
+    with caplog.at_level(logging.INFO, "smp.models"):
+        ours = {"num_layers": 2, "vocab_size": 50257, "llama_intermediate_size": 11008, "rotary_emb_base": 5e5}
+        kept = resolve(**ours, **settings).hf_config
+    assert (kept.num_hidden_layers, kept.rope_parameters["rope_theta"]) == (4, 5e5)
+    assert kept.vocab_size != 50257 and kept.intermediate_size != 11008
+    said = "\n".join(caplog.messages)
+    assert "--num_layers 2 has no effect: the pretrained model has 4" in said and "--hidden_width" not in said
+    assert "--rotary_emb_base 500000.0 takes the place of the pretrained model's 10000" in said
+    assert said.count("has no effect") == 3
 
 
 def test_weights_are_checked_before_anything_is_built(tmp_path):

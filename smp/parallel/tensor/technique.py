@@ -26,6 +26,8 @@ def overlap_obstacle(degree: int, device_type: str) -> str:
     """Return why exchanges cannot overlap their products, or an empty string; collective on GPUs."""
     if device_type == "cpu":
         return "there is no GPU"
+    if not dist.is_initialized():  # in a dry run
+        return "the ranks ask their GPUs when they run"
     # torch's operators ask the group for its store, which a group that is made in Python does not give.
     return "the backend is smddp" if "smddp" in dist.get_backend_config() else neighbours_obstacle(degree)
 

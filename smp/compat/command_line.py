@@ -1,0 +1,93 @@
+"""SMP v2's command lines: the estimator's parameters, and explicit defaults that its script did not apply."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from smp.compat.names import FLAGS, KEYS
+from smp.compat.other_trainers import OURS, nearest
+from smp.config import flag_text
+
+logger = logging.getLogger(__name__)
+
+_LLAMA = ("llama_v2", "llama_v3")
+# Settings that SMP v2's script used for some values of --model_type only.
+APPLIED_TO: dict[str, tuple[str, ...]] = {
+    "resid_pdrop": ("gpt2",),
+    "embd_pdrop": ("gpt2",),
+    "attn_pdrop": ("gpt2",),
+    "rotary_pct": ("gpt_neox",),
+    "rotary_emb_base": ("gpt_neox", *_LLAMA),
+    "llama_intermediate_size": _LLAMA,
+    "intermediate_size": ("mistral", "mixtral"),
+    "initializer_range": ("gpt2", "gpt_neox", "mistral", "mixtral", *_LLAMA),
+}
+_LLAMA3_ROPE = tuple(name for name in FLAGS if name.startswith("rope_scaling_") and name != "rope_scaling_type")
+
+
+def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
+    """Read the estimator's parameters: ``a=1,b=2``, as SageMaker hands them to a script, or a JSON object.
+
+    Args:
+        text: value of ``--mp_parameters``.
+        problems: one sentence is added for each parameter that a flag does not give.
+
+    Returns:
+        The values of flags, by name.
+    """
+    try:
+        pairs = json.loads(text) if text.lstrip().startswith("{") else dict(p.split("=", 1) for p in text.split(","))
+    except (ValueError, RecursionError):
+        problems.append(f"--mp_parameters takes key=value,key=value or a JSON object, got {text[:80]!r}")
+        return {}
+    defaults = {key.name: key.default for key in KEYS}
+    found = {}
+    for key, value in ((str(key).strip(), str(value).strip()) for key, value in pairs.items()):
+        if key not in defaults:
+            near = nearest(key, defaults)
+            hint = f"did you mean {near}?" if near else f"give {', '.join(defaults)}, and anything else as a flag"
+            problems.append(f"--mp_parameters: unknown key {key}: {hint}")
+        elif key == "allow_empty_shards":
+            logger.info("--mp_parameters: %s has no effect: empty shards are always allowed", key)
+        elif key != "random_seed":
+            found[OURS.get(key, key)] = value
+        elif value != str(defaults[key]):
+            problems.append(f"--mp_parameters: random_seed {value} is not available: --seed is the job's one seed")
+    return found
+
+
+def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
+    """Take out what SMP v2's script did not use, where it has the value that is the default there.
+
+    A command line that spells out all defaults then gives the model that SMP v2 made of it. Only with
+    ``--model_type``, by which a model was chosen there.
+
+    Args:
+        given: settings of the model by name; changed.
+
+    Returns:
+        One sentence for each that was taken out.
+    """
+    kind, finetunes = given.get("model_type"), given.get("hf_pretrained_model_name_or_dir") is not None
+    if kind is None:
+        return []
+    found = []
+    for name in [*APPLIED_TO, *_LLAMA3_ROPE]:
+        if name not in given or given[name] != FLAGS[name]:
+            continue
+        if finetunes:
+            why = "which it did not use when finetuning: the model's own value stays"
+        elif name in _LLAMA3_ROPE:
+            why = "which needs --rope_scaling_type llama3" if given.get("rope_scaling_type") != "llama3" else ""
+        elif kind in APPLIED_TO[name] or (
+            # Which is Llama 3 8B's width, too: it counts for Llama unless SMP v2's own flag gives one.
+            name == "intermediate_size" and kind in _LLAMA and "llama_intermediate_size" not in given
+        ):
+            why = ""
+        else:
+            why = f"which it used for {' and '.join(APPLIED_TO[name])} only"
+        if why:
+            found.append(f"--{name} {flag_text(given.pop(name))} has no effect: it is SMP v2's default, {why}")
+    return found

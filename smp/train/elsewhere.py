@@ -1,0 +1,100 @@
+"""A dry run for other machines, ``--dry_run_world_size``: what this one lacks is no problem of theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+
+import torch
+
+from smp.data.data_pipeline import DataConfig, Split
+from smp.errors import hub_advice
+from smp.log import get_logger
+from smp.models.model_config import ModelConfig
+from smp.runtime import Launch, choose_device
+from smp.train.arguments import TrainConfig
+
+logger = get_logger("train")
+
+_ATTENTION_OF_GPUS = ("flash_attention_2", "flash_attention_3", "flex_attention", "fused")
+
+
+def is_elsewhere(config: TrainConfig) -> bool:
+    """Tell whether a job on other machines is planned."""
+    return config.run.dry_run_world_size is not None
+
+
+def planned_launch(config: TrainConfig, launch: Launch) -> Launch:
+    """Return the processes to plan for: those started, or ``--dry_run_world_size``, eight to a host."""
+    world = config.run.dry_run_world_size
+    return Launch(0, world, 0, min(world, 8)) if world else launch
+
+
+def planned_device(config: TrainConfig, launch: Launch) -> torch.device:
+    """Return the device of this process, or of rank 0 of other machines: a GPU if one is here or a flag needs one.
+
+    Raises:
+        UserError: more processes on this host than GPUs.
+    """
+    if not is_elsewhere(config):
+        return choose_device(launch)
+    needs_gpus = (
+        config.comm.distributed_backend == "nccl"
+        or config.run.profile_nsys
+        or config.logging.memory_snapshot
+        or config.allocator.expandable_segments is True
+        or config.parallel.tp_overlap is True
+        or config.model.attn_implementation in _ATTENTION_OF_GPUS
+        or (config.activation.offload_activations and config.activation.offload_dir is None)
+    )
+    on_gpus = config.comm.distributed_backend != "gloo" and (needs_gpus or torch.cuda.is_available())
+    return torch.device("cuda", 0) if on_gpus else torch.device("cpu")
+
+
+def _is_absent(path: str) -> bool:
+    """Tell whether a path is one of other machines: no URL, not here, and no hub's name, which nothing resolves."""
+    return "://" not in path and not any(glob.iglob(os.path.expanduser(path), recursive=True)) and not hub_advice(path)
+
+
+def present_model(config: TrainConfig) -> ModelConfig:
+    """Return the settings of the model, on other machines without pretrained weights that are not here.
+
+    The sizes of those that are given then stand for the model's own.
+    """
+    model = config.model
+    path = model.weights_path
+    if not is_elsewhere(config) or path is None or model.model_type is None or not _is_absent(str(path)):
+        return model
+    logger.warning(
+        "%s is not on this machine: the memory below is of --model_type %s with the sizes that are given, and SMP v2's "
+        "defaults for the others", path, model.model_type,
+    )  # fmt: skip
+    return dataclasses.replace(
+        model,
+        finetune=False,
+        pretrained_model_name=None,
+        pretrained_checkpoint_file=None,
+        finetune_checkpoint_load_dir=None,
+        hf_pretrained_model_name_or_dir=None,
+    )
+
+
+def missing_data(config: TrainConfig) -> list[str]:
+    """Name data that is needed and not given; on other machines it may be SageMaker's channel."""
+    return [] if is_elsewhere(config) else config.data.missing()
+
+
+def present_data(config: TrainConfig, split: Split) -> DataConfig:
+    """Return the settings of a split's data, on other machines with random tokens for a folder that is not here."""
+    if not is_elsewhere(config):
+        return config.data
+    data = dataclasses.replace(config.data, data_num_workers=0)  # of which a machine has as many as it has cores
+    name = "training_dir" if split == "train" else "test_dir"
+    path = getattr(data, name)
+    if data.use_synthetic_data or (path is not None and not _is_absent(path)):
+        return data
+    logger.warning(
+        "--%s is not checked: %s", name, "it is not given" if path is None else f"{path} is not on this machine"
+    )
+    return dataclasses.replace(data, use_synthetic_data=True, document_mask=False)
