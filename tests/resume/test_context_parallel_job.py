@@ -93,7 +93,7 @@ def test_resume_is_bit_identical(jsonl, tmp_path):  # noqa: F811
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
-@pytest.mark.parametrize("kind", ["jsonl", "text"])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_curve_is_that_of_one_process(kind, layout, of_one, jsonl, text, tmp_path):  # noqa: F811
     train(tmp_path / "run", layout, *base(data_of(kind, jsonl, text, tmp_path), "--max_steps", 6))
     expected, found = of_one(kind)[:6], read_metrics(tmp_path / "run")
@@ -106,13 +106,13 @@ def test_the_curve_is_that_of_one_process(kind, layout, of_one, jsonl, text, tmp
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("cp2", "shards"),
         ("cp2", "one"),
-        ("shards", "cp2"),
         ("one", "cp2"),
-        ("cp2", "tp2"),
-        ("cp2", "cp4"),
         ("cp2 x data 2", "cp2 x tp2"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("cp2", "shards"), ("shards", "cp2"), ("cp2", "tp2"), ("cp2", "cp4"))
+        ),
     ],
 )
 def test_a_checkpoint_goes_on_at_any_other_layout(before, after, of_one, jsonl, tmp_path):  # noqa: F811
@@ -156,7 +156,7 @@ def test_what_is_logged_and_saved(jsonl, tmp_path, capsys):  # noqa: F811
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("masked", [0, 1])
+@pytest.mark.parametrize("masked", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_validation_and_evaluation_are_those_of_one_process(masked, text, tmp_path):  # noqa: F811
     data = [
         *data_flags("text", None, text, tmp_path / "cache"), "--test_dir", text, "--val_batch_size", 3,

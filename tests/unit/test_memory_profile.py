@@ -210,7 +210,7 @@ PLANNED = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world_size", "cases"), [(1, PLANNED[:1]), (2, PLANNED)])
+@pytest.mark.parametrize(("world_size", "cases"), [(1, PLANNED[:1]), pytest.param(2, PLANNED, marks=pytest.mark.slow)])
 def test_the_gradient_of_a_large_head_is_in_the_prediction(world_size, cases):
     run_distributed(compare_with_plan, cases, world_size=world_size)
 
