@@ -256,7 +256,7 @@ def parallelize(
         if on_meta:
             device, seed = torch.device(current.mesh.device_type), current.random_seed
             if seed is None:
-                seed = first_ranks_seed([dist.GroupMember.WORLD], device)
+                seed = first_ranks_seed([None], device)
             fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
     return model
 

@@ -28,13 +28,13 @@ from smp.models.init_rules import InitRule
 BLOCK = 1 << 16
 
 
-def first_ranks_seed(groups: Iterable[dist.ProcessGroup], device: torch.device | str) -> int:
+def first_ranks_seed(groups: Iterable[dist.ProcessGroup | None], device: torch.device | str) -> int:
     """Return the seed of torch's generator on the first rank, for all; collective.
 
     Scripts may seed each rank differently, or none; replicas must begin with the same values.
 
     Args:
-        groups: along every axis of the mesh, in one order on all ranks.
+        groups: along every axis of the mesh, in one order on all ranks; None stands for all ranks.
         device: that the backend serves.
     """
     seed = torch.tensor(torch.initial_seed() % 2**63, device=device)

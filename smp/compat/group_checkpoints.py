@@ -36,7 +36,7 @@ def in_group(tensor: DTensor, group: dist.ProcessGroup | None) -> DTensor:
     outside = [Replicate() if axis == axes[-1] else each for axis, each in enumerate(tensor.placements)]
     shape = torch.Size(compute_local_shape_and_global_offset(tensor.shape, mesh, outside)[0])
     return DTensor.from_local(
-        tensor.detach().to_local(),
+        tensor.to_local().detach(),
         DeviceMesh.from_group(group, mesh.device_type),
         # What fully_shard puts on top of tensor parallelism is a shard with a stride, which here is one of the part.
         [placement if placement.is_replicate() else Shard(placement.dim)],  # type: ignore[attr-defined]

@@ -264,7 +264,13 @@ KEYS = (
     Key("activation_loading_horizon", 2, 4, False, "the same"),
     Key("fsdp_cache_flush_warnings", True, False, False, "the same, on GPUs"),
     Key("allow_empty_shards", False, True, False, "either: empty shards are always allowed"),
-    Key("random_seed", 0, 1234, False, "the same"),
+    Key(
+        "random_seed",
+        0,
+        1234,
+        False,
+        "the same; given, it also decides the initial values, else torch.manual_seed does",
+    ),
 )
 
 

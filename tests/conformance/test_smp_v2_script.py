@@ -33,7 +33,6 @@ LAYOUTS = [
     (2, {"tensor_parallel_degree": 2}),
     (2, {"context_parallel_degree": 2}),
     (4, {"hybrid_shard_degree": 2}),
-    (4, {"tensor_parallel_degree": 2}),
     (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}),
     (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
 ]

@@ -54,7 +54,8 @@ def _attend(
     if sequence_shard is None:
         raise UserError(
             "under context parallelism a model takes a rank's part of a batch: call "
-            "model(**smp.shard_sequence(batch)); to generate, export the model, or use context_parallel_degree 1"
+            "model(**smp.shard_sequence(batch)) in the training step and in the validation, with a batch such as "
+            "{'input_ids': ids, 'labels': ids}; to generate, export the model, or use context_parallel_degree 1"
         )
     if attention_mask is not None:
         raise UserError("under context parallelism a model takes no attention_mask: leave it out")
