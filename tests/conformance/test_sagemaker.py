@@ -176,7 +176,7 @@ for dotted, arguments in json.loads(sys.argv[2]).items():
     eval(f"inspect.signature(function).bind{arguments}")
 import importlib.util, torch
 assert importlib.util.find_spec("torch.sagemaker") and importlib.util.find_spec("smdistributed")  # as others ask
-assert torch.sagemaker.transform is smp.transform
+assert torch.sagemaker.transform is smp.sagemaker.transform
 import smp.sagemaker  # again
 import smdistributed.dataparallel.torch.torch_smddp
 print(json.dumps(found))
