@@ -191,6 +191,6 @@ def attention(case: Case, bench: Bench) -> Found:
             forward = bench.seconds(call)
             both = bench.seconds(lambda call=call: call().sum().backward())
             found[name] = f"{forward * 1e3:.2f} ms forward, {both * 1e3:.2f} ms with backward"
-        except RuntimeError as error:
+        except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return {"found": found}

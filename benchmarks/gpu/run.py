@@ -35,7 +35,7 @@ from benchmarks.gpu.report import Result, Results
 
 IMPORTS = 45.0  # seconds that a worker may take before its first measurement
 STARTS = 12.0  # seconds that a process takes to import torch
-JOBS = 150.0  # seconds after which no job and no plan goes on
+JOBS = 150.0  # seconds after which no job and no plan goes on, where something is timed after them
 TESTS = 25.0  # seconds, without which no file of tests is begun
 PARTS = ("jobs", "timed", "tests")
 # Files whose tests are of one process first.
@@ -146,10 +146,11 @@ def plan(results: Results, case: Case, device: str, work: Path, deadline: float)
     words = ["-m", "smp", "plan", "--search", "0", "--nodes", "1", "--gpus_per_node", "1", "--device", device]
     words += ["--json", str(file), *case.words()]
     why = call(words, log, environment(gpus=0, threads=1), deadline - time.monotonic())
-    if not why:
-        layout = json.loads(file.read_text())["layouts"][0]
-        found = {key: layout["memory"][key] for key in ("allocated", "reserved")}
-        found["seconds"] = layout["step"]["seconds"]
+    try:
+        layout = {} if why else json.loads(file.read_text())["layouts"][0]
+        found = {**layout["memory"], "seconds": layout["step"]["seconds"]} if layout else {}
+    except (OSError, ValueError, KeyError) as error:
+        why = f"{type(error).__name__}: {error}"
     results.add("plan", f"plan: {case.name}", why, log.read_text(errors="replace"), of=case.name, **found)
 
 
@@ -273,12 +274,14 @@ def main(argv: list[str]) -> int:
         right, timed, files = wanted(arguments, earlier)
         device = "h200" if "H200" in str(results.all[-1]["facts"].get("device")) else "h100"
         planned = [] if arguments.processes > 1 else [case for case in timed if case.method == "step"]
-        known, jobs_end = report.succeeded(earlier), min(end, began + JOBS)
-        with ThreadPoolExecutor(3) as pool:
+        known, jobs_end = report.succeeded(earlier), min(end, began + JOBS) if timed and not arguments.tiny else end
+        with ThreadPoolExecutor(max(1, arguments.side_by_side // 2)) as pool:
             for case in planned:
                 if f"plan: {case.name}" not in known:
                     pool.submit(plan, results, case, device, work, jobs_end)
             Runner(results, arguments, work, jobs_end).run(right)
+            if right or earlier:  # what is timed next needs the host's cores
+                pool.shutdown(cancel_futures=True)
         if arguments.processes > 1:
             together(results, timed, work, end)
         else:
