@@ -147,8 +147,10 @@ def plan(results: Results, case: Case, device: str, work: Path, deadline: float)
     words += ["--json", str(file), *case.words()]
     why = call(words, log, environment(gpus=0, threads=1), deadline - time.monotonic())
     try:
-        layout = {} if why else json.loads(file.read_text())["layouts"][0]
-        found = {**layout["memory"], "seconds": layout["step"]["seconds"]} if layout else {}
+        if not why:
+            layout = json.loads(file.read_text())["layouts"][0]
+            found = {key: layout["memory"][key] for key in ("allocated", "reserved")}
+            found["seconds"] = layout["step"]["seconds"]
     except (OSError, ValueError, KeyError) as error:
         why = f"{type(error).__name__}: {error}"
     results.add("plan", f"plan: {case.name}", why, log.read_text(errors="replace"), of=case.name, **found)
