@@ -99,7 +99,8 @@ def page(results: list[Result]) -> str:
     steps = kinds.get("step", [])
     if steps:
         lines += ["", "## A step", *steps_table(steps, {each["of"]: each for each in kinds.get("plan", [])})]
-        lines += ["", "### A block: what the larger model takes longer", *blocks_table(steps)]
+        blocks = blocks_table(steps)
+        lines += ["", "### A block: what the larger model takes longer", *blocks] if blocks else []
     for each in [*steps, *kinds.get("measure", [])]:
         lines += details(each)
     tests = [(e["name"], "ok" if e["ok"] else "FAILED", e["found"], e["why"]) for e in kinds.get("tests", [])]
