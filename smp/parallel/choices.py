@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from smp.config import Settings, flag_text
 
-# Turns on the defaults on GPUs that no GPU has yet shown to be right and faster: `make gpu`.
+# Turns on the defaults on GPUs that no GPU has yet shown to be right and faster: tests/gpu and benchmarks/gpu_step.py.
 SHOWN_ON_GPU = False
 
 
