@@ -7,7 +7,7 @@ ARGS ?=
 # Where torch is taken from, such as https://download.pytorch.org/whl/cpu; empty: as pip is configured.
 TORCH_INDEX ?=
 
-.PHONY: setup train test test-all test-slow lint docs clean
+.PHONY: setup train test test-all test-slow gpu lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,10 @@ test-all: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
+
+# Nothing is set up: the machine with the GPU has torch and transformers, and may have no network.
+gpu:
+	PYTHON=$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bash benchmarks/gpu_first.sh $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
