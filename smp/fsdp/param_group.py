@@ -34,14 +34,19 @@ def is_taken(parameter: nn.Parameter | None) -> bool:
     return getattr(parameter, _TAKEN, False)
 
 
-def _groups_of(module: Any) -> list[FSDPParamGroup]:
-    return module._get_fsdp_state()._fsdp_param_groups
+def groups_of(module: Any) -> list[FSDPParamGroup]:
+    """Return the parameter groups of a module to which ``fully_shard`` was applied."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    group = state._fsdp_param_group  # of torch 2.11, which makes one or none
+    return [] if group is None else [group]
 
 
 def _groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
-            yield from _groups_of(inner)
+            yield from groups_of(inner)
 
 
 def _accumulated(held: Any) -> torch.Tensor | None:
@@ -163,7 +168,7 @@ def accumulates(module: nn.Module) -> bool:
 
 def note_converted(module: Any) -> None:
     """Take a unit's parameters as they are now for its own and unassigned, and compute in their present dtype."""
-    for group in _groups_of(module):
+    for group in groups_of(module):
         mark_taken(held.sharded_param for held in group.fsdp_params)
         for held in group.fsdp_params:
             setattr(held, _NOTED, (held.sharded_param, held.sharded_param.untyped_storage()))
@@ -184,7 +189,7 @@ def refuse_assigned(module: Any) -> None:
     That replaces a module's attribute, or the storage of the DTensor, and not the local tensor that is computed with:
     the value would be lost.
     """
-    for group in _groups_of(module):
+    for group in groups_of(module):
         for held in group.fsdp_params:
             _refuse_replaced(held, started=module._get_fsdp_state()._is_root is not None)
             parameter, storage = getattr(held, _NOTED, (None, None))
@@ -252,7 +257,7 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
 def keep_promises(module: Any) -> None:
     """Install the hooks of one unit; ``fully_shard`` was applied to it."""
     note_converted(module)
-    for group in _groups_of(module):
+    for group in groups_of(module):
         group.post_backward = functools.partial(_post_backward, group)  # type: ignore[method-assign]
     # Not in torch.compile's graphs, like torch's own hooks.
     module.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)

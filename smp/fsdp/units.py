@@ -31,7 +31,7 @@ from smp.fsdp.delayed import DelayedParamIniter
 from smp.fsdp.materialize import materialize, own_modules, take_from_first_rank
 from smp.fsdp.meshes import device_type, every_axis, resolve, shared_buffers
 from smp.fsdp.options import KEEPS_GATHERED, Options
-from smp.fsdp.param_group import is_taken, keep_promises, mark_taken
+from smp.fsdp.param_group import groups_of, is_taken, keep_promises, mark_taken
 from smp.fsdp.policies import is_container
 from smp.parallel.sharding import install_collectives, placement
 
@@ -126,7 +126,7 @@ def shards_of_gathered(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         state = inner._get_fsdp_state()
         if state._training_state.name != "IDLE" or state._state_ctx.iter_forward_root is not None:
             return {}
-        for group in state._fsdp_param_groups:
+        for group in groups_of(inner):
             if group.is_unsharded:
                 found.update((held._unsharded_param, held.sharded_param) for held in group.fsdp_params)
     return found
@@ -266,7 +266,7 @@ def use_collectives(module: FSDPModule, mesh: DeviceMesh, *, shared_buffers: boo
     if mesh.device_type == "cpu" or any(dist.get_backend(group) == "smddp" for group in groups):
         # gloo does not average: add, then divide. The quotient is the same.
         module.set_force_sum_reduction_for_comms(True)
-    if len(module._get_fsdp_state()._fsdp_param_groups) == 1:
+    if len(groups_of(module)) == 1:
         install_collectives(module, groups[-1], mesh.device_type, shared_buffers=shared_buffers)
 
 

@@ -48,6 +48,8 @@ _BACKENDS = [
     SDPBackend.MATH,
 ]
 _HOPPER = 9
+# torch 2.11's varlen_attn has no such argument, and gives heads in groups to the same kernel without it.
+_ASKS_FOR_GROUPS = torch.__version__ >= (2, 12)  # type: ignore[operator]
 WIDEST_HEAD = 256  # of the flash kernels, which also want a multiple of 8
 
 
@@ -113,7 +115,7 @@ def _fused_attention(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=key.shape[1] != heads,
+        **({"enable_gqa": key.shape[1] != heads} if _ASKS_FOR_GROUPS else {}),
     )  # fmt: skip
     return cast(torch.Tensor, found).view(batch, length, heads, width), None
 
@@ -320,13 +322,9 @@ def apply(model: nn.Module, setup: Setup) -> None:
 
 def _unfit(hf_config: Any, *, half: bool) -> str | None:
     """Return why the fused kernels cannot be used, if so."""
-    from torch.nn.attention import varlen  # imported late: it takes a second
-
     width, dropout = head_width(hf_config), attention_dropout(hf_config)
     if why := attention_misfit(hf_config, "fused"):
         return why
-    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
-        return f"torch {torch.__version__} has no variable-length attention with windows and grouped heads"
     if dropout:
         return f"they have no attention dropout, and it is {dropout}"
     if not half:
