@@ -158,7 +158,6 @@ def measured(monkeypatch, tmp_path):
     return measure
 
 
-@pytest.mark.smoke
 def test_a_worker_that_dies_or_hangs_is_replaced(measured, tmp_path, monkeypatch):
     names = ("one", "dies", "two", "fails", "three", "hangs", "four")
     found, started = measured([Case(name, "measure", "", 0.0, 0.1 if name == "hangs" else 99.0) for name in names])
@@ -172,14 +171,12 @@ def test_a_worker_that_dies_or_hangs_is_replaced(measured, tmp_path, monkeypatch
     assert "did hangs" in kept and "did four" not in kept
 
 
-@pytest.mark.smoke
 def test_nothing_begins_that_cannot_end(measured):
     short, long = Case("short", "measure", "", 0.0, 99.0), Case("long", "measure", "", 2 * HANG_SECONDS, 99.0)
     found, _ = measured([long, short])
     assert [(each["name"], each["kind"]) for each in found] == [("long", "left"), ("short", "measure")]
 
 
-@pytest.mark.smoke
 def test_workers_that_never_start_end_the_measurements(measured, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "WORKER", "raise ImportError('no torch')")
     found, started = measured([Case(str(number), "measure", "", 0.0, 99.0) for number in range(5)])
@@ -187,7 +184,6 @@ def test_workers_that_never_start_end_the_measurements(measured, monkeypatch):
     assert "ImportError: no torch" in found[0]["why"]
 
 
-@pytest.mark.smoke
 def test_the_hard_stop_ends_what_was_started(tmp_path):
     code = f"""
 import pathlib
