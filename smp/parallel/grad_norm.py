@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor
 
 from smp.errors import UserError
@@ -87,6 +88,8 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise UserError(f"clip_grad_norm_: max_norm is {max_norm}: give a number from 0")
+    if isinstance(parameters, TorchFSDP):  # its parameters are plain tensors, which do not show that they are shards
+        return parameters.clip_grad_norm_(max_norm or math.inf, norm_type)
     if not norm_type > 0:
         raise UserError(f"clip_grad_norm_: norm_type is {norm_type}: give a number above 0, or infinity")
     if isinstance(parameters, nn.Module):

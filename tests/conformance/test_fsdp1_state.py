@@ -430,6 +430,11 @@ def _one_group(folder: pathlib.Path):
     assert not any("norm" in name for name in names)
     groups = [{"params": list(names.values()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
     old = torch.optim.AdamW(groups, lr=1e-2)
+    norms = []
+    for model in (FSDP(fsdp1.build(seed=1)), fsdp1.torch_fsdp(fsdp1.build(seed=1), use_orig_params=False)):
+        fsdp1.loss_of(model, fsdp1.batch(0, dist.get_rank())).backward()
+        norms += [smp.clip_grad_norm_(model, 0), smp.clip_grad_norm_(model, 0.1), smp.clip_grad_norm_(model, 0)]
+    torch.testing.assert_close(norms[:3], norms[3:], rtol=1e-5, atol=0)
     steps(flat, old, 0, 2)
     for group in old.param_groups:
         group["lr"] = 3e-3
