@@ -302,6 +302,16 @@ def test_larger_chunks_where_they_fit(monkeypatch, device, room, expected):
         assert [choice.value for choice in found] == chosen
 
 
+def test_a_device_without_products_in_fp32_is_told_and_no_other_error_is_taken_for_that(monkeypatch, caplog):
+    asked, cpu = smp.parallel.loss._has_fp32_products.__wrapped__, torch.device("cpu")
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no such")))
+    assert not asked(cpu) and "the loss takes copies in fp32: no such" in caplog.text
+    for error in (torch.OutOfMemoryError, torch.AcceleratorError):
+        monkeypatch.setattr(torch, "mm", lambda *args, error=error, **kwargs: (_ for _ in ()).throw(error("full")))
+        with pytest.raises(error, match="full"):
+            asked(cpu)
+
+
 def test_z_loss_is_for_training_only():
     model = chunk_loss(build_reference("llama_gqa", torch.float32), z_loss=0.1)
     ids, labels = global_batch(0)
