@@ -190,6 +190,11 @@ def choose_backend(comm: CommConfig, device: torch.device) -> str:
     return comm.distributed_backend or ("nccl" if device.type == "cuda" else "smddp")
 
 
+def with_host(backend: str) -> str:
+    """Add gloo to NCCL, over which agreements of the ranks would wait for the device, and offloaded gradients fail."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
 _MOST_SECONDS = 1e8  # --distributed_timeout's: torch counts nanoseconds in 64 bits
 _BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")  # torch's own backends, where it was built with them
 START_SECONDS = 300.0  # how long a job waits for all its processes; less if --distributed_timeout is
@@ -263,10 +268,7 @@ def process_group(
     Raises:
         RankError: the processes do not find each other.
     """
-    backend = choose_backend(comm, device)
-    if cpu_offload and backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"  # gradients in host memory have a norm, too
-    added = _start_group(launch, device, backend, comm.distributed_timeout)
+    added = _start_group(launch, device, with_host(choose_backend(comm, device)), comm.distributed_timeout)
     if cpu_offload and device.type == "cuda":
         share_cores()
     try:
@@ -310,9 +312,7 @@ def _start_group(launch: Launch, device: torch.device, backend: str, seconds: fl
 def _export(launch: Launch) -> list[str]:
     """Set torchrun's variables where another launcher has set its own, for other libraries; return those added."""
     values = dict(zip(NAMES, launch.numbers, strict=True))
-    where = {}
-    if launch.world_size > 1:
-        where = dict(zip(("MASTER_ADDR", "MASTER_PORT"), rendezvous(launch), strict=True))
+    where = dict(zip(("MASTER_ADDR", "MASTER_PORT"), rendezvous(launch), strict=True)) if launch.world_size > 1 else {}
     added = {name: str(value) for name, value in (values | where).items() if not os.environ.get(name)}
     os.environ.update(added)
     return list(added)
@@ -329,7 +329,7 @@ def init_process_group(backend: str | None = None, *, timeout: float = 1800.0) -
 
     Args:
         backend: one that torch knows, such as ``"smddp"``, ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; None:
-            NCCL on GPUs, smddp on CPUs.
+            NCCL on GPUs, with gloo for tensors and objects of the host, smddp on CPUs.
         timeout: seconds to wait for other ranks, in a collective; for all of them to start, 300 at most.
 
     Returns:
@@ -351,7 +351,7 @@ def init_process_group(backend: str | None = None, *, timeout: float = 1800.0) -
     launch = read_launch()
     end_with_launcher(launch)
     device = choose_device(launch)
-    backend = backend or ("nccl" if device.type == "cuda" else "smddp")
+    backend = backend or with_host("nccl" if device.type == "cuda" else "smddp")
     _refuse_backend(backend, device)
     _start_group(launch, device, backend, timeout)
     return device

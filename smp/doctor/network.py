@@ -23,7 +23,7 @@ from smp.doctor.check import CheckContext
 from smp.doctor.disk import output_directory
 from smp.doctor.report import listed
 from smp.errors import UserError
-from smp.runtime import choose_backend, open_store
+from smp.runtime import choose_backend, open_store, with_host
 
 STORE = "smp/doctor"  # prefix of the ranks' keys in the job's store
 START_SHARE = 6.0  # of --timeout: the others' own checks come first
@@ -50,12 +50,11 @@ def check_start(ctx: CheckContext) -> None:
         _await_everyone(ctx, store, limit * START_SHARE * 0.9)
     started = time.perf_counter()
     dist.init_process_group(
-        backend,
+        with_host(backend),
         store=dist.PrefixStore("group", store),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=datetime.timedelta(seconds=limit * 0.8),
-        device_id=ctx.device if backend == "nccl" else None,
     )
     said = _of_all_ranks(ctx, (this_member().host, time.perf_counter() - started))
     hosts, seconds = [host for host, _ in said], max(each for _, each in said)

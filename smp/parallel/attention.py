@@ -111,11 +111,12 @@ def _fused_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     batch, heads, length, width = query.shape
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    groups: dict[str, Any] = {"enable_gqa": key.shape[1] != heads} if _ASKS_FOR_GROUPS else {}
     found = varlen.varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **({"enable_gqa": key.shape[1] != heads} if _ASKS_FOR_GROUPS else {}),
+        **groups,
     )  # fmt: skip
     return cast(torch.Tensor, found).view(batch, length, heads, width), None
 

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from smp.config import Settings, flag_text
 
-# Turns on the defaults on GPUs that no GPU has yet shown to be right and faster: tests/gpu and benchmarks/gpu_step.py.
-SHOWN_ON_GPU = False
+# Settings whose choice was shown to be right and faster, each with the line of a result that shows it: page of
+# benchmarks/results/gpu, date, device. The others keep their plain value.
+SHOWN_ON_GPU: dict[str, str] = {}
+_NEEDS_SEVERAL = {"tp_overlap", "cp_comm_type", "reshard_between_microbatches"}  # nothing to show on one GPU
 
 
 class Choice(NamedTuple):
@@ -65,7 +67,7 @@ def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) ->
         fits = functools.partial(situation.fits, **values)
         for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values), fits=fits)):
             if choice.name in plain and choice.name not in values:
-                found.append(choice if SHOWN_ON_GPU else _unshown(choice, plain[choice.name]))
+                found.append(choice if choice.name in SHOWN_ON_GPU else _unshown(choice, plain[choice.name]))
     return found
 
 
@@ -90,4 +92,5 @@ def _unshown(choice: Choice, plain: Any) -> Choice:
     name, value, reason = choice
     if value == plain:
         return choice
-    return Choice(name, plain, f"not yet measured on a GPU; --{name} {flag_text(value)}: {reason}")
+    where = "several GPUs" if name in _NEEDS_SEVERAL else "a GPU"
+    return Choice(name, plain, f"not yet measured on {where}; --{name} {flag_text(value)}: {reason}")

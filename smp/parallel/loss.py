@@ -23,13 +23,8 @@ from torch.autograd import Function
 from smp.config import LossConfig
 from smp.errors import UserError
 from smp.host_copies import to_device
-from smp.loss import (
-    IGNORE_INDEX,
-    causal_lm_loss_sum,
-    check_labels,
-    loss_sum_,
-    shift_labels,
-)
+from smp.log import get_logger
+from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.family import LogitTransform
@@ -39,6 +34,8 @@ from smp.parallel.choices import Choice, Situation
 from smp.parallel.linear import has_product, local_tensor
 from smp.parallel.targets import Targets, targets_of
 from smp.parallel.technique import Setup
+
+logger = get_logger("model")
 
 Config = LossConfig
 
@@ -147,7 +144,10 @@ def _has_fp32_products(device: torch.device) -> bool:
     one, wide = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
     try:
         torch.addmm(wide, one, torch.mm(one, one, out_dtype=wide.dtype).to(one), out_dtype=wide.dtype, out=wide)
-    except (RuntimeError, TypeError):  # an older torch
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # which says nothing of products
+    except (RuntimeError, TypeError) as error:
+        logger.warning("%s sums no products of bf16 in fp32, so the loss takes copies in fp32: %s", device, error)
         return False
     return True
 

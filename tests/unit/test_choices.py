@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import train_lib
-from smp.config import AUTO, ActivationConfig, LossConfig, Settings
+from smp.config import AUTO, ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.parallel import allocator, choices
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
 from smp.parallel.tensor import technique
@@ -35,7 +35,8 @@ def undecided(**given):
 
 @pytest.fixture
 def shown(monkeypatch):
-    monkeypatch.setattr(choices, "SHOWN_ON_GPU", True)
+    for name in (COMPILE, "later"):
+        monkeypatch.setitem(choices.SHOWN_ON_GPU, name, "a page, a date, a device")
 
 
 def chooser(*made):
@@ -80,6 +81,17 @@ def test_until_a_gpu_has_shown_it_the_plain_value_is_chosen_and_says_so():
     assert str(choice) == "--compile 0 (not yet measured on a GPU; --compile 1: first)"
     plain = Choice(COMPILE, False, "no compiler")
     assert choose(settings, situation(settings), [chooser(plain)]) == [plain]
+
+
+def test_what_a_gpu_has_shown_is_chosen_alone(shown):
+    settings = Settings((ActivationConfig(), LossConfig(), ParallelConfig()))
+    others = [Choice("tp_overlap", True, "they read each other's memory"), Choice("loss_chunk_tokens", 4096, "it fits")]
+    found = choose(settings, situation(settings), [chooser(*MADE, *others)])
+    assert [str(choice) for choice in found] == [
+        "--compile 1 (first)",
+        "--tp_overlap 0 (not yet measured on several GPUs; --tp_overlap 1: they read each other's memory)",
+        "--loss_chunk_tokens 1024 (not yet measured on a GPU; --loss_chunk_tokens 4096: it fits)",
+    ]
 
 
 def _check_agreement(rank_0, rank_1, expected):

@@ -294,12 +294,22 @@ def test_chunks_of_nothing_are_refused():
     ("cuda", True, [4096]), ("cuda", False, [1024]), ("cpu", True, []),
 ])  # fmt: skip
 def test_larger_chunks_where_they_fit(monkeypatch, device, room, expected):
-    monkeypatch.setattr(choices, "SHOWN_ON_GPU", True)
+    monkeypatch.setitem(choices.SHOWN_ON_GPU, "loss_chunk_tokens", "a page, a date, a device")
     for given, chosen in ((LossConfig(), expected), (LossConfig(loss_chunk_tokens=512), [])):
         settings = Settings((given,))
         situation = choices.Situation(None, settings, device, 1, lambda **values: room)
         found = choices.choose(settings, situation, [smp.parallel.loss.choose])
         assert [choice.value for choice in found] == chosen
+
+
+def test_a_device_without_products_in_fp32_is_told_and_no_other_error_is_taken_for_that(monkeypatch, caplog):
+    asked, cpu = smp.parallel.loss._has_fp32_products.__wrapped__, torch.device("cpu")
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no such")))
+    assert not asked(cpu) and "the loss takes copies in fp32: no such" in caplog.text
+    for error in (torch.OutOfMemoryError, torch.AcceleratorError):
+        monkeypatch.setattr(torch, "mm", lambda *args, error=error, **kwargs: (_ for _ in ()).throw(error("full")))
+        with pytest.raises(error, match="full"):
+            asked(cpu)
 
 
 def test_z_loss_is_for_training_only():

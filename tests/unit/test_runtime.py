@@ -10,6 +10,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import smp
 from smp import runtime
@@ -175,6 +176,34 @@ def started(backend=None):
     found = [str(device), dist.get_backend(), total.tolist(), [os.environ.get(name) for name in TORCHRUNS], again]
     dist.destroy_process_group()
     return found
+
+
+def groups_on_gpu():
+    """The device of objects in the groups of a job, and of a script, whose NCCL is torch's stand-in for it."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  which registers it
+
+    found, original = [], dist.init_process_group
+
+    def look():
+        dist.all_gather_object(everyone := [None], "here")
+        found.append([dist.get_backend_config(), distributed_c10d._get_object_coll_device(), *everyone])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda name, **o: original(name.replace("nccl", "fake"), **o))
+        patch.setattr(runtime, "_refuse_backend", lambda backend, device: None)  # NCCL is not built in everywhere
+        for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
+            patch.setattr(torch.cuda, name, lambda *args, value=value: value)
+        with process_group(CommConfig(), Launch(), torch.device("cuda", 0)):
+            look()
+        smp.init_process_group()
+        look()
+        dist.destroy_process_group()
+    return found
+
+
+def test_ranks_of_gpus_agree_on_the_host():
+    """Over NCCL alone, every object would be copied to the device, and the host would wait for it."""
+    assert in_environments([{}], groups_on_gpu) == [[["cpu:gloo,cuda:fake", "cpu", "here"]] * 2]
 
 
 def openmpi(rank, **more):
