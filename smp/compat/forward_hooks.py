@@ -26,12 +26,16 @@ _FP8_MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.p
 
 
 def tell_of_fp8(model: nn.Module) -> None:
-    """Let the model's first call warn if it is inside ``fp8_autocast``, which its modules do not follow."""
+    """Let the model warn once if it is called inside ``fp8_autocast``, which its modules do not follow.
+
+    Looked for until the first training step.
+    """
 
     def tell(module: nn.Module, args: Any) -> None:
-        handle.remove()
         managers = [getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in _FP8_MODULES]
         enabled = any(manager is not None and manager.is_fp8_enabled() for manager in managers)
+        if enabled or module.training:
+            handle.remove()
         if enabled and not any(type(each).__module__.startswith("transformer_engine") for each in module.modules()):
             _logger.warning(
                 "fp8_autocast has no effect: no module of the model is transformer_engine's, and nothing is computed "

@@ -53,11 +53,11 @@ def random_seed() -> int | None:
     return None if job is None else job[2]
 
 
-def every_axis(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the groups along the axes of a unit's mesh, and of tensor parallelism, where it is."""
-    job = _job()
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return groups if job is None or job[0].tp.size == 1 else [*groups, job[0].tp.group]
+def every_axis(mesh: DeviceMesh, options: Options) -> list[dist.ProcessGroup]:
+    """Return the groups along the axes of a unit's mesh, and of tensor parallelism where ``smp.init`` laid the mesh."""
+    job, groups = _job(), [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    own = options.process_group is not None or options.device_mesh is not None
+    return groups if job is None or own or job[0].tp.size == 1 else [*groups, job[0].tp.group]
 
 
 def device_type(module: nn.Module, options: Options) -> str:

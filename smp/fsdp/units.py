@@ -166,7 +166,7 @@ def shard_unit(
     initer = getattr(options.param_init_fn, "__self__", None)
     # With sync_module_states some ranks may have none, and its values are replaced by the first rank's.
     if isinstance(initer, DelayedParamIniter) and not options.sync_module_states:
-        initer.share_seed(every_axis(mesh), device)
+        initer.share_seed(every_axis(mesh, options), device)
     materialize(modules, options, device, ignored_parameters)
     if options.sync_module_states:
         take_from_first_rank(modules, mesh, device, ignored_parameters)
