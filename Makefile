@@ -7,7 +7,7 @@ ARGS ?=
 # Where torch is taken from, such as https://download.pytorch.org/whl/cpu; empty: as pip is configured.
 TORCH_INDEX ?=
 
-.PHONY: setup train test test-all test-slow lint docs clean
+.PHONY: setup train test test-all test-slow test-floor lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,20 @@ test-all: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
+
+# The oldest supported torch and transformers; the index has this torch for CUDA alone, which runs on CPUs, too.
+FLOOR := .venv-floor/bin/python
+
+test-floor: .venv-floor/.ready
+	$(FLOOR) -m pytest -n 2 --dist loadfile -m "not slow" tests/unit tests/parity
+
+.venv-floor/.ready: pyproject.toml constraints.txt
+	@echo 'Setting up .venv-floor: 5.5 GB'
+	$(PYTHON) -m venv .venv-floor
+	grep -vE '^(torch|transformers|huggingface-hub)==' constraints.txt > .venv-floor/constraints.txt
+	$(FLOOR) -m pip install --quiet --disable-pip-version-check --constraint .venv-floor/constraints.txt \
+		torch==2.11.0 'transformers==5.17.*' --editable '.[dev,plots,tensorboard]'
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
