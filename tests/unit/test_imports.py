@@ -141,7 +141,7 @@ def test_the_names_that_a_file_uses_are_found():
 
 
 def test_no_name_is_newer_than_the_oldest_supported_torch_and_transformers():
-    """They are listed by ``python -m tests.names`` there; a newer one is asked for by ``getattr``, or the floor raised."""
+    """``python -m tests.names`` lists what they have; a newer name is asked for by ``getattr``, or the floor raised."""
     assert names.used_by_smp() - set(names.FLOOR.read_text().split()) == set()
 
 
