@@ -7,7 +7,7 @@ ARGS ?=
 # Where torch is taken from, such as https://download.pytorch.org/whl/cpu; empty: as pip is configured.
 TORCH_INDEX ?=
 
-.PHONY: setup train test test-all test-slow gpu lint docs clean
+.PHONY: setup train test test-all test-slow test-floor gpu lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +39,20 @@ test-slow: setup
 # Nothing is set up: the machine with the GPU has torch and transformers, and may have no network.
 gpu:
 	PYTHON=$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bash benchmarks/gpu_first.sh $(ARGS)
+
+# The oldest supported torch and transformers; the index has this torch for CUDA alone, which runs on CPUs, too.
+FLOOR := .venv-floor/bin/python
+
+test-floor: .venv-floor/.ready
+	$(FLOOR) -m pytest -n 2 --dist loadfile -m "not slow" tests/unit tests/parity
+
+.venv-floor/.ready: pyproject.toml constraints.txt
+	@echo 'Setting up .venv-floor: 5.5 GB'
+	$(PYTHON) -m venv .venv-floor
+	grep -vE '^(torch|transformers|huggingface-hub)==' constraints.txt > .venv-floor/constraints.txt
+	$(FLOOR) -m pip install --quiet --disable-pip-version-check --constraint .venv-floor/constraints.txt \
+		torch==2.11.0 'transformers==5.17.*' --editable '.[dev,plots,tensorboard]'
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .

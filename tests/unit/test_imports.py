@@ -11,9 +11,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import smp
 import smp.cli
+from tests import names
 from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -128,3 +130,24 @@ def test_every_import_that_the_pages_show_works():
     script = "\n".join(sorted(shown))
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_names_that_a_file_uses_are_found():
+    source = "import torch.nn.functional as F\nfrom torch import nn\nimport torch, os\nF.silu(nn.Linear(1).x, os.x)"
+    assert names.used(source) == {
+        "torch", "torch.nn", "torch.nn.functional", "torch.nn.functional.silu", "torch.nn.Linear",
+    }  # fmt: skip
+    assert names.missing("torch.nn.Linaer") and not names.missing("torch.nn.Linear.weight.data")
+
+
+def test_no_name_is_newer_than_the_oldest_supported_torch_and_transformers():
+    """``python -m tests.names`` lists what they have; a newer name is asked for by ``getattr``, or the floor raised."""
+    assert names.used_by_smp() - set(names.FLOOR.read_text().split()) == set()
+
+
+@pytest.mark.full
+def test_all_names_are_in_the_installed_torch_and_transformers():
+    found = {name for name in names.used_by_smp() if names.missing(name)}
+    if not torch.distributed.is_nccl_available():  # a build for CPUs
+        found = {name for name in found if not name.startswith("torch.distributed.ProcessGroupNCCL")}
+    assert found == set()
