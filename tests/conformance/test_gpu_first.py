@@ -98,6 +98,7 @@ def test_a_call_on_the_stand_in_gpu(tmp_path):
     assert found[f"plan: {first}"]["allocated"] > 0 and len(found[second]["losses"]) == 8
 
 
+@pytest.mark.slow
 def test_several_processes_measure_one_step(tmp_path):
     done = call(tmp_path / "out", "--tiny", "--processes", 2, "--match", "eager, full, tp")
     found = [each for each in report.read(tmp_path / "out" / "results.jsonl") if each["kind"] == "step"]

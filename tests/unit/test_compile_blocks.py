@@ -233,7 +233,10 @@ def _sharded(mode, tp, sequence):
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp", "sequence"),
+    [pytest.param(1, False, marks=pytest.mark.slow), (2, True), pytest.param(2, False, marks=pytest.mark.slow)],
+)
 def test_sharded_and_split_blocks_are_compiled_once(mode, tp, sequence):
     run_distributed(_sharded, mode, tp, sequence, world_size=2)
 
