@@ -237,9 +237,10 @@ class FlashAttention:
 
     def forward(
         self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, block_table=None, num_splits=None,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+        block_table=None, num_splits=None,
     ):  # fmt: skip
-        assert seqused_k is block_table is num_splits is None  # of torch 2.12 and later
+        assert seqused_k is alibi_slopes is block_table is num_splits is None  # of torch 2.12 and later
         assert not dropout_p and not return_debug_mask and query.is_contiguous()
         self.masks.append((is_causal, window_size_left, window_size_right))
         out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))

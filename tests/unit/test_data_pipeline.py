@@ -238,7 +238,7 @@ def test_settings_that_cannot_work_are_named_together():
     assert len(missing) == 2 and "--training_dir" in missing[0] and "--test_dir" in missing[1]
     with pytest.raises(ConfigError) as caught:
         parse_args(["--validation_freq", "5", "--lr", "x"])
-    assert caught.value.problems[1:] == missing and "--lr" in caught.value.problems[0]
+    assert caught.value.rest.data.missing() == missing and "--lr" in caught.value.problems[0]
     assert DataConfig(use_synthetic_data=True, validation_freq=5).missing() == []
 
 

@@ -26,7 +26,7 @@ from smp.memory.plan import GIB, check_fits, estimate_memory, memory_at, process
 from smp.memory.shape import Moment, Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
-from smp.train import run_plan
+from smp.train import elsewhere, run_plan
 from tests.distributed import run_distributed
 from tests.job import run_job
 
@@ -269,7 +269,7 @@ def a_gpu_each(rank):
     """A rank's fake GPU, of which rank 1's is nearly full."""
     torch.cuda.set_device = lambda device: None
     torch.cuda.mem_get_info = lambda device: ((80 - 79 * rank) * GIB, 80 * GIB)
-    run_plan.choose_device = lambda launch: torch.device("cuda", launch.local_rank)
+    elsewhere.choose_device = lambda launch: torch.device("cuda", launch.local_rank)
     run_plan.list_presets = list  # which takes seconds
     Guard.refuse_crash_loop = lambda guard, step: None  # counts on the GPU
     runtime.choose_backend = run_plan.choose_backend = lambda comm, device: "gloo"
