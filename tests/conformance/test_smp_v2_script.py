@@ -297,7 +297,8 @@ def _fp8(uses: bool) -> None:
         model.add_module("own", type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch"})())
     for _ in range(2):
         model(rows(0))
-    assert [text.startswith("fp8_autocast has no effect: no module") for text in said] == ([] if uses else [True])
+    # What init logs besides is there or not, as the level of the logger was left by a test before.
+    assert sum(text.startswith("fp8_autocast has no effect: no module") for text in said) == (0 if uses else 1)
 
 
 @pytest.mark.parametrize("uses", [False, True])
