@@ -31,7 +31,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not full" tests
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=100 -m "not slow" tests
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests

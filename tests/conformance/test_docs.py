@@ -30,9 +30,6 @@ from smp.train import arguments
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted(ROOT.glob("examples/*.md"))
-# Pages that take some seconds; all others are run by `make test-slow`. The README's take three quarters of a minute.
-QUICK = {"smp_v2.md"}
-
 _FENCE = re.compile(r"(?P<before>[^\n]*)\n\n?```(?P<kind>bash|sh|python)\n(?P<text>.*?)^```", re.S | re.M)
 
 
@@ -63,7 +60,7 @@ def blocks(page: pathlib.Path) -> list[Block]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_one_machine_is_started_by_the_launcher_that_adds_no_traceback(page):
     """torchrun's stands around each sentence with which a start is refused; SMP v2's users know it."""
     text = page.read_text(encoding="utf-8")
@@ -130,15 +127,10 @@ def run(text: str, folder: pathlib.Path, status: int = 0) -> None:
     assert done.returncode == status, f"{text}\nended with {done.returncode}:\n{said}"
 
 
-def _parameters() -> list:
-    with_commands = [page for page in PAGES if page.exists() and runnable(page)]
-    return [
-        pytest.param(page, id=page.name, marks=() if page.name in QUICK else (pytest.mark.slow,))
-        for page in with_commands
-    ]
-
-
-@pytest.mark.parametrize("page", _parameters())
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.exists() and runnable(page)], ids=lambda path: path.name
+)
 def test_the_commands_of_a_page_work(page, folder):
     for block in runnable(page):
         if block.saved_as:

@@ -50,8 +50,16 @@ def expected(ranks, exchange, again):
     }[exchange]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ()), (4, KEPT)])
-@pytest.mark.parametrize("exchange", ["all_gather", "p2p", "all_to_all"])
+@pytest.mark.parametrize(
+    ("ranks", "flags", "exchange"),
+    [
+        (2, (), "all_gather"),
+        (4, KEPT, "p2p"),
+        pytest.param(4, KEPT, "all_gather", marks=pytest.mark.slow),
+        pytest.param(2, (), "p2p", marks=pytest.mark.slow),
+        *(pytest.param(ranks, flags, "all_to_all", marks=pytest.mark.slow) for ranks, flags in ((2, ()), (4, KEPT))),
+    ],
+)
 def test_exchanges_of_a_block(exchange, ranks, flags):
     step, again = step_of(ranks, exchange, *flags), int(not flags)
     assert exchanges(step) == expected(ranks, exchange, again)
@@ -62,7 +70,9 @@ def test_exchanges_of_a_block(exchange, ranks, flags):
     assert moved == {"cpu to cuda @ smp/host_copies.py": OF_BATCH + PLACES * once}
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "p2p", "all_to_all"])
+@pytest.mark.parametrize(
+    "exchange", ["p2p", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all_gather", "all_to_all"))]
+)
 def test_documents_and_tensor_parallelism(exchange):
     step = step_of(2, exchange, *DOCUMENTS, *TP, "--gradient_accumulation_steps", "2")
     twice = {what: 2 * count for what, count in expected(2, exchange, 1).items()}

@@ -33,15 +33,20 @@ def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[f
 @pytest.mark.parametrize(
     "flags",
     [
-        "--activation_checkpointing_mode selective --gradient_accumulation_steps 2",
-        "--gradient_accumulation_steps 2 --reshard_between_microbatches 0",
         "--tensor_parallel_degree 2",
-        "--offload_activations 1 --activation_loading_horizon 1",
-        "--cpu_offload 1",
-        "--context_parallel_degree 2 --cp_comm_type all_gather --gradient_accumulation_steps 2",
         f"--context_parallel_degree 2 --cp_comm_type p2p {DOCUMENTS}",
-        "--context_parallel_degree 2 --cp_comm_type all_to_all --activation_checkpointing_mode selective",
-        f"--checkpoint_type async_sharded {DOCUMENTS}",
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)  # more than a minute of a core each
+            for flags in (
+                "--activation_checkpointing_mode selective --gradient_accumulation_steps 2",
+                "--gradient_accumulation_steps 2 --reshard_between_microbatches 0",
+                "--offload_activations 1 --activation_loading_horizon 1",
+                "--cpu_offload 1",
+                "--context_parallel_degree 2 --cp_comm_type all_gather --gradient_accumulation_steps 2",
+                "--context_parallel_degree 2 --cp_comm_type all_to_all --activation_checkpointing_mode selective",
+                f"--checkpoint_type async_sharded {DOCUMENTS}",
+            )
+        ),
     ],
 )
 def test_values_are_those_of_the_cpu(flags, tmp_path):

@@ -232,7 +232,7 @@ def _sharded(mode, tp, sequence):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 @pytest.mark.parametrize(
     ("tp", "sequence"),
     [pytest.param(1, False, marks=pytest.mark.slow), (2, True), pytest.param(2, False, marks=pytest.mark.slow)],
