@@ -48,7 +48,9 @@ def choose_sizes(
         UserError: nothing fits, or what was given is not legal.
     """
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    resolved = resolve_model(ModelConfig(**{name: value for name, value in settings.items() if name in fields}))
+    resolved = resolve_model(
+        ModelConfig(**{name: value for name, value in settings.items() if name in fields}), here=False
+    )
     shape = model_shape(resolved)
     budget, smallest = int(gpu_memory_gib * USABLE * GIB), None
     least = 0

@@ -29,7 +29,7 @@ _SITES: dict[str, dict[str, str]] = {
         "FSDPParam.all_gather_inputs": COMMUNICATION,
         "FSDPParam.to_accumulated_grad_if_needed": UNREDUCED,
         "FSDPParam.accumulate_unsharded_grad_if_needed": UNREDUCED,
-        "FSDPParam.unsharded_zero_grad_data": UNREDUCED,
+        "FSDPParam.unsharded_zero_grad_data": UNREDUCED,  # not of torch 2.11
     },
     _FSDP + "_fsdp_param_group": {"FSDPParamGroup.post_backward": COMMUNICATION},
     "smp.comm.fsdp": {"": COMMUNICATION},

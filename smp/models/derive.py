@@ -105,6 +105,19 @@ def without_masks(model: nn.Module, attend: Callable[..., Any] = _attend_nothing
             config._attn_implementation_internal = former[key]
 
 
+@contextlib.contextmanager
+def with_one_rope(model: nn.Module) -> Iterator[None]:
+    """Let rotary embeddings that go by the longest position, which they would read, be those of the start."""
+    former = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
+    try:
+        for module, kind in former.items():
+            module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"  # type: ignore[assignment]
+        yield
+    finally:
+        for module, kind in former.items():
+            module.rope_type = kind
+
+
 def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -> list[Call]:
     """Run a forward on the meta device; returns the calls of the watched modules, in order."""
     calls: list[Call] = []
@@ -116,7 +129,7 @@ def _trace(model: nn.Module, watched: dict[str, nn.Module], ids: torch.Tensor) -
         for path, module in watched.items()
     ]
     try:
-        with torch.enable_grad(), torch.device("meta"):
+        with torch.enable_grad(), torch.device("meta"), with_one_rope(model):
             model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:

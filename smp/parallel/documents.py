@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smp.errors import UserError
+from smp.models.derive import with_one_rope
 from smp.models.hf_values import ropes_of
 from smp.models.registry import build_model
 
@@ -79,6 +80,8 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
         UserError: they do not.
     """
     for rope in ropes_of(getattr(hf_config, "rope_parameters", None)):
+        if rope.get("rope_type") == "dynamic":
+            raise no_documents("its rotary embedding (dynamic) goes by the longest document of a micro-batch")
         if rope.get("rope_type") == "longrope" and length > (most := rope["original_max_position_embeddings"]):
             raise no_documents(f"beyond {most} tokens its rotary embedding is another for all of a micro-batch")
     with torch.device("meta"):
@@ -93,7 +96,7 @@ def check_documents(hf_config: Any, length: int = 0) -> None:
         return positions
 
     try:
-        with torch.no_grad(), torch.device("meta"), told(find):
+        with torch.no_grad(), torch.device("meta"), told(find), with_one_rope(model):
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except TypeError as error:
         raise no_documents("its forward takes no positions") from error

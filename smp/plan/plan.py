@@ -34,6 +34,7 @@ from smp.plan.heap import heap_bytes
 from smp.plan.memory import account
 from smp.plan.packed import packed_bytes
 from smp.plan.records import GIB, LayoutPlan, Operation, RankMemory, Segment, StepTime
+from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.time import step_time
 from smp.plan.trace import MOST_MICROBATCHES, microbatch_rows, trace_step, untraced_bytes
 from smp.runtime import Launch, choose_backend
@@ -83,7 +84,7 @@ def warm_up(words: Sequence[str]) -> None:
     """
     import torch._dynamo  # noqa: F401  by the first operation under a mode
 
-    config = resolve_model(parse_args(list(words)).model).hf_config
+    config = resolve_model(parse_args(list(words)).model, here=False).hf_config
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 
 
@@ -102,6 +103,8 @@ class _Rank:
         config = parse_args(words)
         problems = Problems()
         launch = Launch(rank, ranks, rank % local, local)
+        if row.is_gpu and config.model.attn_implementation in PLANNED_AS_SDPA:
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation="sdpa"))
         self.job = job = make_job(config, launch, device, resolve_model(config.model), problems)
         problems += find_problems(job.model.hf_config, job.setup)
         self.batch = problems.attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh) or 0

@@ -26,6 +26,7 @@ from smp.plan.estimate import estimate
 from smp.plan.kernels import SLOWER
 from smp.plan.layouts import Layout, layouts
 from smp.plan.records import GIB, LayoutPlan
+from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import title_of, words_of
 from smp.train.arguments import parse_args
@@ -90,7 +91,7 @@ def read_request(
         config = parse_args(words)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
-        model = resolve_model(config.model)
+        model = resolve_model(config.model, here=not row.is_gpu)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
             if "global_batch_size" in config.given:
@@ -216,6 +217,8 @@ def notes(request: Request, found: Found) -> Iterator[str]:
             yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
         if request.settings["compile"] is True:
             yield "Blocks are planned as they run uncompiled; compiled ones take less memory between kernels."
+        if (attention := request.settings["attn_implementation"]) in PLANNED_AS_SDPA:
+            yield f"Attention is planned with torch's kernels, and not those of --attn_implementation {attention}."
         if request.settings["cpu_offload"]:
             yield "Too fast: the step's seconds have neither --cpu_offload's update by the host nor its copies."
         if request.settings["offload_dir"] is not None:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 aten = torch.ops.aten
 _plain = F.scaled_dot_product_attention
+# Attention functions of other packages, and compiled ones, that need as much memory as torch's kernels.
+PLANNED_AS_SDPA = ("flash_attention_2", "flash_attention_3", "flex_attention")
 _WIDEST_FLASH, _WIDEST_CUDNN = 256, 128
 # cuDNN's comes first on these (torch's sdp_utils.cpp, check_prefer_cudnn_attention).
 _PREFER_CUDNN = ((9, 0), (10, 0))

@@ -183,6 +183,13 @@ def test_what_the_seconds_leave_out_is_told(planner, call):
     assert all(text in "".join(json.loads(call(*words, "--json", "-")[1])["notes"]) for text in told)
 
 
+@pytest.mark.parametrize("name", ["fused", "flash_attention_3", "flex_attention"])
+def test_attention_that_this_machine_lacks_is_planned(name, planner, call):
+    status, out, err = call(*TINY, "--search", 0, "--attn_implementation", name)
+    assert status == 0, err
+    assert (f"not those of --attn_implementation {name}." in out) == (name != "fused")
+
+
 @pytest.mark.full
 def test_the_memory_is_drawn(planner, call, tmp_path):
     pytest.importorskip("matplotlib")

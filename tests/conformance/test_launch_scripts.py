@@ -295,6 +295,7 @@ def test_sizes_follow_from_memory_and_what_was_given():
     words, text = choose("--model llama7b", memory=40)
     assert words == sizes.format(4, 1, 4) and "predicted peak 30.2 GiB" in text
     assert len(re.findall("<- this job", text)) == 1
+    assert choose("--model llama7b --attn_implementation fused", memory=40)[0] == words  # no GPU is needed here
     assert choose("--model llama70b", nodes=32, memory=40)[0] == sizes.format(256, 1, 4)
     neox = "--model_type gpt_neox --hidden_width 12288 --num_layers 96 --num_heads 96 --max_context_width 4096"
     assert choose(neox, nodes=64, memory=40)[0] == sizes.format(512, 1, 1)  # with offloading: TP 4, batch 6

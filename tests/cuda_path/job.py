@@ -134,7 +134,7 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     with contextlib.suppress(EnoughError), contextlib.ExitStack() as modes:
         job.run(plan, guard)
     devices = {str(value.device) for state in optimizers[0].state.values() for value in state.values()}
-    allocator = torch._C._accelerator_getAllocatorSettings()
+    allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "unknown")()  # not in torch 2.11
     return {"mesh": str(plan.mesh), "steps": steps, "state": sorted(devices), "allocator": allocator}
 
 

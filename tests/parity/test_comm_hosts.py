@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import smp.comm
 from smp.comm import segment
 from smp.comm.arena import Mismatch
+from smp.comm.cuda import all_gather_single, reduce_scatter_single
 from smp.comm.fsdp import SharedAllGather, use_shared_buffers
 from tests import netns
 from tests.distributed import run_distributed, run_ranks, signal_others, wait_for
@@ -88,12 +89,12 @@ def _gathers(sizes):
     for numel, dtype, async_op in cases(sizes):
         mine, wanted = values(rank, numel, dtype), [values(r, numel, dtype) for r in range(size)]
         out = torch.full((size * numel,), 1).to(dtype)
-        _wait(dist.all_gather_single(out, mine, async_op=async_op))
+        _wait(all_gather_single(out, mine, async_op=async_op))
         same(out, torch.cat(wanted), numel, dtype)
         out = torch.zeros(size * numel, dtype=dtype)
         own = out[rank * numel :][:numel]
         own.copy_(mine)
-        _wait(dist.all_gather_single(out, own, async_op=async_op))
+        _wait(all_gather_single(out, own, async_op=async_op))
         same(out, torch.cat(wanted), "in place", numel, dtype)
         if numel:
             for root in range(size):
@@ -118,10 +119,10 @@ def _reductions(hosts, sizes):
         same(tensor, wanted[1:], "all_reduce", numel, dtype)
         wanted = wanted[rank * numel :][:numel]
         out = torch.empty(numel, dtype=dtype)
-        _wait(dist.reduce_scatter_single(out, whole, async_op=async_op))
+        _wait(reduce_scatter_single(out, whole, async_op=async_op))
         same(out, wanted, "reduce_scatter", numel, dtype)
         own = whole[rank * numel :][:numel]
-        _wait(dist.reduce_scatter_single(own, whole, async_op=async_op))
+        _wait(reduce_scatter_single(own, whole, async_op=async_op))
         same(own, wanted, "in place", numel, dtype)
     for lengths in UNEVEN:
         begins = [sum(lengths[:r]) for r in range(size + 1)]
@@ -148,12 +149,12 @@ def _against_gloo(sizes):
         same(mine, other, "all_reduce", numel)
         mine, other = torch.empty(numel), torch.empty(numel)
         whole = values(rank, numel * size, torch.float32, whole=True)
-        dist.reduce_scatter_single(mine, whole)
-        dist.reduce_scatter_single(other, whole, group=gloo)
+        reduce_scatter_single(mine, whole)
+        reduce_scatter_single(other, whole, group=gloo)
         same(mine, other, "reduce_scatter", numel)
         mine, other = torch.empty(numel * size), torch.empty(numel * size)
-        dist.all_gather_single(mine, whole[:numel])
-        dist.all_gather_single(other, whole[:numel], group=gloo)
+        all_gather_single(mine, whole[:numel])
+        all_gather_single(other, whole[:numel], group=gloo)
         same(mine, other, "all_gather", numel)
 
 
@@ -191,10 +192,10 @@ def _several_megabytes(hosts):
     rank, size, numel = dist.get_rank(), dist.get_world_size(), 900_001
     mine = values(rank, numel, torch.float32)
     out = torch.empty(size * numel)
-    dist.all_gather_single(out, mine)
+    all_gather_single(out, mine)
     same(out, torch.cat([values(r, numel, torch.float32) for r in range(size)]))
     whole = torch.cat([mine] * size)
-    dist.reduce_scatter_single(mine, whole)
+    reduce_scatter_single(mine, whole)
     same(mine, total(hosts, numel, torch.float32))
     dist.all_reduce(whole)
     same(whole, torch.cat([mine] * size))
@@ -252,7 +253,7 @@ def _subgroups(layout):
             if len(members) != 3:
                 same(tensor, total(hosts, numel, torch.float32), members, numel)
             out = torch.empty(len(members) * numel)
-            dist.all_gather_single(out, values(rank, numel, torch.float32), group=group)
+            all_gather_single(out, values(rank, numel, torch.float32), group=group)
             same(out, torch.cat([values(r, numel, torch.float32) for r in ordered]), members, numel)
     counts = smp.comm.report()
     if rank == 0:
@@ -266,7 +267,7 @@ def test_subgroups():
 
 def _gloo_because(why):
     out = torch.empty(3 * 5)
-    dist.all_gather_single(out, torch.full((5,), float(dist.get_rank())))
+    all_gather_single(out, torch.full((5,), float(dist.get_rank())))
     same(out, torch.arange(3.0).repeat_interleave(5)[: len(out)])
     assert [(key.path, key.why) for key in smp.comm.report()] == [("gloo", why)]
 
@@ -279,7 +280,7 @@ def _no_arena_on_one_host():
     if dist.get_rank() == 3:
         segment.Segment = _refuse
     out = torch.empty(4)
-    dist.all_gather_single(out, torch.tensor([float(dist.get_rank())]))
+    all_gather_single(out, torch.tensor([float(dist.get_rank())]))
     same(out, torch.arange(4.0))
     ((key, _),) = smp.comm.report().items()
     assert key.path == "gloo" and key.why.startswith("on the host of rank 2: "), key
@@ -318,7 +319,7 @@ def _mismatches():
         same(tensor, torch.full((3,), 4.0))
     # Wrong on one rank alone, which knows it before it asks anybody.
     with pytest.raises(Mismatch, match=r"rank.s. 3: all_gather with wrong arguments: .*must have 4"):
-        dist.all_gather_single(torch.empty(9 if rank == 3 else 8), torch.empty(2))
+        all_gather_single(torch.empty(9 if rank == 3 else 8), torch.empty(2))
     with pytest.raises(Mismatch, match=r"rank.s. 0, 1: barrier; rank.s. 2, 3: broadcast"):
         dist.barrier() if rank < 2 else dist.broadcast(torch.ones(4), 0)
     for numel in (1, 5000):
@@ -445,9 +446,9 @@ def _wires(layout):
     part, whole = values(rank, numel, torch.float32), torch.empty(size * numel)
     scattered = torch.empty(numel // size)
     cases = {
-        "all_gather": (lambda: dist.all_gather_single(whole, part), (n - 1) * ranks * 16 * mib),
+        "all_gather": (lambda: all_gather_single(whole, part), (n - 1) * ranks * 16 * mib),
         "reduce_scatter": (
-            lambda: dist.reduce_scatter_single(scattered, part[: numel // size * size]),
+            lambda: reduce_scatter_single(scattered, part[: numel // size * size]),
             (n - 1) * ranks * (16 * mib // size),
         ),
         "all_reduce": (lambda: dist.all_reduce(part), 2 * (n - 1) * 16 * mib // n),

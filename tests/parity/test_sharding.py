@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp.comm
 from smp.comm.gloo import DirectAllGather, DirectReduceScatter
 from smp.config import ActivationConfig, ParallelConfig
+from smp.fsdp.param_group import groups_of
 from smp.models.registry import family_of
 from smp.parallel import sharding
 from smp.parallel.parallelize import parallelize
@@ -82,7 +83,7 @@ def collectives(model: nn.Module, *, microbatches: int, defer: bool, keep: bool 
             last = index == microbatches - 1
             set_gradient_sync(model, last=last, defer=defer, keep=keep)
             forward(model, microbatch, torch.device("cpu")).backward()
-            groups = [g for m in fsdp_modules(model) for g in m._get_fsdp_state()._fsdp_param_groups]
+            groups = [g for m in fsdp_modules(model) for g in groups_of(m)]
             assert all(group.is_unsharded for group in groups) if keep and not last else True
     assert all(group.is_sharded for group in groups)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -181,7 +182,7 @@ def _check_prefetch():
     assert not any(s._states_to_forward_prefetch for s in states)
     order: list[str] = []
     for index, block in enumerate(model.model.layers):
-        group = block._get_fsdp_state()._fsdp_param_group
+        (group,) = groups_of(block)
         unshard = group.unshard
         group.unshard = lambda *a, u=unshard, i=index, **k: (order.append(f"gather {i}"), u(*a, **k))
         block.register_full_backward_pre_hook(lambda *_, i=index: order.append(f"backward {i}"))

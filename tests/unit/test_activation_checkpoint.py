@@ -168,8 +168,8 @@ def test_what_selective_keeps_is_predicted(name, monkeypatch):
     ids, _ = global_batch(0)
     loss = model(input_ids=ids, use_cache=False).logits.sum()
     storage = contexts[0][0].storage
-    values = [leaf.val for entries in storage.values() for entry in entries.values() for leaf in tree_leaves(entry)
-              if isinstance(getattr(leaf, "val", None), torch.Tensor)]  # fmt: skip
+    leaves = tree_leaves(list(storage.values()))
+    values = [leaf.val for leaf in leaves if isinstance(getattr(leaf, "val", None), torch.Tensor)]
     found = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}
     resolved = SimpleNamespace(family=family_of(model.config), hf_config=model.config, attn_implementation="sdpa")
     predicted = activation_checkpoint._kept_bytes(

@@ -67,7 +67,7 @@ def test_same_bits(name, store, checkpointing, tmp_path):
         model, made = copy.deepcopy(reference), Counting(stores(tmp_path)[store]())
         if checkpointing:
             apply_activation_checkpointing(blocks_of(model))
-        apply_activation_offload(blocks_of(model), made, horizon=horizon, minimum_bytes=0)
+        apply_activation_offload(blocks_of(model), made, horizon=horizon, minimum_bytes=1)
         assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True)), horizon
         moved = max(0, 3 - horizon) * 3  # blocks and steps
         assert made.puts == moved if checkpointing else made.puts >= 10 * moved
@@ -120,7 +120,7 @@ def test_blocks_come_ahead_of_use(horizon, tmp_path):
     made = Counting(DiskStore(tmp_path))
     blocks = [Noting(i, made.order) for i in range(6)]
     apply_activation_checkpointing(blocks)
-    apply_activation_offload(blocks, made, horizon=horizon, minimum_bytes=0)
+    apply_activation_offload(blocks, made, horizon=horizon, minimum_bytes=1)
     hidden = torch.randn(2, 4, 32, requires_grad=True) * 1
     for block in blocks:
         hidden = block(hidden)
@@ -151,7 +151,7 @@ def test_parameters_and_what_blocks_share_stay(tmp_path):
     memory = []
     put = made.put
     made.put = lambda tensor: memory.append(tensor.untyped_storage().data_ptr()) or put(tensor)
-    apply_activation_offload(blocks, made, horizon=1, minimum_bytes=0)
+    apply_activation_offload(blocks, made, horizon=1, minimum_bytes=1)
     mask, hidden = torch.rand(64, 32), torch.rand(64, 32).requires_grad_()
     for block in blocks:
         hidden = block(hidden, mask)
@@ -167,7 +167,7 @@ def test_fake_tensors_leave_and_return_as_real_ones_do():
     def moved(mode):
         with mode:
             blocks, made = [Attending() for _ in range(4)], Counting(HostStore())
-            apply_activation_offload(blocks, made, horizon=1, minimum_bytes=0)
+            apply_activation_offload(blocks, made, horizon=1, minimum_bytes=1)
             mask, hidden = torch.rand(64, 32), torch.rand(64, 32).requires_grad_()
             for block in blocks:
                 hidden = block(hidden, mask)
@@ -181,7 +181,7 @@ def test_fake_tensors_leave_and_return_as_real_ones_do():
 
 def test_a_change_in_place_is_noticed(tmp_path):
     block = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid())
-    apply_activation_offload([block, nn.Linear(32, 32)], DiskStore(tmp_path), horizon=1, minimum_bytes=0)
+    apply_activation_offload([block, nn.Linear(32, 32)], DiskStore(tmp_path), horizon=1, minimum_bytes=1)
     hidden = block(torch.randn(64, 32))
     hidden.add_(1)  # backward of sigmoid needs it
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -199,7 +199,7 @@ def test_views_strides_and_twice(tmp_path):
         odd, values = Odd(), torch.rand(12, 8, dtype=torch.float64)
         plain, moved = values.clone().requires_grad_(), values.clone().requires_grad_()
         Odd()(plain).backward()
-        apply_activation_offload([odd, nn.Identity()], store(), horizon=1, minimum_bytes=0)
+        apply_activation_offload([odd, nn.Identity()], store(), horizon=1, minimum_bytes=1)
         result = odd(moved)
         result.backward(retain_graph=True)
         assert torch.equal(moved.grad, plain.grad)
@@ -211,7 +211,7 @@ def test_places_are_used_again(tmp_path):
     store = DiskStore(tmp_path)
     model = dropout_model()
     apply_activation_checkpointing(blocks_of(model))
-    apply_activation_offload(blocks_of(model), store, horizon=1, minimum_bytes=0)
+    apply_activation_offload(blocks_of(model), store, horizon=1, minimum_bytes=1)
     gradients(model, steps=1)
     size = os.fstat(store.descriptor).st_size
     gradients(model, steps=4)
@@ -277,7 +277,7 @@ def test_what_stays_on_the_device_does_not_grow_with_layers(tmp_path):
         blocks = nn.ModuleList(Noting(index, []) for index in range(layers))
         apply_activation_checkpointing(blocks)
         if offload:
-            apply_activation_offload(list(blocks), DiskStore(tmp_path), horizon=2, minimum_bytes=0)
+            apply_activation_offload(list(blocks), DiskStore(tmp_path), horizon=2, minimum_bytes=1)
         with profile_memory(blocks) as account:
             hidden = torch.randn(512, 32, requires_grad=True) * 1
             for block in blocks:

@@ -1,5 +1,6 @@
 """Attention: masks and lengths without a read from the device, and the kernels that go by them."""
 
+import collections
 import copy
 import functools
 import os
@@ -58,10 +59,10 @@ def fused(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
 
 
-def varlen(q, k, v, bounds, _, longest, __, *, scale, window_size, enable_gqa):
+def varlen(q, k, v, bounds, _, longest, __, *, scale, window_size, enable_gqa=None):
     """torch.nn.attention.varlen.varlen_attn, document by document; q (tokens, heads, width)."""
     assert bounds.dtype == torch.int32 and longest >= bounds.diff().max() and window_size[1] == 0
-    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert enable_gqa == ((q.shape[1] != k.shape[1]) if attention._ASKS_FOR_GROUPS else None)
     parts = []
     for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         place = torch.arange(end - begin)
@@ -211,7 +212,7 @@ class Flash:
         return self._attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size)
 
     def _attend(self, q, k, v, bounds, longest, scale, window):
-        gqa = q.shape[1] != k.shape[1]
+        gqa = (q.shape[1] != k.shape[1]) if attention._ASKS_FOR_GROUPS else None
         return varlen(
             q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(window[0], 0), enable_gqa=gqa
         )
@@ -225,9 +226,10 @@ def test_flash_attention_reads_nothing_and_keeps_documents_apart(family, batch, 
 
     flash = Flash()
     known = dict.fromkeys(("dropout_p", "window_size", "max_seqlen_q", "max_seqlen_k"), True)
-    known |= dict.fromkeys(("deterministic", "block_table", "page_table", "cache_seqlens"), False)
+    known = collections.defaultdict(bool, known)
     process = functools.partial(utils._process_flash_attention_kwargs, supports_mapping=known)
-    functions = ((flash.dense, flash.by_lengths, None, None, None), (process, None))
+    paged = (process, None) if hasattr(utils, "_process_with_kvcache_kwargs_fn") else process  # transformers 5.17: one
+    functions = ((flash.dense, flash.by_lengths, None, None, None), paged)
     monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *args, **kwargs: functions)
     model = build(config_of(family))
     make = {**BATCHES, "one row": functools.partial(rows_of, ROWS[2:], documents=False)}[batch]

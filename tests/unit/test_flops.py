@@ -36,7 +36,11 @@ def test_equals_what_torch_counts(name):
     ids = torch.randint(96, (BATCH, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
-    assert counter.get_total_flops() == model_flops_per_token(config, LENGTH).total * BATCH * LENGTH
+    # transformers 5.17 turns positions into angles by a product of matrices.
+    angles = sum(
+        sum(found.values()) for name, found in counter.get_flop_counts().items() if name.endswith("rotary_emb")
+    )
+    assert counter.get_total_flops() - angles == model_flops_per_token(config, LENGTH).total * BATCH * LENGTH
 
 
 LLAMA_7B = LlamaConfig(

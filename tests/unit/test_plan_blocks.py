@@ -65,6 +65,16 @@ def test_few_blocks_are_all_blocks(name, worker):
     assert few.step.inside == pytest.approx(every.step.inside, rel=1e-6)
 
 
+@pytest.mark.full
+def test_attention_of_a_gpu_is_planned_without_one(worker):
+    words = ["--use_synthetic_data", "1", *LLAMA]
+    plain, *others = (
+        worker.plan([*words, "--attn_implementation", name], nodes=1, local=1, device=device_row("h100"))
+        for name in ("sdpa", "fused", "flash_attention_3")
+    )
+    assert [each.memory.peak for each in others] == [plain.memory.peak] * 2
+
+
 def test_the_peak_is_in_the_timeline_and_all_of_it_is_thinned():
     place, changes = Place(0, "forward", 0), []
     for number in range(5000):

@@ -48,6 +48,8 @@ torch.library.register_fake("smp::reduce_tokens", _like_reduced, lib=_library)
 class TPGroup:
     """A tensor-parallel group.
 
+    Compiled collectives are synchronous: torch.compile takes no others. Those of torch 2.11 return a tensor then.
+
     Args:
         mesh: its 1-D device mesh.
         sequence_parallel: shard hidden states between the split layers by tokens.
@@ -82,8 +84,9 @@ class TPGroup:
         """
         batch, length, hidden = part.shape
         whole = part.new_empty(batch, length * self.size, hidden)
+        async_op = async_op and not torch.compiler.is_compiling()
         work = all_gather_single(whole.view(-1), part.contiguous().view(-1), group=self.group, async_op=async_op)
-        return whole, work
+        return whole, work if async_op else None
 
     def reduce(self, partial: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
         """Sum the ranks' partial results; returns this rank's tokens, or all without sequence parallelism; collective.
@@ -96,11 +99,14 @@ class TPGroup:
             ``(batch, sequence / size, hidden)`` or ``partial``, and the work to wait for or None.
         """
         partial = partial.contiguous()
+        async_op = async_op and not torch.compiler.is_compiling()
         if not self.sequence_parallel:
-            return partial, dist.all_reduce(partial, group=self.group, async_op=async_op)
+            work = dist.all_reduce(partial, group=self.group, async_op=async_op)
+            return partial, work if async_op else None
         batch, length, hidden = partial.shape
         part = partial.new_empty(batch, length // self.size, hidden)
-        return part, reduce_scatter_single(part.view(-1), partial.view(-1), group=self.group, async_op=async_op)
+        work = reduce_scatter_single(part.view(-1), partial.view(-1), group=self.group, async_op=async_op)
+        return part, work if async_op else None
 
     def gather_products(
         self, part: torch.Tensor, weights: list[torch.Tensor], *, keep: bool = True
