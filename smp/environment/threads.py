@@ -1,4 +1,4 @@
-"""Threads that a process computes with: its share of the host's cores."""
+"""Threads and kernels that a process computes with: its share of the host's cores, and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def share_cores() -> None:
 def use_one_tokenizer_thread() -> None:
     """Convert texts one after the other in this process, one of many that do."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def use_deterministic_kernels() -> None:
+    """Let each operation give the same bits each time, in this process; call it before the first matrix product.
+
+    An operation that has no such kernel raises RuntimeError from then on. cuBLAS reads its variable as it starts.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it before
+    torch.use_deterministic_algorithms(True)

@@ -30,6 +30,11 @@ class RunConfig(Section):
         minimum=1,
     )
     seed: int = setting(12345, "Seed of initial values, data order and dropout.", minimum=0, maximum=2**63 - 1)
+    deterministic: bool = setting(
+        False,
+        "Take kernels that give the same bits each time (torch.use_deterministic_algorithms); on GPUs attention's "
+        "backward is slower then, and an operation that has no such kernel ends the run with torch's error.",
+    )
     same_seed: bool = setting(
         False, "SMP v2's switch to one seed for all ranks.", no_effect="SMP v2 never read it; --seed sets the seed"
     )

@@ -28,6 +28,7 @@ from smp.checkpoint.saver import MEASURED_STEPS
 from smp.checkpoint.storage import Storage
 from smp.cpu_bf16 import ensure_bf16_works
 from smp.environment import malloc
+from smp.environment.threads import use_deterministic_kernels
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
 from smp.log import get_logger
@@ -267,6 +268,8 @@ def prepare_device(plan: RunPlan, *, batch: int) -> None:
     Raises:
         UserError: on every rank; a GPU has too little memory.
     """
+    if plan.config.run.deterministic:
+        use_deterministic_kernels()
     if plan.device.type == "cpu":
         malloc.keep_freed_memory()
         if plan.dtype == torch.bfloat16:

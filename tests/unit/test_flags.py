@@ -11,6 +11,7 @@ import gc
 import gzip
 import itertools
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -150,6 +151,20 @@ def test_exchange(tmp_path):
 def test_seed(tmp_path):
     losses = lambda words, run: read_metrics(train(words, tmp_path / run))[0]["loss"]  # noqa: E731
     assert losses([], "a") == losses([], "b") != losses(["--seed", 7], "c")
+
+
+@check("deterministic")
+def test_deterministic(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is taken back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        for given in (0, 1):
+            train(["--deterministic", given], tmp_path / str(given))
+            assert torch.are_deterministic_algorithms_enabled() == bool(given)
+            assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if given else None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @check("output_dir")
