@@ -275,10 +275,7 @@ def main(argv: list[str]) -> int:
             return 1
         right, timed, files = wanted(arguments, earlier)
         device = "h200" if "H200" in str(results.all[-1]["facts"].get("device")) else "h100"
-        # A plan is refused ``fused`` where it sees no GPU; where it sees one, it takes memory of it.
-        planned = [
-            case for case in timed if case.method == "step" and "fused" not in case.flags and case.processes == 1
-        ]
+        planned = [case for case in timed if case.method == "step" and case.processes == 1]
         known, jobs_end = report.succeeded(earlier), min(end, began + JOBS) if timed and not arguments.tiny else end
         with ThreadPoolExecutor(max(1, arguments.side_by_side // 2)) as pool:
             for case in planned:

@@ -37,11 +37,14 @@ def let_flash_attention_run() -> None:
     import torch
     import torch.utils.flop_counter  # takes the operators themselves
 
+    from smp.parallel import attention
     from smp.parallel.context import kernels
     from tests.cuda_path.host_group import on_host
     from tests.unit.test_context_kernels import FlashAttention
 
     kernels.GPU_DTYPES.append(torch.float32)
+    unfit = attention._unfit
+    attention._unfit = lambda hf_config, *, half: unfit(hf_config, half=True)  # type: ignore[assignment]
     written = FlashAttention()
     for name in ("forward", "backward"):
         original = getattr(written, name)

@@ -16,6 +16,7 @@ JOB = (
     *("--vocab_size", "128", "--max_context_width", "32", "--max_steps", "4", "--use_synthetic_data", "1"),
     *("--checkpoint_freq", "2", "--save_final_model", "0", "--bf16", "0"),
 )  # fmt: skip
+FUSED = "--attn_implementation fused"
 DOCUMENTS = "--document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer"
 
 
@@ -45,14 +46,16 @@ def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[f
                 "--context_parallel_degree 2 --cp_comm_type all_gather --gradient_accumulation_steps 2",
                 "--context_parallel_degree 2 --cp_comm_type all_to_all --activation_checkpointing_mode selective",
                 f"--checkpoint_type async_sharded {DOCUMENTS}",
+                f"{FUSED} {DOCUMENTS}",
             )
         ),
     ],
 )
 def test_values_are_those_of_the_cpu(flags, tmp_path):
     on_gpu = curve(["tests.cuda_path.host_job", str(shim())], tmp_path / "gpu", *flags.split())
-    # A CPU offloads to a disk alone; the numbers are those without.
-    on_cpu = curve(["smp.train"], tmp_path / "cpu", *([] if "offload_activations" in flags else flags.split()))
+    # A CPU offloads to a disk alone, and has no fused kernels; the numbers are those without.
+    plain = "" if "offload_activations" in flags else flags.removeprefix(FUSED)
+    on_cpu = curve(["smp.train"], tmp_path / "cpu", *plain.split())
     for (loss, norm), (expected, expected_norm) in zip(on_gpu, on_cpu, strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
