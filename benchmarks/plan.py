@@ -1,8 +1,7 @@
-"""How wrong is `smp plan`: the closed form against published runs, and predicted steps against steps measured here.
+"""How wrong is `smp plan`: the closed form against published runs, and predicted bytes against bytes measured here.
 
 python benchmarks/plan.py published --output benchmarks/results/plan_published.md          # a second
 python benchmarks/plan.py bytes --output benchmarks/results/plan_bytes.md                   # ten minutes
-python benchmarks/plan.py steps --output benchmarks/results/plan_steps.md                   # an hour a round
 """
 
 from __future__ import annotations
@@ -10,21 +9,18 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from pages import Bystanders, origin, publish
+from pages import origin, publish
 
 from smp.data.data_pipeline import StepBatch
 from smp.environment import malloc, read_launch
@@ -34,11 +30,8 @@ from smp.memory.shape import ModelShape
 from smp.memory.tracker import peak_rss_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
-from smp.plan.bench import Bench
-from smp.plan.calibrate import calibrate
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
-from smp.plan.devices import DEVICES, DeviceRow, read_row
-from smp.plan.records import StepTime
+from smp.plan.devices import DEVICES, DeviceRow
 from smp.plan.worker import Worker
 from smp.runtime import process_group
 from smp.train.arguments import parse_args
@@ -231,17 +224,6 @@ JOBS = (
     StepJob("GPT-NeoX, tied, whole logits, kept", 1, f"{NEOX} --tie_word_embeddings 1 {KEPT} --loss_chunk_tokens 0"),
     StepJob("Llama 512 x 8, kept", 4, f"{LLAMA} {KEPT}"),
 )
-CALIBRATED = 2  # processes, at most
-QUIET = 0.03  # the most that the product may change
-STEPS, SECONDS = 8, 30.0  # of a run, at least
-REPEATS = 6  # of a started job, until one counts
-PROBED = 0.1  # seconds of products for a second of steps
-HEADER = (
-    "| job | processes | predicted | measured | error | at its speed | product | drift | counts |",
-    "|---|---:|---:|---:|---:|---:|---:|---:|---|",
-)
-
-# Of these only the bytes are of interest.
 MORE_JOBS = (
     StepJob("GPT-NeoX, hybrid 2 x 2, recomputed", 4, f"{NEOX} --hybrid_shard_degree 2"),
     StepJob("Llama, tp 2 x shard 2, selective", 4, f"{LLAMA} {SHARDED} {TP} {SELECTED}"),
@@ -253,33 +235,8 @@ MORE_JOBS = (
 )  # fmt: skip
 
 
-def drift(paces: Sequence[float]) -> float:
-    """Return by what share the product took longer in the second half of a run than in the first."""
-    half = len(paces) // 2
-    return statistics.fmean(paces[half:]) / statistics.fmean(paces[:half]) - 1
-
-
-def is_as_fast(paces: Sequence[float], calibrated: float) -> bool:
-    """Return whether the machine was as fast during a run as during its calibration."""
-    return abs(statistics.fmean(paces) / calibrated - 1) < QUIET
-
-
-def paced_steps(step: Callable[[], float], count: int, bench: Bench) -> tuple[list[float], list[float]]:
-    """Return the seconds of steps, and of the fixed product after each: the mean of all processes'."""
-    found, paces = list[float](), list[float]()
-    for _ in range(count):
-        found.append(step())
-        own, end = [bench.pace()], bench.now() + PROBED * found[-1]
-        while bench.now() < end:
-            own.append(bench.pace())
-        paces.append(statistics.fmean(own))
-    means = torch.tensor(paces, dtype=torch.float64)
-    dist.all_reduce(means)
-    return found, (means / dist.get_world_size()).tolist()
-
-
-def run_job(output: str, steps: int, calibrated: float, words: Sequence[str]) -> None:
-    """Time a job's steps in this process, one of the job's, in several runs until one counts; rank 0 writes them."""
+def run_job(output: str, words: Sequence[str]) -> None:
+    """Measure the bytes of a job's step in this process, one of the job's; rank 0 writes them."""
     launch, config = read_launch(), parse_args(list(words))
     device, problems = torch.device("cpu"), Problems()
     malloc.keep_freed_memory()
@@ -294,166 +251,35 @@ def run_job(output: str, steps: int, calibrated: float, words: Sequence[str]) ->
         count, vocabulary = config.run.gradient_accumulation_steps, job.model.hf_config.vocab_size
         ids = [torch.randint(0, vocabulary, (size, length)) for _ in range(count)]
         micro = [{"input_ids": own, "labels": own.clone(), "sample_ids": torch.arange(size)} for own in ids]
-        batch, runs = StepBatch(micro, torch.arange(size * len(micro))), list[tuple[list[float], list[float]]]()
+        batch = StepBatch(micro, torch.arange(size * len(micro)))
         options: dict[str, Any] = {
             "device": device, "grad_clip": 1.0, "loss_group": mesh.loss.group,
             "defer_sync": config.parallel.defer_gradient_sync,
             "keep_gathered": not config.parallel.reshard_between_microbatches,
         }  # fmt: skip
 
-        def step() -> float:
-            dist.barrier()
-            start = time.perf_counter()
-            train_step(model, optimizer, batch, **options)
-            dist.barrier()
-            return time.perf_counter() - start
-
         for _ in range(3):
-            step()
-        if steps:
-            bench = Bench(device, 0.5)
-            for _ in range(REPEATS if launch.world_size <= CALIBRATED else 1):
-                runs.append(paced_steps(step, steps, bench))
-                if is_as_fast(runs[-1][1], calibrated):
-                    break
+            train_step(model, optimizer, batch, **options)
         resident = peak_rss_bytes()
         with profile_memory(model, optimizer) as profile:
             train_step(model, optimizer, batch, record=profile.mark, **options)
         if launch.rank == 0:
             held = dict(profile.peak().categories)
-            Path(output).write_text(json.dumps({"runs": runs, "bytes": held, "resident": resident}))
+            Path(output).write_text(json.dumps({"bytes": held, "resident": resident}))
 
 
-def measured_job(job: StepJob, steps: int, calibrated: float, folder: Path) -> dict[str, Any]:
-    """Run a job, and return the seconds of its runs' steps and products; 0 steps: what it holds alone."""
+def measured_job(job: StepJob, folder: Path) -> dict[str, Any]:
+    """Run a job, and return the bytes of its tensors at the peak and of its process."""
     output = folder / "job.json"
     launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", str(job.processes), "--no_gpus"]
-    command = [*launcher, __file__, "run", str(output), str(steps), str(calibrated), *job.words.split()]
+    command = [*launcher, __file__, "run", str(output), *job.words.split()]
     subprocess.run(command, check=True)
     return json.loads(output.read_text())
 
 
-def prediction(row: DeviceRow, job: StepJob) -> StepTime:
-    """Return the predicted step."""
-    with Worker() as worker:
-        step = worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).step
-    assert step is not None
-    return step
-
-
-class TimedRun(NamedTuple):
-    """A measured run of a job beside what was predicted.
-
-    Attributes:
-        paces: seconds of the product after each step over those of the calibration.
-    """
-
-    job: StepJob
-    predicted: float
-    measured: float
-    paces: list[float]
-
-    @property
-    def error(self) -> float:
-        """Return the share by which the plan was too long."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def at_its_speed(self) -> float:
-        """Return the share for a machine as fast as the product was during the run."""
-        return self.predicted * statistics.fmean(self.paces) / self.measured - 1
-
-    @property
-    def calibrated(self) -> bool:
-        """Return whether as many processes were calibrated: each has a core."""
-        return self.job.processes <= CALIBRATED
-
-    @property
-    def counts(self) -> bool:
-        """Return whether the machine was as fast as during the calibration."""
-        return self.calibrated and is_as_fast(self.paces, 1.0)
-
-    @property
-    def line(self) -> str:
-        """Return a row of the page's table."""
-        at_its_speed = f"{self.at_its_speed:+.1%}" if self.calibrated else "-"
-        return (
-            f"| {self.job.name} | {self.job.processes} | {self.predicted:.3f} | {self.measured:.3f} | "
-            f"{self.error:+.1%} | {at_its_speed} | {statistics.fmean(self.paces):.2f} | {drift(self.paces):+.1%} | "
-            f"{'yes' if self.counts else 'no'} |"
-        )
-
-
-def timed_runs(job: StepJob, predicted: float, row: DeviceRow) -> list[TimedRun]:
-    """Start a job, run it several times for some seconds, and return that beside what was predicted."""
-    (tables,) = row.tables.values()
-    product = tables.probe["product"]
-    with tempfile.TemporaryDirectory() as folder:
-        result = measured_job(job, max(STEPS, int(SECONDS / predicted)), product, Path(folder))
-    return [
-        TimedRun(job, predicted, Bench.usual(steps), [pace / product for pace in paces])
-        for steps, paces in result["runs"]
-    ]
-
-
-def described(runs: Sequence[TimedRun]) -> str:
-    """Return how many runs there are, and their errors."""
-    parts = [f"{len(runs)} run{'s' * (len(runs) != 1)}"]
-    if not runs:
-        return parts[0]
-    for name, of_runs in ("", [run.error for run in runs]), (" at its speed", [run.at_its_speed for run in runs]):
-        errors = [abs(error) for error in of_runs]
-        parts.append(f"median absolute error{name} {statistics.median(errors):.1%}, the worst {max(errors):.1%}")
-    return "; ".join(parts)
-
-
-def results(jobs: Sequence[StepJob], runs: Sequence[TimedRun]) -> list[str]:
-    """Return the table of jobs, each by the run that counts, or the last."""
-    last = {run.job: run for run in runs}
-    shown = [last[job] for job in jobs if job in last]
-    counted = [run for run in shown if run.counts]
-    return [
-        "The machine was calibrated before a job, and the prediction written. Seconds of the wall, the mean of a",
-        "run's steps, one that was disturbed as five times their median, as a calibration counts. *Product*: a fixed",
-        "product, of which a calibration's numbers are multiples, after each step, over what it took in the",
-        "calibration; *at its speed*: the error of the prediction times that. *Drift*: by how much longer the product",
-        f"took in the run's second half. A run *counts* if the product is within {QUIET:.0%}: the machine was as fast",
-        f"as when it was calibrated. A job ran until one did, up to {REPEATS} times in a row, and was calibrated and",
-        "started again in the next round if none did.", "",
-        *HEADER, *(run.line for run in shown), "",
-        f"Jobs with a run that counts: {described(counted)}.", "",
-        f"Of these with a drift within {QUIET:.0%}: "
-        f"{described([run for run in counted if abs(drift(run.paces)) < QUIET])}.", "",
-        f"All runs of 1 or 2 processes: {described([run for run in runs if run.calibrated])}.", "",
-        "## Every run", "", *HEADER, *(run.line for run in runs), "",
-    ]  # fmt: skip
-
-
-def steps_page(jobs: Sequence[StepJob], rounds: int, output: Path | None) -> str:
-    """Calibrate, predict and measure a job after the other, in rounds; what was predicted is written before."""
-    title = ["# Predicted and measured steps on this machine", "", *origin("`smp plan`")]
-    bystanders, runs, predicted = Bystanders(), list[TimedRun](), ["## Every prediction", ""]
-    predicted += ["| job | processes | predicted | of these compute, exchanges, host |", "|---|---:|---:|---|"]
-    for _, job in itertools.product(range(rounds), jobs):
-        if any(run.job == job and (run.counts or not run.calibrated) for run in runs):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            row = read_row(
-                calibrate(processes=[min(job.processes, CALIBRATED)], path=Path(folder) / "cpu.json", say=print)
-            )
-        step = prediction(row, job)
-        parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in step.parts.items())
-        predicted.append(f"| {job.name} | {job.processes} | {step.seconds:.3f} | {parts} |")
-        publish("\n".join([*title, *results(jobs, runs), *predicted, ""]), output)
-        found = timed_runs(job, step.seconds, row)
-        print(*(run.line for run in found), sep="\n", flush=True)
-        runs += found
-    return "\n".join([*title, *results(jobs, runs), bystanders.describe(), "", *predicted, ""])
-
-
 def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     """Predict the bytes of a step's tensors, then measure them; what was predicted is written at once."""
-    row, found = DeviceRow("cpu", source="", date=""), []
+    row, found = DEVICES["cpu"], []
     lines = ["# Predicted and measured bytes of steps on CPUs", "", *origin("`smp plan`")]
     lines += ["Rank 0, bytes of tensors at the peak. Predictions were written before any job ran.", ""]
     with Worker() as worker:
@@ -470,42 +296,33 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     errors = []
     with tempfile.TemporaryDirectory() as folder:
         for job, memory in zip(jobs, found, strict=True):
-            real = measured_job(job, 0, 1.0, Path(folder))
+            real = measured_job(job, Path(folder))
             held, total = real["bytes"], sum(real["bytes"].values())
             differences = {name: memory.peak.categories[name] - held[name] for name in held}
             off = ", ".join(f"{name} {difference:+,}" for name, difference in differences.items() if difference)
             lines.append(
                 f"| {job.name} | {job.processes} | {total:,} | {memory.peak.total - total:+,} | {off or 'none'} | "
-                f"{real['resident']:,} | {memory.least / real['resident'] - 1:+.1%} to "
-                f"{memory.needed / real['resident'] - 1:+.1%} |"
+                f"{real['resident']:,} | {memory.needed / real['resident'] - 1:+.1%} |"
             )
             errors.append(memory.needed / real["resident"] - 1)
     lines += [
-        "", f"Resident, the end of the range: {min(errors):+.1%} to {max(errors):+.1%}, median "
+        "", f"Resident, at most: {min(errors):+.1%} to {max(errors):+.1%}, median "
         f"{statistics.median(errors):+.1%}; {sum(0 <= e <= 0.05 for e in errors)} of {len(errors)} within 0 and +5 %.",
-        "The constants of `smp.plan.heap` were set by earlier runs of these jobs, which differ by up to 5 %.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
-        return run_job(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
+        return run_job(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("published").add_argument("--output", type=Path)
     commands.add_parser("bytes").add_argument("--output", type=Path)
-    steps = commands.add_parser("steps")
-    steps.add_argument("--output", type=Path)
-    steps.add_argument("--rounds", type=int, default=4, help="of calibrating the jobs of which no run counts")
-    steps.add_argument("--jobs", type=int, nargs="*", help="numbers of jobs, from 0; default: all")
     options = parser.parse_args()
     if options.command == "published":
         return publish(published_page(), options.output)
-    if options.command == "bytes":
-        return publish(bytes_page([*JOBS, *MORE_JOBS], options.output), options.output)
-    jobs = JOBS if options.jobs is None else [JOBS[number] for number in options.jobs]
-    return publish(steps_page(jobs, options.rounds, options.output), options.output)
+    return publish(bytes_page([*JOBS, *MORE_JOBS], options.output), options.output)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from smp.plan.request import Request
     from smp.plan.search import Found
 
-CPU = "cpu"
 _MOST_DEVICES = 65536
 _WORKERS = 2  # of a gigabyte or two
 
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and its last rank, too")
     add("--json", metavar="FILE", help="write the plan there as JSON; -: print it instead of the tables")
     add("--plot", metavar="FILE.png", help="draw the best layout's memory over the step")
-    add("--calibrate", action="store_true", help="measure this machine, about a minute, and keep its row")
+    add("--calibrate", action="store_true", help="measure this machine, some seconds, and keep its row")
     add("--ledger", nargs="+", metavar="DIR", help="tabulate the plan_error.json below, and refit the devices' factors")
 
 
@@ -135,8 +134,7 @@ def _nearer(problem: str) -> str:
 
 def _device(options: argparse.Namespace) -> DeviceRow:
     """Return the device's row, with the memory and the network that were given."""
-    unknown = options.device == CPU and not (devices_folder() / f"{CPU}.json").exists()
-    row = DeviceRow(CPU, source="", date="") if unknown else device_row(options.device)
+    row = device_row(options.device).shared_by(options.gpus_per_node)
     if options.network is not None:
         row = dataclasses.replace(row, network=network_share(options.network))
     if options.gpu_memory_gib is not None:
@@ -264,6 +262,6 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise UserError(f"--calibrate takes no flags of a job, got {options.more[0]}: leave them out")
     from smp.plan.calibrate import calibrate
 
-    path = calibrate(say=lambda text: print(text, file=sys.stderr))
+    path = calibrate()
     print(f"wrote {path}: `--device {path.stem}` plans with it")
     return 0

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from smp.plan.events import BACKWARD, FORWARD, UPDATE, Place, Trace
-from smp.plan.records import Exchange, Operation, Segment, TensorShape
 
 
 class UnequalBlocksError(Exception):
@@ -89,7 +87,7 @@ def _first_sizes(trace: Trace) -> list[int]:
 
 def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
     """Yield the places of the whole step in their order, each with the traced one that stands for it."""
-    seen = dict.fromkeys([*(change.place for change in trace.changes), *trace.events])
+    seen = dict.fromkeys(change.place for change in trace.changes)
     groups: list[list[Place]] = []
     for place in sorted(seen, key=_in_a_step):  # the blocks of one forward or one backward are one group
         same = groups and groups[-1][0].block is not None and place.block is not None
@@ -232,34 +230,3 @@ def _ranks(trace: Trace) -> list[int]:
         ranks.append(counts.get(owner, 0))
         counts[owner] = ranks[-1] + 1
     return ranks
-
-
-def segments(trace: Trace, repeated: Repeat) -> list[tuple[Segment, int]]:
-    """Return the operations and collectives of the whole step in order, equal neighbours once with their count."""
-    found: list[tuple[Segment, int]] = []
-    last: Place | None = None
-    for place, template in _places(trace, repeated):
-        events: list[Operation | Exchange] = trace.events.get(template, [])
-        if template == last:
-            segment, count = found[-1]
-            found[-1] = (segment, count + 1)
-            continue
-        last = template
-        if place.phase == UPDATE:
-            events = [_of_all_blocks(event, trace, repeated) for event in events]
-        found.append((Segment(place.phase, place.block, place.microbatch, tuple(events)), 1))
-    return found
-
-
-def _of_all_blocks(event: Operation | Exchange, trace: Trace, repeated: Repeat) -> Operation | Exchange:
-    """Return an operation of the update, whose lists of tensors have those of the traced blocks, with those of all."""
-    more = repeated.wanted - repeated.traced
-    if isinstance(event, Exchange) or not more:
-        return event
-
-    def added(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
-        counts, block = Counter(tensors), Counter(trace.parameters)
-        lists = {shape: counts[shape] // (trace.blocks * times) for shape, times in block.items()}
-        return tuple(shape for shape in trace.parameters for _ in range(lists[shape] * more))
-
-    return Operation(event.name, event.inputs + added(event.inputs), event.outputs + added(event.outputs))

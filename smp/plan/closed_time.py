@@ -1,20 +1,21 @@
 """Seconds of a step by a closed form: products, attention, bytes moved and exchanges of a decoder, without a trace.
 
-It orders layouts before the better ones are traced, and is what published runs are held against
-(``benchmarks/plan.py published``). A block's kernels are a roofline: products and attention by their FLOPs, everything
-else by the bytes that it moves. The exchanges of a block are hidden under its compute, as FSDP2 overlaps them.
+Published runs on GPUs are held against it (``benchmarks/plan.py published``). A block's kernels are a roofline:
+products and attention by their FLOPs, everything else by the bytes that it moves. On GPUs the exchanges of a block are
+hidden under its compute, as FSDP2 overlaps them, and so is the host, which issues operations ahead. On CPUs everything
+takes its turn on the same cores.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from smp.memory.shape import ModelShape
 from smp.plan.devices import DeviceRow
-from smp.plan.exchange import exchange_seconds, ring_seconds
-from smp.plan.records import Exchange
+from smp.plan.exchange import Exchange, exchange_seconds, ring_seconds, sent_bytes
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"
 
@@ -35,6 +36,9 @@ REDUCE_BYTES = 4  # gradients are reduced in fp32
 # Exchanges of hidden states between tensor-parallel ranks in a block: a gather and a reduction of attention and of the
 # MLP, forward and backward. Recomputation repeats them, selective recomputation the gathers only.
 CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
+# Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
+# dispatch modes. Counted on Llama: 34 forward, 67 backward.
+OPERATIONS = {NONE: 101, SELECTIVE: 270, FULL: 135}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class ClosedLayout:
         recompute: ``none``, ``selective`` (products are recomputed by half, attention is kept) or ``full``.
         fused: whether element-wise operations are compiled or written as fused kernels.
         keep_gathered: whether parameters stay gathered between forward and backward (ZeRO-2).
+        value_bytes: of a parameter and an activation in computation: 2 for bf16, 4 for fp32.
+        offloaded: bytes of activations that go to the host's memory and come back, in a step.
     """
 
     sequence: int
@@ -63,6 +69,8 @@ class ClosedLayout:
     keep_gathered: bool = False
     cp: int = 1
     exchange: str = "all_gather"
+    value_bytes: int = 2
+    offloaded: int = 0
 
     @property
     def tokens(self) -> float:
@@ -71,10 +79,19 @@ class ClosedLayout:
 
 
 class ClosedTime(NamedTuple):
-    """Seconds of a step of one rank, and by part."""
+    """Seconds of a step of one rank, and by part; bytes that it sends inside a host and between hosts."""
 
     seconds: float
     parts: dict[str, float]
+    inside: int
+    between: int
+
+
+class _Sent(NamedTuple):
+    """A collective, and how often it takes place."""
+
+    exchange: Exchange
+    times: int
 
 
 class _Block(NamedTuple):
@@ -104,13 +121,13 @@ def _block_weights(shape: ModelShape) -> int:
 
 
 def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
-    tokens, share, peak = layout.tokens, row.efficiency, row.peak * 1e12
+    tokens, share, peak = layout.tokens, row.efficiency, row.flops(layout.value_bytes)
     width = shape.attention or shape.hidden
     # Two products over the half of the scores that the causal mask leaves.
     scores = 2 * 2 * tokens * layout.sequence * width / 2 / layout.tp
     hidden, inner = (FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED) if layout.fused else (HIDDEN_MOVED, INNER_MOVED)
     gates = 1.0 if shape.gated_mlp else 0.5  # without a gate half of the inner states
-    moved = 2 * tokens * (hidden * shape.hidden + gates * inner * shape.intermediate) / layout.tp
+    moved = layout.value_bytes * tokens * (hidden * shape.hidden + gates * inner * shape.intermediate) / layout.tp
     if layout.cp > 1:
         seen = layout.cp if layout.exchange == "all_gather" else 1
         turns = layout.cp / 2 if layout.exchange == "p2p" else 1
@@ -126,31 +143,32 @@ def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
     )
 
 
-def _attention_exchanges(shape: ModelShape, layout: ClosedLayout, row: DeviceRow, block: _Block) -> float:
-    """Return the seconds that a block waits for the exchanges of the ranks of a sequence."""
+def _attention_exchanges(shape: ModelShape, layout: ClosedLayout) -> tuple[list[_Sent], list[_Sent]]:
+    """Return what a block sends among the ranks of a sequence, forward (also recomputed) and backward."""
     if layout.cp == 1:
-        return 0.0
-    on_host = max(1, min(layout.cp, layout.local // layout.tp))
-    forwards = 1 if layout.recompute == NONE else 2  # recomputation repeats its exchanges
+        return [], []
+    forwards = 1 if layout.recompute == NONE else 2
     width = shape.attention or shape.hidden
     heads, key_value_heads = shape.heads, shape.key_value_heads or shape.heads
-
-    def seconds(kind: str, values: float, value_bytes: int = 2) -> float:
-        nbytes = round(value_bytes * values / layout.tp)
-        return exchange_seconds(Exchange(kind, nbytes, layout.cp, "cp", False), on_host, row)
-
     own = 2 * layout.tokens * width * key_value_heads / heads  # keys and values of a rank's tokens
+
+    def sent(kind: str, values: float, times: int, value_bytes: int = layout.value_bytes) -> _Sent:
+        return _Sent(Exchange(kind, round(value_bytes * values / layout.tp), layout.cp), times)
+
     if layout.exchange == "p2p":
-        step, home = seconds("send", own), seconds("send", own, REDUCE_BYTES)
-        forward = max(0.0, (layout.cp - 1) * step - block.attention_forward)
-        backward = (layout.cp - 1) * step + layout.cp * home - block.attention_backward
-        return forwards * forward + max(0.0, backward)
+        steps = layout.cp - 1
+        return [sent("send", own, forwards * steps)], [
+            sent("send", own, steps), sent("send", own, layout.cp, REDUCE_BYTES)
+        ]  # fmt: skip
     if layout.exchange == "all_gather":
         whole = layout.cp * own
-        return (forwards + 1) * seconds("all_gather", whole) + seconds("reduce_scatter", whole)
+        return [sent("all_gather", whole, forwards)], [
+            sent("all_gather", whole, 1), sent("reduce_scatter", whole, 1)
+        ]  # fmt: skip
     copied = math.lcm(key_value_heads // layout.tp or 1, layout.cp) / (key_value_heads / layout.tp)
     queries = layout.tokens * width
-    return (forwards + 1) * (seconds("all_to_all", queries + copied * own) + seconds("all_to_all", queries))
+    both = (queries + copied * own, queries)
+    return [sent("all_to_all", values, forwards) for values in both], [sent("all_to_all", values, 1) for values in both]
 
 
 def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> ClosedTime:
@@ -166,34 +184,65 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
     """
     tokens, memory = layout.tokens, row.bandwidth * 1e12 * row.efficiency.memory
     block, weights = _block(shape, layout, row), _block_weights(shape) / layout.tp
-    inside = max(1, layout.local // layout.tp)  # ranks of the sharding group on a host
+    host = max(1, layout.local // layout.tp)  # ranks of the sharding group on a host
+    blocks = layout.accumulation * shape.layers
+    inside = between = 0
 
-    def ring(nbytes: float, ranks: int, on_host: int) -> float:
-        return ring_seconds(nbytes, ranks, min(ranks, on_host), row)
+    def send(kind: str, nbytes: float, ranks: int, on_host: int, times: int) -> float:
+        """Count what is sent; return the seconds of one time."""
+        nonlocal inside, between
+        exchange, on_host = Exchange(kind, round(nbytes), ranks), max(1, min(ranks, on_host))
+        if ranks == 1 or not times:
+            return 0.0
+        here, there = sent_bytes(exchange, on_host)
+        inside, between = inside + times * here, between + times * there
+        if kind in ("all_gather", "reduce_scatter"):
+            return ring_seconds(nbytes, ranks, on_host, row)
+        return exchange_seconds(exchange, on_host, row)
 
-    def sharded(nbytes: float) -> float:
-        return ring(nbytes, layout.shard, inside)
+    def waited(sent: Sequence[_Sent]) -> float:
+        on_host = layout.local // layout.tp
+        return sum(each.times * send(*each.exchange, on_host, each.times * blocks) for each in sent)
 
-    crossing = ring(2 * tokens * shape.hidden, layout.tp, layout.local)  # one exchange of hidden states
-    gather, scatter = sharded(2 * weights), sharded(REDUCE_BYTES * weights)
-    computed = block.forward + block.backward(layout.recompute)
-    again = 0.0 if layout.keep_gathered else gather
-    exposed = max(0.0, gather - block.forward) + max(0.0, again + scatter - block.backward(layout.recompute))
+    value, shard = layout.value_bytes, layout.shard
+    gathers = 1 if layout.keep_gathered else 2
+    gather = send("all_gather", value * weights, shard, host, gathers * blocks)
+    scatter = send("reduce_scatter", REDUCE_BYTES * weights, shard, host, blocks)
+    crossings = CROSSINGS[layout.recompute]
+    crossing = send("all_gather", value * tokens * shape.hidden, layout.tp, layout.local, crossings * blocks)
     vocabulary = shape.hidden * shape.vocabulary / layout.tp
-    head = 6 * tokens * vocabulary / (row.peak * 1e12 * row.efficiency.products)
-    head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
     # What nothing hides: the embedding's gather, the first block's, and the last reductions.
-    ends = sharded(2 * vocabulary) + gather + sharded(REDUCE_BYTES * vocabulary) + scatter
+    ends = send("all_gather", value * vocabulary, shard, host, layout.accumulation)
+    ends += send("reduce_scatter", REDUCE_BYTES * vocabulary, shard, host, layout.accumulation)
     held = shape.parameters / layout.tp / layout.shard
-    replicas = 2 * ring(REDUCE_BYTES * held, layout.replicas, max(1, inside // layout.shard))
+    replicas = 2 * ring_seconds(REDUCE_BYTES * held, layout.replicas, min(layout.replicas, max(1, host // shard)), row)
+    send("all_reduce", REDUCE_BYTES * held, layout.replicas, host // shard, 1)
+    forward, backward = block.forward, block.backward(layout.recompute)
+    head = 6 * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
+    head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
+    compute = layout.accumulation * (shape.layers * (forward + backward) + head)
+    attention_forward, attention_backward = (waited(sent) for sent in _attention_exchanges(shape, layout))
+    issued = row.host_us * 1e-6 * OPERATIONS[layout.recompute] * blocks
+    offloading = 2 * layout.offloaded / (row.host_link * row.efficiency.links * 1e9) if row.host_link else 0.0
+    if row.is_gpu:
+        exposed = max(0.0, gather - forward) + max(0.0, (gathers - 1) * gather + scatter - backward)
+        ends += gather + scatter
+        if layout.exchange == "p2p":
+            passes = 1 if layout.recompute == NONE else 2
+            attention_forward = max(0.0, attention_forward - passes * block.attention_forward)
+            attention_backward = max(0.0, attention_backward - block.attention_backward)
+        issued = 0.0 if layout.fused else max(0.0, issued - compute)
+        offloading = max(0.0, offloading - compute)
+    else:
+        exposed = gathers * gather + scatter
     parts = {
-        "compute": layout.accumulation * (shape.layers * computed + head),
+        "compute": compute,
         "exposed gathers": layout.accumulation * (shape.layers * exposed + ends) + replicas,
-        "tensor-parallel exchanges": layout.accumulation * shape.layers * CROSSINGS[layout.recompute] * crossing,
-        "context-parallel exchanges": layout.accumulation
-        * shape.layers
-        * _attention_exchanges(shape, layout, row, block),
+        "tensor-parallel exchanges": blocks * crossings * crossing,
+        "context-parallel exchanges": blocks * (attention_forward + attention_backward),
         "optimizer": UPDATE_BYTES * held / memory,
+        "host": issued,
+        "offloading": offloading,
     }
     parts = {name: seconds / row.factor for name, seconds in parts.items()}
-    return ClosedTime(sum(parts.values()), parts)
+    return ClosedTime(sum(parts.values()), parts, inside, between)

@@ -8,6 +8,7 @@ efficiencies beside them are the share that published measurements reach, each w
   own shapes are not the best ones, and cards that draw more power than they may in long products slow down.
 - attention: FlashAttention-2 with a causal mask, counted without the hidden half: A100 0.50 forward and 0.42 backward
   (arXiv:2307.08691, section 4.1), H100 and later 0.35 and 0.30 (arXiv:2407.08608: 35 % of an H100).
+- of a CPU nothing but its cores is known: 30 GFLOP/s, 6 GB/s of memory and 1 GB/s to other processes each.
 - memory 0.80 and links and networks 0.75: usual of STREAM-like kernels and of NCCL's large rings.
 """
 
@@ -17,10 +18,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.json_input import read_object
 from smp.plan import document
@@ -28,8 +30,10 @@ from smp.runtime import devices_folder
 from smp.train.flops import peak_flops
 
 DATA_SHEET, MEASURED = "data sheet", "measured"
-SCHEMA = 4  # of rows; earlier ones were measured otherwise
+SCHEMA = 5  # of rows; earlier ones were measured otherwise
 # GB/s that a device can send at once, each way, when the eight devices of a host share its cards.
+# Measured over predicted seconds of a step on CPUs, without and with a calibration.
+_ANY_CPU, _MEASURED_CPU = (0.3, 3.0), (0.5, 2.0)
 NETWORKS = {"efa400": 400 / 8 / 8, "efa3200": 3200 / 8 / 8, "ib400": 400 / 8}
 
 
@@ -45,38 +49,15 @@ class Efficiency:
     network: float = 0.75
 
 
-class Tables(NamedTuple):
-    """What was measured with one number of processes at once; seconds of the wall.
-
-    Attributes:
-        products: dtype, layout (``nt``, ``nn``, ``tn``), rows, inner size, columns, seconds.
-        elementwise: operation, bytes of its inputs and outputs, seconds with fresh outputs.
-        attention: dtype, elements of all score matrices, head width, seconds forward, seconds backward.
-        adamw: parameters, seconds of the fused update.
-        exchanges: backend, kind, bytes of the larger side, seconds.
-        host: microseconds of an operation by recomputation: ``none``, ``full``, ``selective``.
-        probe: seconds of a fixed ``product`` while this was measured, how fast the machine was; and by which share it
-            ``moved``. Of a GPU, which is not adjusted for its pace, the product is 1.
-        waiting: for the slowest of the processes where they meet, as a share of what each computes in between.
-    """
-
-    products: Sequence[tuple[str, str, int, int, int, float]]
-    elementwise: Sequence[tuple[str, int, float]]
-    attention: Sequence[tuple[str, int, int, float, float]]
-    adamw: Sequence[tuple[int, float]]
-    exchanges: Sequence[tuple[str, str, int, float]]
-    host: Mapping[str, float]
-    probe: Mapping[str, float]
-    waiting: float = 0.0
-
-
 @dataclasses.dataclass(frozen=True)
 class DeviceRow:
-    """The speed of one kind of device.
+    """The speed of one kind of device, or of all cores of a machine.
 
     Attributes:
         name: as ``--device`` takes it.
         peak: TFLOP/s of dense bf16 products.
+        fp32: TFLOP/s of fp32 products; default: a sixteenth, as smp leaves TF32 off like torch (A100 19.5 of 312, H100
+            67 of 989).
         bandwidth: of the device's memory, TB/s.
         memory: GiB that the driver reports.
         links: GB/s each way to another device of the host.
@@ -84,17 +65,16 @@ class DeviceRow:
         host_link: GB/s each way to the host's memory.
         capability: CUDA's compute capability; None on a CPU.
         efficiency: shares of the peaks that are reached.
-        host_us: microseconds of the host for an operation, by recomputation; the default is an eager operation with
-            its autograd, twice with the two dispatch modes of selective recomputation.
+        host_us: microseconds of the host for an eager operation with its autograd.
         factor: what times were divided by to match ledgers; ``runs``: how many; ``low``, ``high``: 10th and 90th
             percentile of measured over predicted seconds, from 4 runs on.
         source: ``data sheet`` or ``measured``.
         date, on: of the row: the day, and the machine with its versions.
-        tables: measured ones by the number of processes that ran at once.
     """
 
     name: str
     peak: float = 0.0
+    fp32: float = 0.0
     bandwidth: float = 0.0
     memory: float = 0.0
     links: float = 0.0
@@ -102,7 +82,7 @@ class DeviceRow:
     host_link: float = 0.0
     capability: tuple[int, int] | None = None
     efficiency: Efficiency = Efficiency()
-    host_us: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"none": 8, "full": 8, "selective": 16})
+    host_us: float = 8.0
     factor: float = 1.0
     runs: int = 0
     low: float | None = None
@@ -110,7 +90,6 @@ class DeviceRow:
     source: str = DATA_SHEET
     date: str = "2026-11-22"
     on: str = ""
-    tables: Mapping[int, Tables] = dataclasses.field(default_factory=dict)
 
     @property
     def is_gpu(self) -> bool:
@@ -122,8 +101,9 @@ class DeviceRow:
         """Return the seconds to expect, lowest and highest, for one predicted second."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
-        # Measured on two cores: runs took 0.92 to 1.26 of it (benchmarks/plan.py steps, four calibrations).
-        return (0.9, 1.3) if self.source == MEASURED else (0.75, 1.25)
+        if self.is_gpu:
+            return 0.75, 1.25
+        return _MEASURED_CPU if self.source == MEASURED else _ANY_CPU
 
     @property
     def described(self) -> str:
@@ -133,7 +113,20 @@ class DeviceRow:
         fitted = f", scaled to {self.runs} {published}runs" if self.runs else ""
         if self.source == MEASURED:
             return f"measured {self.date} on {self.on}{fitted}"
+        if not self.is_gpu:
+            return f"assumed constants of a core, not measured here{fitted}: `smp plan --calibrate` does"
         return f"data-sheet constants of {self.name}, not measured here{fitted}: within 25 %"
+
+    def flops(self, value_bytes: int) -> float:
+        """Return FLOP/s of products of bf16 (2) or fp32 (4 bytes)."""
+        return 1e12 * (self.peak if value_bytes == 2 else self.fp32 or self.peak / 16)
+
+    def shared_by(self, processes: int) -> DeviceRow:
+        """Return the row of one of several processes that share the cores of a machine; a GPU is not shared."""
+        if self.is_gpu:
+            return self
+        divided = {name: getattr(self, name) / processes for name in ("peak", "fp32", "bandwidth", "memory", "links")}
+        return dataclasses.replace(self, **divided, network=min(self.network, divided["links"]))
 
     def refitted(self, ratios: Sequence[float]) -> DeviceRow:
         """Return the row with a factor and a range from ledgers.
@@ -159,7 +152,7 @@ def _gpu(
     assert peak is not None, sheet
     host_link = 32 if rest["capability"] < (9, 0) else 64  # PCIe 4 and 5
     return DeviceRow(
-        name, peak / 1e12, bandwidth, memory, links, network, host_link, on="NVIDIA's data sheet", **rest
+        name, peak / 1e12, 0.0, bandwidth, memory, links, network, host_link, on="NVIDIA's data sheet", **rest
     )  # fmt: skip
 
 
@@ -173,7 +166,12 @@ _ROWS = (
     _gpu("h200", "H200", 4.8, 139.8, 450, 50, **_HOPPER),
     _gpu("b200", "B200", 8.0, 178.4, 900, 50, capability=(10, 0)),
 )
-DEVICES: Mapping[str, DeviceRow] = {row.name: row for row in _ROWS}
+_CORES = available_cores()
+_CPU = DeviceRow(
+    "cpu", 0.03 * _CORES, 0.03 * _CORES, 0.006 * _CORES, 0.0, 1.0 * _CORES, 1.0, host_us=25, source="assumed", on="any",
+    efficiency=Efficiency(1, 0.5, 0.4, 1, 1, 1),
+)  # fmt: skip
+DEVICES: Mapping[str, DeviceRow] = {row.name: row for row in (*_ROWS, _CPU)}
 
 
 def plain_name(driver: str) -> str:
@@ -252,12 +250,9 @@ def read_row(path: Path) -> DeviceRow:
         content = read_object(path)
         if content.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
-        tables = {int(count): Tables(**table) for count, table in content.pop("tables", {}).items()}
         efficiency = Efficiency(**content.pop("efficiency", {}))
         capability = content.pop("capability", None)
-        return DeviceRow(
-            **content, efficiency=efficiency, capability=tuple(capability) if capability else None, tables=tables
-        )
+        return DeviceRow(**content, efficiency=efficiency, capability=tuple(capability) if capability else None)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is no row of a device: {error}: write it anew with `smp plan --calibrate`, or give a name"
@@ -266,7 +261,5 @@ def read_row(path: Path) -> DeviceRow:
 
 def write_row(row: DeviceRow, path: Path) -> None:
     """Write the row of a device as JSON; a reader sees the old file or the whole new one."""
-    tables = {count: table._asdict() for count, table in row.tables.items()}
-    content = dataclasses.asdict(dataclasses.replace(row, tables={})) | {"tables": tables}
     path.parent.mkdir(parents=True, exist_ok=True)
-    document.write({"schema": SCHEMA, **content}, path)
+    document.write({"schema": SCHEMA, **dataclasses.asdict(row)}, path)

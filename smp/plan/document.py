@@ -23,7 +23,7 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
         "allocated": memory.allocated,
         "reserved": memory.reserved,
         "outside": memory.outside,
-        "heap": list(memory.heap),
+        "heap": memory.heap,
         "limit": memory.limit,
         "room": memory.room,
         "shared": memory.shared,
@@ -33,7 +33,7 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
     }
 
 
-def layout_entry(plan: LayoutPlan, cost: Cost | None = None, rates: Mapping[str, float | None] | None = None) -> Any:
+def layout_entry(plan: LayoutPlan, cost: Cost | None = None, rates: Mapping[str, float] | None = None) -> Any:
     """Return a layout: its flags, memory, step and cost.
 
     Args:
@@ -48,7 +48,7 @@ def layout_entry(plan: LayoutPlan, cost: Cost | None = None, rates: Mapping[str,
         "memory": memory_entry(plan.memory),
         "host": dict(plan.host),
         "disk": dict(plan.disk),
-        "step": None if plan.step is None else {**dataclasses.asdict(plan.step), "parts": dict(plan.step.parts)},
+        "step": {**dataclasses.asdict(plan.step), "parts": dict(plan.step.parts)},
         "tokens": plan.tokens,
         "rates": dict(rates or {}),
         "cost": None if cost is None else dataclasses.asdict(cost),

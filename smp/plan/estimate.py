@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.plan import USABLE, peak_bytes
-from smp.memory.shape import ModelShape
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DeviceRow
-from smp.plan.kernels import SLOWER
 from smp.plan.layouts import Layout
+from smp.plan.records import StepTime
 from smp.plan.search import Estimate
-
-# Orders layouts on a CPU, of which no data sheet is known; its seconds are shown to nobody.
-_ANY_CPU = DeviceRow("cpu", peak=0.1, bandwidth=0.02, links=4.0, network=1.0)
 
 
 def estimate(shape: ModelShape, layout: Layout, row: DeviceRow, *, local: int) -> Estimate:
@@ -24,24 +22,36 @@ def estimate(shape: ModelShape, layout: Layout, row: DeviceRow, *, local: int) -
     Args:
         local: ranks of a host.
     """
-    mesh, work = layout.mesh, layout.work
+    needed = peak_bytes(shape, layout.mesh, layout.work) / (USABLE if row.is_gpu else 1)
+    return Estimate(layout, int(needed), step_time(shape, layout.mesh, layout.work, row, local=local).seconds)
+
+
+def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:
+    """Return the seconds of a step, their range and parts, and the bytes that a rank sends.
+
+    Args:
+        local: ranks of a host.
+    """
     activation, parallel = work.settings[ActivationConfig], work.settings[ParallelConfig]
     mode = SELECTIVE if activation.activation_checkpointing_mode == "selective" else FULL
+    blocks = max(0, shape.layers - activation.activation_loading_horizon) if activation.offload_activations else 0
     closed = ClosedLayout(
         sequence=work.sequence_length,
         batch=work.micro_batch_size,
-        accumulation=layout.accumulation,
+        accumulation=work.accumulation,
         shard=mesh.shard.size,
         replicas=mesh.replicas.size,
         tp=mesh.tp.size,
         local=local,
         recompute=mode if activation.activation_checkpointing else NONE,
-        fused=work.settings[ActivationConfig].compile is True,
+        fused=activation.compile is True,
         keep_gathered=not mesh.reshard_after_forward or not parallel.reshard_between_microbatches,
         cp=mesh.cp.size,
         exchange=cast(str, parallel.cp_comm_type),
+        value_bytes=work.compute_bytes,
+        offloaded=waiting_bytes(shape, mesh, work, blocks=blocks) * work.accumulation if blocks else 0,
     )
-    if row.is_gpu and work.compute_bytes == 4:
-        row = dataclasses.replace(row, peak=row.peak * SLOWER["float32"])
-    needed = peak_bytes(shape, mesh, work) / (USABLE if row.is_gpu else 1)
-    return Estimate(layout, int(needed), closed_step(shape, closed, row if row.peak else _ANY_CPU).seconds)
+    seconds, parts, inside, between = closed_step(shape, closed, row)
+    low, high = row.range
+    shown = {name: value for name, value in parts.items() if value}
+    return StepTime(seconds, low * seconds, high * seconds, shown, inside, between, row.described)

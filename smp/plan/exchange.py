@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from smp.plan.devices import DeviceRow
-from smp.plan.records import Exchange
 
 # Starting a collective, and each further rank and host of its ring: NCCL's latencies are of this size.
 START, PER_RANK, PER_HOST = 20e-6, 1e-6, 8e-6
+
+
+class Exchange(NamedTuple):
+    """A collective.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, or ``send`` to the next rank.
+        nbytes: of the larger side: the gathered output, the input that is reduced, or what is sent.
+        ranks: of the group.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: int
 
 
 def ring_seconds(nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> float:

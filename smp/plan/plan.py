@@ -1,4 +1,4 @@
-"""The plan of one layout: the job's step is traced, written out to all blocks, added up and timed.
+"""The plan of one layout: the job's step is traced, written out to all blocks and added up.
 
 For a process of its own (:mod:`smp.plan.worker`), as what torch and transformers ask of values is replaced.
 """
@@ -17,26 +17,23 @@ from typing import Any
 import torch
 
 from smp.config import ActivationConfig
-from smp.environment.malloc import stocks_small_blocks, unused_heap
+from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems
 from smp.memory.plan import BASE_CPU_BYTES
 from smp.models.model_config import resolve_model
-from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.parallelize import find_problems
 from smp.plan import world
 from smp.plan.allocator import reserved_bytes
-from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, segments, whole_step
+from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, whole_step
 from smp.plan.devices import DeviceRow
-from smp.plan.events import FORWARD, Trace
+from smp.plan.estimate import step_time
+from smp.plan.events import Trace
 from smp.plan.fork import in_child
-from smp.plan.heap import heap_bytes
 from smp.plan.memory import account
-from smp.plan.packed import packed_bytes
-from smp.plan.records import GIB, LayoutPlan, Operation, RankMemory, Segment, StepTime
+from smp.plan.records import GIB, LayoutPlan, RankMemory
 from smp.plan.sdpa import PLANNED_AS_SDPA
-from smp.plan.time import step_time
-from smp.plan.trace import MOST_MICROBATCHES, microbatch_rows, trace_step, untraced_bytes
+from smp.plan.trace import trace_step, untraced_bytes
 from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
@@ -112,7 +109,6 @@ class _Rank:
             raise ConfigError(problems)
         job.choices.extend(choose_settings(job, limit or 1 << 60, batch=self.batch))
         self.backend = choose_backend(config.comm, device)
-        self.rows = microbatch_rows(job)
         layers = job.model.hf_config.num_hidden_layers
         period, margin = self._repetition()
         few = layers if exact else blocks_to_trace(layers, period=period, margin=margin)
@@ -126,7 +122,8 @@ class _Rank:
             whole = whole_step(trace, repeated)
         self.exact = repeated.traced == layers
         self.memory = self._memory(trace, whole)
-        self.step = self._time(trace, repeated)
+        shape, work = sizes(job)
+        self.step = step_time(shape, job.mesh, work, row, local=local)
 
     def _repetition(self) -> tuple[int, int]:
         """Return the blocks after which blocks are alike again, and those at each end that are not."""
@@ -145,15 +142,16 @@ class _Rank:
         return in_child(functools.partial(_traced, job, self.backend, self.row.capability if self.row.is_gpu else None))
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
-        gpu, heap = self.row.is_gpu, (0, 0)
+        gpu, heap = self.row.is_gpu, 0
         found = account(whole, shared=trace.shared, waiting=0 if gpu else untraced_bytes(self.job))
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
             reserved: int | None = reserved_bytes(whole, expandable=expandable)
-            outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * len(trace.groups)
+            outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * _communicators(self.job)
         else:
-            heap = self._unused_heap(trace, whole, found.peak.total)
-            reserved, outside = None, BASE_CPU_BYTES + heap[1]
+            unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
+            heap = int(unused * (found.peak.total - trace.shared))  # what is shared is mapped, and no heap's
+            reserved, outside = None, BASE_CPU_BYTES + heap
         return RankMemory(
             rank=self.job.launch.rank,
             peak=found.peak,
@@ -166,55 +164,18 @@ class _Rank:
             timeline=found.timeline,
         )
 
-    def _unused_heap(self, trace: Trace, whole: Step, peak: int) -> tuple[int, int]:
-        """Return the least and the most that a process on CPUs holds beyond its tensors' bytes at the peak."""
-        shared, backend = trace.shared, self.backend if self.job.launch.world_size > 1 else ""
-        if stocks_small_blocks():  # else small blocks of the process, which no plan knows, decide
-            forward = (e for place, events in trace.events.items() if place.phase == FORWARD for e in events)
-            packed = packed_bytes(event for event in forward if isinstance(event, Operation))
-            ranks, here = trace.groups.get("shard", (1, 1))
-            found = packed is not None and heap_bytes(
-                whole, backend=backend, ranks=ranks if ranks == here else 1, shared=shared, packed=packed
-            )
-            if found:
-                return max(0, found[0] - peak), max(0, found[1] - peak)
-        unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
-        return 0, int(unused * (peak - shared))  # what is shared is mapped, and no heap's
 
-    def _time(self, trace: Trace, repeated: Repeat) -> StepTime | None:
-        if not self.row.bandwidth:  # a CPU that nobody has measured
-            return None
-        config = self.job.settings[ActivationConfig]
-        mode = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
-        offloaded = 0
-        if config.offload_activations:
-            shape, work = sizes(self.job)
-            blocks = max(0, shape.layers - config.activation_loading_horizon)
-            offloaded = waiting_bytes(shape, self.job.mesh, work, blocks=blocks) * len(self.rows)
-        return step_time(
-            _with_microbatches(segments(trace, repeated), len(self.rows)),
-            self.row,
-            local=self.local,
-            groups=trace.groups,
-            backend=self.backend,
-            recompute=mode,
-            offloaded=offloaded,
-        )
+def _communicators(job: Job) -> int:
+    """Return the axes of the mesh along which ranks communicate."""
+    mesh = job.mesh
+    axes = [mesh.loss, mesh.tp, mesh.replicas, mesh.shard, mesh.cp]
+    return sum(role.size > 1 for role in axes) + (mesh.loss.size < mesh.world_size)
 
 
 def _traced(job: Job, backend: str, capability: tuple[int, int] | None) -> Trace:
     launch = job.launch
     with world.fake_group(launch.world_size, launch.rank, launch.local_world_size, backend):
         return trace_step(job, capability)
-
-
-def _with_microbatches(found: list[tuple[Segment, int]], count: int) -> list[tuple[Segment, int]]:
-    """Repeat the traced micro-batch between the first and the last."""
-    if count <= MOST_MICROBATCHES:
-        return found
-    between = [pair for pair in found if pair[0].microbatch == 1 and pair[0].phase != "update"]
-    last = found.index(between[-1]) + 1
-    return [*found[:last], *between * (count - MOST_MICROBATCHES), *found[last:]]
 
 
 def _with_blocks(job: Job, blocks: int) -> Job:

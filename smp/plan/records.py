@@ -1,66 +1,16 @@
-"""Records of a plan: what a step does, what a rank holds, how long it takes; plain data that goes to JSON."""
+"""Records of a plan: what a rank holds, how long a step takes; plain data that goes to JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 GIB = 1024**3
 
 FITS, FLUSH, NO = "fits", "flush", "no"
 # Less room than this share of the limit is called tight.
 TIGHT = 0.05
-
-
-class TensorShape(NamedTuple):
-    """Shape and dtype (``bfloat16``) of an operation's argument."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Operation(NamedTuple):
-    """An operation on the device, such as ``aten.mm.default``."""
-
-    name: str
-    inputs: tuple[TensorShape, ...]
-    outputs: tuple[TensorShape, ...]
-
-
-class Exchange(NamedTuple):
-    """A collective of this rank.
-
-    Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, or ``send`` to the next
-            rank, from the one before.
-        nbytes: of the larger side: the gathered output, the input that is reduced, or what is sent.
-        ranks: of the group.
-        axis: of the mesh that the group lies along: ``shard``, ``replicas``, ``data``, ``tp``, ``cp`` or ``world``.
-        asynchronous: runs beside the computation, on a stream of its own.
-    """
-
-    kind: str
-    nbytes: int
-    ranks: int
-    axis: str
-    asynchronous: bool
-
-
-class Segment(NamedTuple):
-    """A part of a step: what one block does forward or backward, or what lies between blocks.
-
-    Attributes:
-        phase: ``forward``, ``backward`` or ``update``; what comes before the first forward is ``begin``.
-        block: index of the block, or None outside of blocks (embedding, head and loss, update).
-        microbatch: index.
-        events: in the order in which the host issues them.
-    """
-
-    phase: str
-    block: int | None
-    microbatch: int
-    events: tuple[Operation | Exchange, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +39,8 @@ class RankMemory:
             and at most what ``heap`` says.
         limit: bytes of the device; None if it is not known.
         shared: of the peak, bytes that the ranks of a host share (counted once a host).
-        heap: what a process on CPUs holds beyond its tensors at the peak, at least and at most: free blocks of the C
-            library's heap, operands that products have packed, shared buffers that are not in use.
+        heap: at most so many bytes a process on CPUs holds beyond its tensors at the peak: free blocks of the C
+            library's heap.
         timeline: total bytes after each change of the step, thinned; for drawing.
     """
 
@@ -101,7 +51,7 @@ class RankMemory:
     outside: int
     limit: int | None
     shared: int = 0
-    heap: tuple[int, int] = (0, 0)
+    heap: int = 0
     timeline: Sequence[tuple[str, Mapping[str, int]]] = ()
 
     @property
@@ -113,11 +63,6 @@ class RankMemory:
     def needed(self) -> int:
         """Bytes that the device must have for no flush: reserved ones, or else allocated ones, and those outside."""
         return max(self.reserved or 0, self.allocated) + self.outside
-
-    @property
-    def least(self) -> int:
-        """Bytes that the device has to have where the heap is least; else as ``needed``."""
-        return self.needed - self.heap[1] + self.heap[0]
 
     @property
     def room(self) -> int | None:
@@ -168,14 +113,14 @@ class LayoutPlan:
         memory: of the rank that holds most.
         host: host memory of a rank by category.
         disk: bytes by use: ``checkpoint``, ``kept checkpoints``, ``offloaded activations``.
-        step: its time; None where nothing is known of the device.
+        step: its time.
         tokens: of a step over all ranks.
         method: ``blocks`` (few blocks traced) or ``exact`` (all blocks traced).
     """
 
     mesh: str
     memory: RankMemory
-    step: StepTime | None
+    step: StepTime
     tokens: int
     method: str
     notes: Sequence[str] = ()

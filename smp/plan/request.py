@@ -23,7 +23,6 @@ from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
 from smp.plan.estimate import estimate
-from smp.plan.kernels import SLOWER
 from smp.plan.layouts import Layout, layouts
 from smp.plan.records import GIB, LayoutPlan
 from smp.plan.sdpa import PLANNED_AS_SDPA
@@ -191,20 +190,17 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
     )
 
 
-def rates(request: Request, plan: LayoutPlan) -> dict[str, float | None]:
+def rates(request: Request, plan: LayoutPlan) -> dict[str, float]:
     """Return tokens per second of a device, and model FLOPs utilisation."""
-    if plan.step is None:
-        return {"tokens_per_second": None, "mfu": None}
     rate = plan.tokens / plan.step.seconds / request.devices
     flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
-    fp32 = request.row.is_gpu and request.settings["bf16"] is False
-    peak = request.row.peak * 1e12 * (SLOWER["float32"] if fp32 else 1.0)
-    return {"tokens_per_second": rate, "mfu": flops * rate / peak if peak else None}
+    bf16 = request.row.is_gpu if request.settings["bf16"] is None else request.settings["bf16"]
+    return {"tokens_per_second": rate, "mfu": flops * rate / request.row.flops(2 if bf16 else 4)}
 
 
 def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | None) -> Cost | None:
-    """Return what it costs to train on so many tokens; None where they, or the seconds of a step, are not known."""
-    if tokens is None or plan.step is None:
+    """Return what it costs to train on so many tokens; None where they are not known."""
+    if tokens is None:
         return None
     seconds = plan.step.seconds
     return cost_of(tokens, step_tokens=plan.tokens, step_seconds=seconds, devices=request.devices, price=price)

@@ -12,8 +12,7 @@ from smp.plan.layouts import Layout, differences, parts
 from smp.plan.records import FITS, GIB, NO, LayoutPlan
 
 MOST_TRACES = 12
-# What the closed form may be wrong by.
-_MEMORY_MARGIN, _TIME_MARGIN = 1.3, 1.2
+_MEMORY_MARGIN = 1.3  # what the closed form may be wrong by
 _TIGHT_MARGIN = 1.05  # of its error, known from layouts of the same kind
 # Traces that are kept for layouts that are sure to fit, while none has.
 _LAST_TRIES = 4
@@ -85,7 +84,7 @@ def search(
         together: layouts that are traced at once.
     """
     known = _Known(limit, top)
-    # Two of the same time: the one that is smaller. The closed form has no time for offloading: it comes last.
+    # Two of the same time: the one that is smaller. A little more for offloading: it comes last.
     queue = sorted(_near(estimates, limit), key=lambda each: (each.per_token * _offloading(each), each.memory))
     while len(known.tried) < most and (chosen := known.next(queue, min(together, most - len(known.tried)), most)):
         known.add(chosen, trace([each.layout for each in chosen]))
@@ -157,14 +156,11 @@ def _saving(layout: Layout) -> tuple[str, str]:
 
 def _is_slower(chosen: Estimate, fitting: list[tuple[Estimate, LayoutPlan]], top: int) -> bool:
     """Return whether a layout, and all after it, cannot be among the ``top``."""
-    best = sorted(_per_token(*pair) for pair in fitting)[:top]
-    ratios = [_per_token(each, plan) / each.per_token for each, plan in fitting]
-    like = min(each.per_token for each, _ in fitting)
-    return chosen.per_token * min(ratios) > best[-1] or chosen.per_token > _TIME_MARGIN * like
+    return chosen.per_token > sorted(_per_token(plan) for _, plan in fitting)[:top][-1]
 
 
-def _per_token(estimate: Estimate, plan: LayoutPlan) -> float:
-    return plan.step.seconds / plan.tokens if plan.step else estimate.per_token
+def _per_token(plan: LayoutPlan) -> float:
+    return plan.step.seconds / plan.tokens
 
 
 def _too_large(estimate: Estimate, needed: int, limit: int, shown: str) -> Refused:
@@ -196,7 +192,7 @@ def _found(
             reason = f"{said} > {room / GIB:.1f} GiB"
             if memory.outside:
                 reason += f" ({limit / GIB:.1f} - {memory.outside / GIB:.1f} outside)"
-            refused.append(Refused(estimate.layout, reason, over, _per_token(estimate, plan), traced=True))
+            refused.append(Refused(estimate.layout, reason, over, _per_token(plan), traced=True))
     if limit is not None:
         known = {id(estimate) for estimate, _ in traced}
         refused += [
@@ -204,7 +200,7 @@ def _found(
             for each in estimates
             if each.memory > _MEMORY_MARGIN * limit and id(each) not in known
         ]
-    best = min((_per_token(*pair) for pair in plans), default=1.0)
+    best = min((_per_token(plan) for _, plan in plans), default=1.0)
     plans.sort(key=lambda pair: _order(pair[0], pair[1], best))
     nearest = min((plan for _, plan in traced), key=lambda plan: plan.memory.needed, default=None)
     refused.sort(key=lambda each: each.per_token)
@@ -219,7 +215,7 @@ def _offloading(each: Estimate) -> float:
 def _order(estimate: Estimate, plan: LayoutPlan, best: float) -> tuple[float, bool, int]:
     """Return the sorting key: time to a hundredth of the best, then no offloading, then room."""
     offloads = estimate.layout.work.settings[ActivationConfig].offload_activations
-    return (round(_per_token(estimate, plan) / best, 2), offloads, -(plan.memory.room or 0))
+    return (round(_per_token(plan) / best, 2), offloads, -(plan.memory.room or 0))
 
 
 def instructive(found: Found, most: int = 6) -> list[Refused]:

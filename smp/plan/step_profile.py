@@ -1,4 +1,4 @@
-"""The memory profile of a step on fake tensors: where each storage is made, every operation and every collective."""
+"""The memory profile of a step on fake tensors: where each storage is made."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from smp.memory.categories import OTHER, copied_inside
 from smp.memory.profile import MemoryProfile, _Storage
 from smp.plan import fake_cuda, workspace, world
 from smp.plan.events import BEGIN, Birth, Change, Place, Trace
-from smp.plan.kernels import UNMASKED, VIEWS, masks_nothing, operation_of
-from smp.plan.records import Exchange, Operation, TensorShape
 
 aten = torch.ops.aten
 
 
 class StepTrace(MemoryProfile):
-    """The memory profile of a step on fake tensors, which also notes where, on which stream, and what else happens."""
+    """The memory profile of a step on fake tensors, which also notes where, and on which stream."""
 
     plain = (FakeTensor,)
 
@@ -44,9 +42,6 @@ class StepTrace(MemoryProfile):
         self._births: dict[int, tuple[Place, int]] = {}
         self._counts: dict[Place, int] = {}
         self._order: list[_Storage] = []
-        self.events: dict[Place, list[Operation | Exchange]] = {}
-        self.axes: dict[str, str] = {}
-        self.groups: dict[str, tuple[int, int]] = {}
         self._capability, self._has_cublas = capability, False
         super().__init__(model, optimizer, device)
         if device.type == "cpu":  # the ranks of torch's device mesh, int32
@@ -84,13 +79,12 @@ class StepTrace(MemoryProfile):
     def _measure(self) -> None:
         pass
 
-    def collect(self, owners: dict[int, int], blocks: int, parameters: tuple[TensorShape, ...]) -> Trace:
+    def collect(self, owners: dict[int, int], blocks: int) -> Trace:
         """Return the trace.
 
         Args:
             owners: the blocks of storages that exist before the step, by ``id``.
             blocks: how many.
-            parameters: of one block.
         """
         numbers = {id(entry): number for number, entry in enumerate(self._order)}
         births = [Birth(*self._births[id(entry)], entry, self._streams[id(entry)]) for entry in self._order]
@@ -101,12 +95,12 @@ class StepTrace(MemoryProfile):
         for entry in self._order:
             entry.reference = None  # which holds this profile, and with it the model
         held = [owners.get(id(entry)) for entry in self._order[: self.initial]]
-        return Trace(blocks, births, changes, held, self.events, sum(world.connected.values()), self.groups, parameters)
+        return Trace(blocks, births, changes, held, sum(world.connected.values()))
 
     # --- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what reads values, and note everything else."""
+        """Answer what reads values, and count what kernels allocate inside."""
         if func is aten._local_scalar_dense.default:
             return self._number(args[0].dtype)
         if any(hasattr(t, "__tensor_flatten__") for t in types):
@@ -127,10 +121,7 @@ class StepTrace(MemoryProfile):
                 self._change(passing := _Storage(OTHER, 0), inside)
                 self._change(passing, 0)
         if name.startswith(("c10d::", "smp::reduce_tokens", "symm_mem::")):
-            self._collective(name, args, result)
-        elif name.partition("::")[2] not in VIEWS and func.namespace not in ("prim", "profiler"):
-            named = f"{func}{UNMASKED}" if masks_nothing(func, args, kwargs) else str(func)
-            self.events.setdefault(self.place, []).append(operation_of(named, (args, kwargs), result))
+            self._collective(name, args)
         return result
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -147,21 +138,13 @@ class StepTrace(MemoryProfile):
 
     # --- collectives
 
-    def _collective(self, name: str, args: Any, result: Any) -> None:
-        kind = next((k for k in ("all_to_all", "alltoall", "reduce_scatter", "reduce_tokens", "gather", "all_reduce",
-                                 "allreduce", "broadcast", "send") if k in name), None)  # fmt: skip
-        if kind is None:
-            return
-        tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-        nbytes = max((t.nbytes for t in tensors), default=0)
-        group = self._group_of(args)
-        if name == "smp::reduce_tokens":
-            kind = "reduce_scatter" if args[2] > 1 else "all_reduce"
-        known = {"gather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
+    def _collective(self, name: str, args: Any) -> None:
+        """Note the memory that smddp shares for the group; exchanges of all with all it leaves to gloo."""
+        moves = any(kind in name for kind in ("reduce_scatter", "reduce_tokens", "gather", "all_reduce", "allreduce",
+                                              "broadcast"))  # fmt: skip
+        group = self._group_of(args) if moves else None
         if group is not None:
-            if kind not in ("send", "alltoall", "all_to_all"):  # which smddp leaves to gloo
-                world.connect(group)
-            self.exchange(known.get(kind, kind), nbytes, group)
+            world.connect(group)
 
     def _group_of(self, args: Any) -> dist.ProcessGroup | None:
         for each in tree_leaves(args):
@@ -172,14 +155,6 @@ class StepTrace(MemoryProfile):
                 with contextlib.suppress(RuntimeError, KeyError, ValueError, TypeError):
                     return dist.distributed_c10d._resolve_process_group(cast(Any, each))
         return None
-
-    def exchange(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        """Note a collective."""
-        if group.size() == 1:
-            return
-        beside = self._device.type == "cuda" and fake_cuda.current_stream() is not fake_cuda.default
-        axis = self.axes.get(group.group_name, "world")
-        self.events.setdefault(self.place, []).append(Exchange(kind, nbytes, group.size(), axis, beside))
 
 
 def _caller() -> tuple[str, str]:

@@ -64,14 +64,11 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     if memory.reserved is not None:
         sums |= {"reserved by the allocator": memory.reserved, "outside the allocator": memory.outside}
     else:
-        sums |= {"the process without a model": memory.outside - memory.heap[1]}
-        sums |= {"heap beyond the tensors, at most": memory.heap[1]} if memory.heap[1] else {}
+        sums |= {"the process without a model": memory.outside - memory.heap}
+        sums |= {"heap beyond the tensors, at most": memory.heap} if memory.heap else {}
     if memory.limit is not None and memory.room is not None:
         sums |= {"limit": memory.limit, "room" if memory.room >= 0 else "missing": abs(memory.room)}
     yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items())
-    if memory.heap[1]:
-        least, most = memory.least / unit, memory.needed / unit
-        yield f"  resident: {least:,.2f} to {most:,.2f} {word}, as the heap differs from run to run"
     if memory.shared:
         yield f"  {gib(memory.shared)} GiB of it are shared by the ranks of a host"
     yield f"  the peak is in: {memory.peak.where}"
@@ -85,12 +82,9 @@ def other_memory(plan: LayoutPlan) -> Iterator[str]:
             yield f"{title}: {listed}" + (f"; in all {gib(sum(sizes.values()))}" if title.startswith("memory") else "")
 
 
-def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str = "#") -> Iterator[str]:
+def step_table(plan: LayoutPlan, rates: Mapping[str, float], block: str = "#") -> Iterator[str]:
     """Yield the step's seconds, by part, its bytes and rates."""
     step = plan.step
-    if step is None:
-        yield "step: not known, as nobody has measured this device: `smp plan --calibrate` does"
-        return
     yield f"step: {seconds(step.seconds)}, from {seconds(step.low)} to {seconds(step.high)}"
     yield f"  by {step.source}"
     for name, value in step.parts.items():
@@ -101,10 +95,8 @@ def step_table(plan: LayoutPlan, rates: Mapping[str, float | None], block: str =
         yield f"  {name:<{_NAME - 2}} {seconds(value):>11} {100 * share:>8.0f} %  {bar}".rstrip()
     between = f"{gib(step.between)} GiB" if step.between else "nothing"
     yield f"  a device sends {gib(step.inside)} GiB inside its host and {between} to other hosts"
-    rate = rates["tokens_per_second"]
-    if rate is not None:
-        used = "" if rates["mfu"] is None else f", model FLOPs utilisation {100 * rates['mfu']:.1f} %"
-        yield f"  {plan.tokens:,} tokens; {rate:,.0f} tokens/s on each device{used}"
+    used = f"model FLOPs utilisation {100 * rates['mfu']:.1f} %"
+    yield f"  {plan.tokens:,} tokens; {rates['tokens_per_second']:,.0f} tokens/s on each device, {used}"
 
 
 def cost_line(cost: Cost, devices: str) -> str:
@@ -148,13 +140,13 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         yield _row("", head, splits=splits)
     for number, (layout, plan) in enumerate(shown, 1):
         memory, step, words = plan.memory, plan.step, parts(layout)
-        rate = "-" if step is None else f"{plan.tokens / step.seconds / devices:,.0f}"
+        rate = f"{plan.tokens / step.seconds / devices:,.0f}"
         reserved = "-" if memory.reserved is None else gib(memory.reserved)
         offloaded = "+offload" if words["offloading"] == "offloaded" else ""
         cells = (
             *(str(role.size) for role in (layout.mesh.shard, layout.mesh.tp, layout.mesh.cp)),
             f"{layout.work.micro_batch_size} x {layout.accumulation}",
-            words["recomputation"].split()[-1] + offloaded, "-" if step is None else seconds(step.seconds), rate,
+            words["recomputation"].split()[-1] + offloaded, seconds(step.seconds), rate,
             gib(memory.allocated), reserved,
         )  # fmt: skip
         yield _row(str(number), cells, splits=splits)

@@ -28,7 +28,6 @@ from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup, model_blocks
 from smp.plan import world
 from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, Place, Trace
-from smp.plan.kernels import shape_of
 from smp.plan.step_profile import StepTrace
 from smp.train.optimizer import build_optimizer
 from smp.train.run_plan import Job, planned_batch
@@ -166,19 +165,10 @@ def _replace_buffers(model: nn.Module, make: Callable[[torch.Tensor], torch.Tens
             module._buffers[name] = make(buffer)
 
 
-def _name_groups(trace: StepTrace, mesh: Mesh) -> None:
-    """Tell the trace the axis of each group."""
-    roles = {"data": mesh.loss, "tp": mesh.tp, "replicas": mesh.replicas, "shard": mesh.shard}
-    if mesh.cp.size > 1:
-        roles["cp"] = mesh.cp
+def _everyone(mesh: Mesh) -> dist.ProcessGroup:
+    """Return the group of all ranks."""
     assert dist.group.WORLD is not None
-    groups = {"world": dist.group.WORLD} if mesh.loss.size < mesh.world_size else {}
-    groups |= {axis: role.group for axis, role in roles.items()}  # last: a role of all ranks has the world's group
-    for axis, group in groups.items():
-        trace.axes[group.group_name] = axis
-        if group.size() > 1:
-            trace.groups[axis] = (group.size(), world.local_ranks(dist.get_process_group_ranks(group)))
-    world.connect(groups.get("world", mesh.loss.group))  # over it all ranks agree at every step
+    return dist.group.WORLD if mesh.loss.size < mesh.world_size else mesh.loss.group
 
 
 def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
@@ -205,11 +195,9 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         _allocate_state(optimizer)
         batch = _batch(job)
         trace = StepTrace(model, optimizer, device, mode, resolved.sequence_length, capability)
-        _name_groups(trace, mesh)
+        world.connect(_everyone(mesh))  # over it all ranks agree at every step
         owners = _owners(model, optimizer, blocks, trace)
         follower = _Follower(trace, blocks)
-        world.exchanged = trace.exchange
-        stack.callback(setattr, world, "exchanged", world.nothing_exchanged)  # else it holds a model that failed
         with trace.running():
             result = train_step(
                 model,
@@ -225,5 +213,4 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
                 enter=follower.enter,
             )
         del result
-    parameters = tuple(shape_of(local_tensor(p)) for p in blocks[len(blocks) // 2].parameters())
-    return trace.collect(owners, len(blocks), parameters)
+    return trace.collect(owners, len(blocks))

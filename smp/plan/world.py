@@ -33,14 +33,7 @@ from smp.plan.sdpa import attend
 aten = torch.ops.aten
 # A pause of the account: torch's DTensor propagates shapes with whole tensors under whatever mode is active.
 paused = 0
-Exchanged = Callable[[str, int, dist.ProcessGroup], None]
 
-
-def nothing_exchanged(kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
-    """Do nothing: stands for :data:`exchanged` where nothing is traced."""
-
-
-exchanged: Exchanged = nothing_exchanged  # replaced by the trace
 backend = "gloo"  # of the job that is planned; the group itself is torch's fake one
 connected: dict[str, int] = {}  # bytes that smddp shares for a group once it has met, by name
 local_ranks: Callable[[Sequence[int]], int] = len  # of a group's ranks, those on one host
@@ -72,7 +65,6 @@ class _PlannedGather:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         connect(group)
-        exchanged("all_gather", output_tensor.nbytes, group)
         return _Done(output_tensor) if async_op else None
 
 
@@ -91,7 +83,6 @@ class _PlannedScatter:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         connect(group)
-        exchanged("reduce_scatter", input_tensor.nbytes, group)
         if not self._shared and backend == "gloo" and output_tensor.numel():
             received = [torch.empty_like(output_tensor) for _ in range(group.size() - 1)]
             output_tensor.copy_(input_tensor[: output_tensor.numel()])

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from smp.errors import UserError
-from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Tables, device_row, network_share, read_row, write_row
+from smp.plan.devices import DEVICES, MEASURED, DeviceRow, device_row, network_share, read_row, write_row
 
 
 @pytest.fixture(autouse=True)
@@ -13,20 +13,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "devices"
 
 
-TABLES = Tables(
-    products=[["float32", "nt", 64, 64, 64, 1e-4]], elementwise=[["add", 1024, 1e-6]],
-    attention=[["float32", 4096, 64, 1e-3, 2e-3]], adamw=[[1000, 1e-5]],
-    exchanges=[["gloo", "all_gather", 4096, 1e-4]], host={"none": 5.0, "full": 5.0, "selective": 9.0},
-    probe={"product": 2e-3},
-)  # fmt: skip
-ROW = DeviceRow("cpu", memory=8.0, source=MEASURED, date="2026-11-23", on="a test", tables={1: TABLES, 2: TABLES})
+ROW = DeviceRow("cpu", memory=8.0, source=MEASURED, date="2026-11-23", on="a test")
 
 
 def test_rows_of_data_sheets():
     h100 = device_row("h100")
     assert (h100.peak, h100.memory, h100.capability) == (989, 79.1, (9, 0)) and h100.is_gpu
     assert "not measured here" in h100.described and "within 25 %" in h100.described
-    assert all(row.memory < 180 and row.range == (0.75, 1.25) for row in DEVICES.values())
+    assert all(row.memory < 180 and row.range == (0.75, 1.25) for row in DEVICES.values() if row.is_gpu)
     # Half of the network's cards of p4d are an eighth of a host's 400 Gb/s each.
     assert network_share("efa400") == 6.25 and network_share("efa3200") == network_share("ib400") == 50
     assert network_share("12.5") == 12.5
@@ -64,8 +58,7 @@ def test_unknown_device_and_network(folder):
 def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
     write_row(ROW, folder / "cpu.json")
     found = device_row("cpu")
-    assert found.tables[2].host == TABLES.host and found.tables[1].products == TABLES.products
-    assert not found.is_gpu and found.range == (0.9, 1.3) and found.described == "measured 2026-11-23 on a test"
+    assert not found.is_gpu and found.range == (0.5, 2.0) and found.described == "measured 2026-11-23 on a test"
     assert read_row(folder / "cpu.json") == found == device_row(str(folder / "cpu.json"))
     write_row(dataclasses.replace(DEVICES["h100"], peak=700.0), folder / "h100.json")
     assert device_row("h100").peak == 700.0 and device_row("h100").capability == (9, 0)
@@ -77,9 +70,9 @@ def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
     [
         "{",
         "[]",
-        '{"schema": 3, "name": "x"}',
-        '{"schema": 4, "name": "x", "colour": 1}',
-        '{"schema": 4, "tables": {"one": 1}}',
+        '{"schema": 4, "name": "x"}',
+        '{"schema": 5, "name": "x", "colour": 1}',
+        '{"schema": 5, "name": "x", "efficiency": {"pace": 1}}',
     ],
 )
 def test_a_damaged_row_is_refused(tmp_path, text):
