@@ -32,7 +32,7 @@ from smp.plan.worker import Worker, in_child, serve
 from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, NEOX
 
-CPU = DeviceRow("cpu")
+CPU = DEVICES["cpu"]
 WORDS = [*LLAMA, "--use_synthetic_data", "1"]
 OTHER = [*NEOX, "--use_synthetic_data", "1"]
 
