@@ -37,7 +37,7 @@ REDUCE_BYTES = 4  # gradients are reduced in fp32
 # MLP, forward and backward. Recomputation repeats them, selective recomputation the gathers only.
 CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
-# dispatch modes. Counted on Llama: 34 forward, 67 backward.
+# dispatch modes, taken as twice the time. Counted on Llama: 34 forward, 67 backward.
 OPERATIONS = {NONE: 101, SELECTIVE: 270, FULL: 135}
 
 

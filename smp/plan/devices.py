@@ -32,7 +32,7 @@ from smp.train.flops import peak_flops
 DATA_SHEET, MEASURED = "data sheet", "measured"
 SCHEMA = 5  # of rows; earlier ones were measured otherwise
 # GB/s that a device can send at once, each way, when the eight devices of a host share its cards.
-# Measured over predicted seconds of a step on CPUs, without and with a calibration.
+# Of predicted seconds on CPUs, without and with a calibration: wide by intent, no page has measured them.
 _ANY_CPU, _MEASURED_CPU = (0.3, 3.0), (0.5, 2.0)
 NETWORKS = {"efa400": 400 / 8 / 8, "efa3200": 3200 / 8 / 8, "ib400": 400 / 8}
 
