@@ -252,7 +252,10 @@ def read_row(path: Path) -> DeviceRow:
             raise ValueError(f"its schema is not {SCHEMA}")
         efficiency = Efficiency(**content.pop("efficiency", {}))
         capability = content.pop("capability", None)
-        return DeviceRow(**content, efficiency=efficiency, capability=tuple(capability) if capability else None)
+        row = DeviceRow(**content, efficiency=efficiency, capability=tuple(capability) if capability else None)
+        if not min(row.peak, row.bandwidth, row.factor, *dataclasses.astuple(efficiency)) > 0:
+            raise ValueError("its peak, bandwidth, factor and efficiencies must be above 0")
+        return row
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is no row of a device: {error}: write it anew with `smp plan --calibrate`, or give a name"

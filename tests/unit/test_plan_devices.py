@@ -13,7 +13,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "devices"
 
 
-ROW = DeviceRow("cpu", memory=8.0, source=MEASURED, date="2026-11-23", on="a test")
+ROW = DeviceRow("cpu", peak=0.1, bandwidth=0.02, memory=8.0, source=MEASURED, date="2026-11-23", on="a test")
 
 
 def test_rows_of_data_sheets():
@@ -71,6 +71,7 @@ def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
         "{",
         "[]",
         '{"schema": 4, "name": "x"}',
+        '{"schema": 5, "name": "x", "peak": 1.0}',
         '{"schema": 5, "name": "x", "colour": 1}',
         '{"schema": 5, "name": "x", "efficiency": {"pace": 1}}',
     ],
