@@ -52,7 +52,7 @@ def test_what_the_wheel_holds(installed):
         "smp/py.typed", "smp/comm/kernel.c", "smp/launch/templates/slurm.sh", "smp/models/presets/llama7b.yaml",
         "smp/report/page.html", "smp/train/__main__.py", "smp/data/prepare.py",
     } <= names  # fmt: skip
-    assert {name.split("/")[0] for name in names} == {"smp", "smp-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"smp", "smp_train-0.1.0.dist-info"}
     source = installed[2]
     files = {str(path.relative_to(source)) for path in (source / "smp").rglob("*") if path.is_file()}
     assert {name for name in names if name.startswith("smp/")} == files
