@@ -128,3 +128,6 @@ if __name__ == "__main__":
         sys.exit()
     (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")
     (ROOT / "docs" / "smp_v2_names.md").write_text(names_page(), encoding="utf-8")
+    import composition_page
+
+    (ROOT / "docs" / "composition.md").write_text(composition_page.page(), encoding="utf-8")

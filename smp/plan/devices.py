@@ -167,8 +167,9 @@ _ROWS = (
     _gpu("b200", "B200", 8.0, 178.4, 900, 50, capability=(10, 0)),
 )
 _CORES = available_cores()
+# Without instructions for bf16 its products are slower than those of fp32.
 _CPU = DeviceRow(
-    "cpu", 0.03 * _CORES, 0.03 * _CORES, 0.006 * _CORES, 0.0, 1.0 * _CORES, 1.0, host_us=25, source="assumed", on="any",
+    "cpu", 0.01 * _CORES, 0.03 * _CORES, 0.006 * _CORES, 0.0, 1.0 * _CORES, 1.0, host_us=25, source="assumed", on="any",
     efficiency=Efficiency(1, 0.5, 0.4, 1, 1, 1),
 )  # fmt: skip
 DEVICES: Mapping[str, DeviceRow] = {row.name: row for row in (*_ROWS, _CPU)}

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import pytest
 
 import smp
+from docs import composition_page
 from smp.train import arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -151,6 +152,11 @@ def test_what_is_tested_elsewhere_is():
         for one in named.split(", "):
             file, _, name = one.partition("::")
             assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), one
+
+
+@pytest.mark.slow  # some 300 plans
+def test_the_page_of_what_composes_is_current():
+    assert (ROOT / "docs" / "composition.md").read_text() == composition_page.page(), "run `make docs`"
 
 
 @pytest.mark.slow
