@@ -87,6 +87,9 @@ def differs(reading: Callable[[Words], Any], given: Words, expected: Any, base: 
     assert after == expected and before != expected, (before, after)
 
 
+_SKIPPED = 77  # as automake's tests
+
+
 def in_child(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test in a forked process: one that has trained may not be forked again, which other tests do."""
 
@@ -99,6 +102,10 @@ def in_child(test: Callable[..., None]) -> Callable[..., None]:
                 try:
                     test(*args, **kwargs)
                     status = 0
+                except pytest.skip.Exception as skipped:
+                    report.write(str(skipped))
+                    report.flush()
+                    status = _SKIPPED
                 except BaseException:
                     traceback.print_exc(file=report)
                     report.flush()
@@ -106,6 +113,8 @@ def in_child(test: Callable[..., None]) -> Callable[..., None]:
                     os._exit(status)
             _, status = os.waitpid(child, 0)
             report.seek(0)
+            if os.waitstatus_to_exitcode(status) == _SKIPPED:
+                pytest.skip(report.read())
             if status:
                 pytest.fail(report.read() or f"the test's process ended with {status}", pytrace=False)
 

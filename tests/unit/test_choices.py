@@ -217,7 +217,8 @@ def test_expandable_segments(monkeypatch, tmp_path):
     """The setting reaches torch also after its allocators have been used, when it reads no variable any more."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    read = torch._C._accelerator_getAllocatorSettings
+    if (read := getattr(torch._C, "_accelerator_getAllocatorSettings", None)) is None:
+        pytest.skip("torch 2.11 does not tell the allocator's settings")
     assert "expandable_segments" not in read()
     allocator.use_expandable_segments()
     assert read() == "expandable_segments:True"
