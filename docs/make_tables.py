@@ -13,7 +13,9 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from docs import composition_page  # noqa: E402
 from smp.compat.names import FLAGS, KEYS, NAMES, VARIABLES  # noqa: E402
+from smp.models.preset import list_presets  # noqa: E402
 from smp.train import arguments  # noqa: E402
 
 HEAD = """# SMP v2's names
@@ -97,6 +99,8 @@ def flags_page() -> str:
     ]
     for section, cls in arguments.SECTIONS.items():
         lines += ["", f"## {section}", "", arguments.title(cls), ""]
+        if section == "model":
+            lines += ["Presets of `--model`: " + ", ".join(f"`{name}`" for name in list_presets()) + ".", ""]
         rows = [_flag_row(n, f) for n, f in arguments.FLAGS.items() if f.section == section and n == f.field.name]
         lines += _table(["flag", "value", "default", "class", "meaning"], rows)
     return "\n".join(lines) + "\n"
@@ -128,6 +132,4 @@ if __name__ == "__main__":
         sys.exit()
     (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")
     (ROOT / "docs" / "smp_v2_names.md").write_text(names_page(), encoding="utf-8")
-    import composition_page
-
     (ROOT / "docs" / "composition.md").write_text(composition_page.page(), encoding="utf-8")

@@ -48,5 +48,5 @@ def use_deterministic_kernels() -> None:
     An operation that has no such kernel raises RuntimeError from then on. cuBLAS reads its variable as it starts.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it before
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid, slow
     torch.use_deterministic_algorithms(True)

@@ -107,7 +107,7 @@ def without_masks(model: nn.Module, attend: Callable[..., Any] = _attend_nothing
 
 @contextlib.contextmanager
 def with_one_rope(model: nn.Module) -> Iterator[None]:
-    """Let rotary embeddings that go by the longest position, which they would read, be those of the start."""
+    """Take rotary embeddings of dynamic and longrope types as default ones: these read the longest position."""
     former = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
     try:
         for module, kind in former.items():

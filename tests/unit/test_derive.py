@@ -181,6 +181,11 @@ def test_a_model_without_any_linear_order_is_refused():
         registry.derive_family(model)
 
 
+def test_rotary_embeddings_that_read_the_longest_position_are_followed():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert plan_of("qwen2", rope_parameters=rope) == plan_of("qwen2")
+
+
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
 
 
