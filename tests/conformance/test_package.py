@@ -33,7 +33,7 @@ def installed(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     offline = ["--no-deps", "--no-index"]
     subprocess.run([*pip, "wheel", *offline, "--no-build-isolation", "-w", wheels, source], check=True)
-    (wheel,) = wheels.glob("smp-*.whl")
+    (wheel,) = wheels.glob("smp_train-*.whl")
     subprocess.run([*pip, "install", *offline, "--target", target, wheel], check=True)
     return wheel, target, source
 
