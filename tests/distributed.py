@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What ranks would import, each for itself: they are forked.
+from transformers.models.gpt_neox import modeling_gpt_neox  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
+from transformers.models.mistral import modeling_mistral  # noqa: F401
+
 from tests.clock import HANG_SECONDS
 
 # Of groups whose ranks all come in the end; less than what kills them, so that they say who has not come.
