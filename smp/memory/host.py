@@ -30,8 +30,11 @@ def estimate_host_memory(
     held = shape.of_rank(shape.parameters, shape.layers, mesh.tp.size)
     shard = -(-held // mesh.shard.size) * fp32
     if config.cpu_offload:
-        needed["parameters"] = shard
-        needed |= {} if work.forward_only else {"gradients": shard, "optimizer state": 2 * shard}
+        # torch's allocator of pinned memory rounds each tensor up to a power of two; optimizer state is not pinned.
+        ranks = mesh.tp.size * mesh.shard.size
+        pinned = sum(1 << (-(-size // ranks) * fp32 - 1).bit_length() for size in shape.sizes)
+        needed["parameters"] = pinned
+        needed |= {} if work.forward_only else {"gradients": pinned, "optimizer state": 2 * shard}
     if is_async and not work.forward_only:
         writers = 1 if is_local else mesh.replicas.size
         needed["checkpoint copy"] = 3 * shard // writers

@@ -36,6 +36,7 @@ class ModelShape:
     capped_logits: bool = False  # by tanh, whose slope is kept beside the logits
     attention: int = 0  # width of all heads together; 0: as hidden
     saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
+    sizes: tuple[int, ...] = ()  # elements of each parameter; tied ones once
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -208,6 +209,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         capped_logits=bool(family.logits and family.logits.cap),
         attention=heads * head_dim,
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
+        sizes=tuple(p.numel() for p in built.parameters()),
     )
 
 
