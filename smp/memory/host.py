@@ -31,8 +31,8 @@ def estimate_host_memory(
     shard = -(-held // mesh.shard.size) * fp32
     if config.cpu_offload:
         # torch's allocator of pinned memory rounds each tensor up to a power of two; optimizer state is not pinned.
-        ranks = mesh.tp.size * mesh.shard.size
-        pinned = sum(1 << (-(-size // ranks) * fp32 - 1).bit_length() for size in shape.sizes)
+        split = (-(-size // mesh.tp.size) for size in shape.sizes)
+        pinned = sum(1 << (-(-size // mesh.shard.size) * fp32 - 1).bit_length() for size in split)
         needed["parameters"] = pinned
         needed |= {} if work.forward_only else {"gradients": pinned, "optimizer state": 2 * shard}
     if is_async and not work.forward_only:
