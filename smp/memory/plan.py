@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from smp.memory.categories import CATEGORIES
 from smp.memory.limits import CONTEXT_BYTES
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
@@ -27,12 +28,6 @@ BASE_HOST_BYTES = int(0.45 * GIB)
 # with malloc as the launcher sets it, 0.375 to 0.39 GiB by processor: 0.13 of it in the heap.
 BASE_CPU_BYTES = int(0.39 * GIB)
 
-# In the order of the table; other categories of techniques come after them.
-CATEGORIES = (
-    "parameters", "gradients", "optimizer state", "checkpoint copy", "gathered parameters",
-    "gradients before reduction", "communication buffers", "activations", "logits and loss",
-)  # fmt: skip
-
 
 def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Predict the bytes of one rank, by category, at the moment of a step at which they are most."""
@@ -45,7 +40,7 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
     Beside the tensors these are free blocks that the allocator keeps, and what the process takes without a model.
     """
-    needed = dict.fromkeys(CATEGORIES, 0)
+    needed = dict.fromkeys(CATEGORIES[:-1], 0)  # of other tensors nothing is known
     for technique in parallelize.TECHNIQUES:
         for category, size in technique.cost(shape, mesh, work).items():
             needed[category] = needed.get(category, 0) + size

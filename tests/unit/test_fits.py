@@ -30,13 +30,11 @@ LAYOUTS = (
 REST = ["--activation_checkpointing_mode", "selective", "--offload_activations", "0", "--context_parallel_degree", "1"]
 
 
-def answers(words, row, monkeypatch):
+def answers(words, row, resolved, monkeypatch):
     """What each of them says of a job on a host of eight such devices."""
     limit, found, asked = int(row.memory * GIB), {}, []
     config = parse_args(words)
-    job = run_plan.make_job(
-        config, Launch(0, 8, 0, 8), torch.device("cuda"), resolve_model(config.model, here=False), Problems()
-    )  # fmt: skip
+    job = run_plan.make_job(config, Launch(0, 8, 0, 8), torch.device("cuda"), resolved, Problems())
     try:
         run_plan.refuse_too_large(job, limit)
         found["refusal"] = True
@@ -65,14 +63,16 @@ def answers(words, row, monkeypatch):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_all_give_the_same_answer(model, monkeypatch):
-    shape = model_shape(resolve_model(ModelConfig(model=model)))
-    for module in (run_plan, request):
-        monkeypatch.setattr(module, "model_shape", lambda resolved: shape)  # counted once
+    resolved = resolve_model(ModelConfig(model=model), here=False)
+    shape = model_shape(resolved)
+    for module in (run_plan, request):  # once
+        monkeypatch.setattr(module, "resolve_model", lambda config, here: resolved)
+        monkeypatch.setattr(module, "model_shape", lambda resolved: shape)
     monkeypatch.setattr(run_plan, "check_host_memory", lambda needed, available: None)
     seen = set()
     for (name, memory), layout in itertools.product(DEVICES, LAYOUTS):
         row = smp.cli.plan.device_of(name, 8, memory_gib=memory)
-        found = answers(["--model", model, "--use_synthetic_data", "1", *layout, *REST], row, monkeypatch)
+        found = answers(["--model", model, "--use_synthetic_data", "1", *layout, *REST], row, resolved, monkeypatch)
         assert len(set(found.values())) == 1, (name, memory, layout, found)
         seen |= set(found.values())
     assert seen == {True, False}
