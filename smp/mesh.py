@@ -8,7 +8,6 @@ No other module computes ranks from degrees: :class:`Mesh` has the roles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -155,12 +154,6 @@ class Mesh:
     def data_group(self) -> dist.ProcessGroup | None:
         """Ranks over which a script sums losses and token counts; None: all."""
         return None if self.tp.size == 1 else self.loss.group
-
-    def alternatives(self) -> Iterator[Mesh]:
-        """Yield every layout with the same ranks, tp and cp, the smallest sharding degree first."""
-        for shard in _divisors(self.loss.size, of=self.cp.size):
-            reshard = self.reshard_after_forward and shard > 1
-            yield lay_out(self.loss.size // shard, shard, self.tp.size, self.cp.size, reshard_after_forward=reshard)
 
     def fully_sharded(self, *, data: int | None = None) -> Mesh:
         """Return the layout that shards over all ranks but tensor-parallel ones, of ``data`` data ranks or as many."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from smp.config import AUTO, ActivationConfig, ParallelConfig, Settings
+from smp.memory.advice import OFFLOADING, RECOMPUTATION
 from smp.memory.shape import Workload, workload
 from smp.mesh import (
     Mesh,
@@ -166,11 +167,7 @@ def _accumulation(settings: Mapping[str, Any], mesh: Mesh, batch: int, *, chosen
 
 def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: str) -> Iterator[dict[str, Any]]:
     """Yield recomputation and offloading, what takes least time first."""
-    recomputing: list[dict[str, Any]] = [
-        {"activation_checkpointing": False},
-        {"activation_checkpointing_mode": "selective"},
-        {"activation_checkpointing_mode": "full"},
-    ]
+    recomputing = [{name: value for name, value in each.items() if value != settings[name]} for each in RECOMPUTATION]
     if "activation_checkpointing_mode" in given or not settings["activation_checkpointing"]:
         recomputing = [{}]
     elif given & {"activation_checkpointing", "activation_checkpointing_every"}:
@@ -180,7 +177,7 @@ def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: st
     if "offload_activations" not in given and device_type != "cpu" and settings["activation_checkpointing"]:
         for chosen in recomputing:
             if chosen.get("activation_checkpointing", True):
-                yield {**chosen, "offload_activations": True}
+                yield {**chosen, **OFFLOADING}
 
 
 def differences(layout: Layout, other: Layout) -> tuple[tuple[str, str], ...]:

@@ -403,8 +403,6 @@ def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
     *reports, peak_kib = done.stdout.split("NEXT\n")
     for report, world in zip(reports, (64, 256, 64, 256), strict=True):
         assert f"dp_replicate {world // 8} x dp_shard 8 x tp 1 = {world} processes" in report
-        table = report.partition("legal sharding degrees:\n")[2].partition("\n\n")[0].splitlines()[1:]
-        assert [int(line.split()[0]) for line in table] == [2**k for k in range(world.bit_length())]
     assert int(peak_kib) < 1.5 * 2**20
 
 

@@ -11,11 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 import train_lib
 from smp.config import Settings, setting
 from smp.errors import ConfigError, UserError
-from smp.launch.sizes import choose_sizes
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.plan.devices import device_row
+from smp.plan.estimate import estimate
+from smp.plan.records import GIB
+from smp.plan.request import read_request
 from tests import ballast
-from tests.flags import SYNTHETIC, in_child, one_process, parse, plan_of
+from tests.flags import SYNTHETIC, in_child, one_process, plan_of
 from tests.job import LLAMA
 
 OFFLOAD = ["--offload_activations", 1]  # on a CPU, without a directory
@@ -60,9 +63,9 @@ def test_a_job_is_refused_for_its_cost(listed, tmp_path, monkeypatch):
     monkeypatch.setattr(ballast, "Config", Heavy)
     with pytest.raises(UserError, match=r"needs about 3\d{6}\.\d GiB in each process"):  # and free blocks of the heap
         plan_of([], tmp_path)
-    config = parse([*LLAMA, *SYNTHETIC])
-    with pytest.raises(UserError, match=r"does not fit on 1 node\(s\).*each needs at least 2097152\.\d GiB"):
-        choose_sizes(config.flat(), config.given, nodes=1, gpus=8, gpu_memory_gib=80)
+    request = read_request([*LLAMA, *SYNTHETIC], device_row("h100"), nodes=1, local=8)
+    layout = next(request.layouts())
+    assert estimate(request.shape, layout, request.row, local=8).memory > 2 * 2**20 * GIB
 
 
 @pytest.mark.parametrize(("place", "sharded"), [(0, False), (4, False), (8, True)])
