@@ -11,10 +11,12 @@ from torch import nn
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
 from smp.models.model_config import ModelConfig
 from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import name_of, register
+from smp.parallel.context.batch import cut
 from smp.parallel.context.fit import misfit
 from smp.parallel.context.kernels import GPU_DTYPES
 from smp.parallel.technique import Setup
@@ -102,6 +104,13 @@ def split_sequences(model: nn.Module, exchange: str) -> None:
         return forward(*args, **{"use_cache": False, **kwargs})
 
     model.forward = without_cache  # type: ignore[method-assign]
+
+
+def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
+    """Take this rank's tokens."""
+    if setup.mesh.cp.size == 1:
+        return microbatch
+    return cut(microbatch, setup.mesh, balanced=setup.settings[Config].cp_load_balance)
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
