@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.axes import divisors, fit_together
 from smp.config import Settings
 from smp.delayed_init import build_on_meta
 from smp.memory.plan import GIB, estimate_memory, memory_table, peak_bytes
 from smp.memory.shape import ModelShape, Workload
-from smp.mesh import Mesh, context_parallel_choices, tensor_parallel_choices
+from smp.mesh import Mesh
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
@@ -55,8 +56,9 @@ def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
     family, config = resolved.family, resolved.hf_config
     return ", ".join(
         str(degree)
-        for degree in tensor_parallel_choices(mesh.world_size, cp=mesh.cp.size)
-        if not tensor_parallel_problems(family, config, degree=degree, shard=mesh.shard.size)
+        for degree in divisors(mesh.world_size)
+        if fit_together(mesh.world_size, {"cp": mesh.cp.size, "tp": degree})
+        and not tensor_parallel_problems(family, config, degree=degree, shard=mesh.shard.size)
     )
 
 
@@ -64,7 +66,7 @@ def context_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
     """List the legal context-parallel degrees of a job's sharding groups."""
     if why := misfit(resolved.hf_config):
         return f"1 ({why})"
-    return ", ".join(map(str, context_parallel_choices(mesh.shard.size, most=resolved.sequence_length)))
+    return ", ".join(str(degree) for degree in divisors(mesh.shard.size) if degree <= resolved.sequence_length)
 
 
 def degree_table(shape: ModelShape, work: Workload, chosen: Mesh) -> str:

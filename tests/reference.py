@@ -187,7 +187,7 @@ def setup_of(model: nn.Module, mesh: Mesh | None = None, *sections: Section) -> 
     """Setup of a model's step; without a mesh, every rank has other samples and nothing is split."""
     if mesh is None:
         world = Role(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-        mesh = dataclasses.replace(lay_out(), data=world, loss=world)
+        mesh = Mesh({**lay_out().roles, "data": world, "loss": world})
     return Setup(family_of(model.config), mesh, Settings(sections))
 
 

@@ -389,11 +389,11 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     columns = -(-shape.vocabulary // mesh.tp.size)
     gradient = columns * shape.hidden
     if work.moment is Moment.HEAD:  # without chunks, the gradient of the logits; with them, as yet that of the head
-        slopes = {"logits and loss": work.tokens * columns * (fp32 + low)}
+        slopes = {"logits and loss": work.tokens(mesh) * columns * (fp32 + low)}
         return {"gradients before reduction": gradient * low} if chunk else slopes
     if work.moment is not Moment.LOSS:
         return {}
-    needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
+    needed = {"logits and loss": min(work.tokens(mesh), chunk or work.tokens(mesh)) * columns * of_logit}
     if chunk:  # in fp32, and on a CPU a part of the product in bf16, and what is added of it in fp32
         part = min(columns, _ROWS) * shape.hidden * (low + fp32) if low and work.device_type == "cpu" else 0
         needed["gradients before reduction"] = gradient * fp32 + part

@@ -317,7 +317,7 @@ def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
     def fits(**values: Any) -> bool:
         return peak_bytes(shape, job.mesh, work.changed(**values)) <= USABLE * available
 
-    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits)
+    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits, job.mesh)
     return choose(job.settings, situation, CHOOSERS)
 
 

@@ -99,9 +99,7 @@ class Reads(TorchDispatchMode):
         if str(func) in ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.nonzero.default"):
             stack = traceback.extract_stack()
             place = next(frame for frame in reversed(stack[:-1]) if not frame.filename.startswith(TORCH))
-            # Bounds are read before they are copied to the device; a kernel's stand-in may read.
-            on_host = place.name == "forward" and place.filename == one_step.__file__
-            if not on_host and all(frame.name != "varlen" for frame in stack):
+            if all(frame.name != "varlen" for frame in stack):  # a kernel's stand-in may read
                 self.found.append(str(place))
         return func(*args, **(kwargs or {}))
 

@@ -241,7 +241,7 @@ def test_code_is_known_by_its_module_and_not_by_parts_of_its_path(path):
     found = {}
     for module in ("elsewhere", "smp.faults.agreement", "transformers.generation", "smp.plan.trace", "smp.loss"):
         exec(code, namespace := {"__name__": module})
-        found[module] = namespace["called"](asked_by), namespace["called"](lambda: _caller()[0])
+        found[module] = namespace["called"](asked_by), namespace["called"](lambda: _caller())
     assert found == {
         "elsewhere": (None, ""), "smp.faults.agreement": (None, "smp.faults.agreement"), "smp.plan.trace": (None, ""),
         "transformers.generation": (None, "transformers.generation"), "smp.loss": (LOGITS, "smp.loss"),
