@@ -27,6 +27,7 @@ from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
 from smp.errors import RunError, UserError
 from smp.log import say
+from smp.microbatch import Microbatch
 
 Split = Literal["train", "validation"]
 LOOKED_UP_AT_ONCE = 1024
@@ -151,12 +152,11 @@ class StepBatch:
     """One rank's share of one optimizer step.
 
     Attributes:
-        microbatches: see :class:`smp.data.packing.Collator`, each with ``sample_ids`` (B,), the stream positions of its
-            rows, -1 for a padding row. Their number is the same on every rank.
+        microbatches: their number is the same on every rank.
         sample_ids: (k,) int64, the stream positions this rank consumes, without padding rows.
     """
 
-    microbatches: list[dict[str, Tensor]]
+    microbatches: list[Microbatch]
     sample_ids: Tensor
 
 
@@ -170,7 +170,7 @@ class _Microbatches(Dataset):
     source: RowSource
     collate: Collator
 
-    def __getitem__(self, index: Positions) -> dict[str, Tensor]:
+    def __getitem__(self, index: Positions) -> Microbatch:
         positions, samples = index
         # Padding rows are alone in their micro-batch.
         rows: list[Row | None] = [*self.source.rows(samples)] if len(samples) else [None]
@@ -218,7 +218,7 @@ def _end_worker(error: Exception, _batch: object) -> None:
     os._exit(NOT_SHARED)
 
 
-def _consumed(microbatches: list[dict[str, Tensor]]) -> Tensor:
+def _consumed(microbatches: list[Microbatch]) -> Tensor:
     """Return the stream positions of a step's rows, without padding rows."""
     ids = torch.cat([each["sample_ids"] for each in microbatches])
     return ids[ids != PADDING]
@@ -286,7 +286,7 @@ class DataPipeline:
                 microbatches = []
 
     @staticmethod
-    def _served(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
+    def _served(loader: DataLoader) -> Iterator[Microbatch]:
         iterator = iter(loader)
         try:
             yield from iterator

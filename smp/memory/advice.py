@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from smp.axes import AXES
 from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.plan import peak_bytes
 from smp.memory.shape import ModelShape, Workload
@@ -89,11 +90,9 @@ def _alternatives(mesh: Mesh, work: Workload, accumulation: int | None) -> Itera
         yield f"--train_batch_size {half}{steps}", mesh, dataclasses.replace(work, micro_batch_size=half)
     if mesh.replicas.size > 1 or not mesh.reshard_after_forward:
         yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
-    if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):
-        yield f"--tensor_parallel_degree {twice.tp.size}", twice, work
-    if longer := mesh.with_context_parallelism(2 * mesh.cp.size):
-        split = longer.cp.size
-        yield f"--context_parallel_degree {split}", longer, work.changed(context_parallel_degree=split)
+    for axis in reversed(AXES):
+        if split := mesh.with_degree(axis.name, twice := 2 * mesh.degree(axis.name)):
+            yield f"--{axis.flag} {twice}", split, work
     if not on_cpu:  # processes of one host share its memory
         twice_as_many = mesh.fully_sharded(data=2 * mesh.data.size)
         yield "twice as many processes and --sharding_strategy full_shard", twice_as_many, work

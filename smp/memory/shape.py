@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -106,20 +105,16 @@ class Workload:
     accumulation: int = 1
     moment: Moment = Moment.LAST_BLOCK
 
-    @functools.cached_property
-    def columns(self) -> int:
-        """Tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
-        parallel = self.settings[ParallelConfig]
-        ranks = parallel.context_parallel_degree
-        if ranks == 1:
+    def columns(self, mesh: Mesh) -> int:
+        """Count the tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
+        if mesh.cp.size == 1:
             return self.sequence_length
-        own = (2 if parallel.cp_load_balance else 1) * parallel.tensor_parallel_degree
-        return -(-self.sequence_length // (ranks * own)) * own
+        own = (2 if self.settings[ParallelConfig].cp_load_balance else 1) * mesh.tp.size
+        return -(-self.sequence_length // (mesh.cp.size * own)) * own
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the forward pass on one rank."""
-        return self.micro_batch_size * self.columns
+    def tokens(self, mesh: Mesh) -> int:
+        """Count the tokens of the forward pass on one rank."""
+        return self.micro_batch_size * self.columns(mesh)
 
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""
@@ -152,8 +147,7 @@ def workload(
         compute_bytes=compute_bytes,
         settings=settings,
         device_type=device_type,
-        # Ranks that split a sequence have kernels of their own.
-        attention_matrix=model.attn_implementation == "eager" and settings[ParallelConfig].context_parallel_degree == 1,
+        attention_matrix=model.attn_implementation == "eager",
         forward_only=forward_only,
         checkpoint_copy=is_async and on_cpu and not forward_only,
         unused_heap=unused_heap(recomputes=settings[ActivationConfig].activation_checkpointing) if on_cpu else 0.0,
@@ -232,14 +226,16 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     does not store.
     """
     split = splits_tokens(mesh, work)
-    inside = work.tokens * _saved_values(shape, work, tp=mesh.tp.size, split=split) * work.compute_bytes
-    if shape.saved and not work.attention_matrix:  # what was counted, split as the formula splits
+    tokens = work.tokens(mesh)
+    matrices = work.attention_matrix and mesh.cp.size == 1  # ranks that split a sequence have kernels of their own
+    inside = tokens * _saved_values(shape, work, tp=mesh.tp.size, split=split) * work.compute_bytes
+    if shape.saved and not matrices:  # what was counted, split as the formula splits
         whole = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
         inside = inside * shape.saved[work.compute_bytes >= 4] // whole
-    if work.attention_matrix:
+    if matrices:
         matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size
-    return BlockBytes(work.tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
+    return BlockBytes(tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
 
 
 def _saved_values(shape: ModelShape, work: Workload, *, tp: int, split: bool) -> int:

@@ -15,6 +15,7 @@ from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionCo
 from smp.delayed_init import build_on_meta, initialize_, materialize_
 from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
 from smp.models.family import Family
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, ResolvedModel
@@ -28,6 +29,7 @@ from smp.parallel import (
     loss,
     offload,
     sharding,
+    technique,
     tensor,
 )
 from smp.parallel.choices import Chooser
@@ -69,7 +71,7 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
-    return [problem for technique in TECHNIQUES for problem in technique.problems(hf_config, setup)]
+    return [problem for each in TECHNIQUES for problem in each.problems(hf_config, setup)]
 
 
 def left_padding_misfit(setup: Setup) -> str | None:
@@ -85,7 +87,7 @@ def left_padding_misfit(setup: Setup) -> str | None:
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
     """Build the techniques' sections from all settings by name."""
-    kinds = dict.fromkeys(technique.Config for technique in TECHNIQUES)
+    kinds = dict.fromkeys(each.Config for each in TECHNIQUES)
     names = {kind: {field.name for field in dataclasses.fields(kind)} & values.keys() for kind in kinds}
     return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 
@@ -115,9 +117,16 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     if problems := find_problems(model.config, setup):
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice
-    for technique in TECHNIQUES:
-        technique.apply(model, setup)
+    for each in TECHNIQUES:
+        each.apply(model, setup)
     return model
+
+
+def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
+    """Return what this rank computes of a micro-batch: what each technique in order takes of it."""
+    for each in TECHNIQUES:
+        microbatch = getattr(each, "own_part", technique.own_part)(microbatch, setup)
+    return microbatch
 
 
 def parallelize(

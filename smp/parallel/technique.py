@@ -1,4 +1,4 @@
-"""Techniques: files or folders of this package with the four members of :class:`Technique`."""
+"""Techniques: files or folders of this package with the members of :class:`Technique`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from smp.config import Section, Settings
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
 from smp.models.attention_support import random_rates
 from smp.models.family import Family
 
@@ -35,7 +36,10 @@ class Setup:
 
 
 class Technique(Protocol):
-    """An in-place transform of a model; ``smp.parallel.parallelize`` lists them in order."""
+    """An in-place transform of a model; ``smp.parallel.parallelize`` lists them in order.
+
+    Optional, with a default here: ``own_part``.
+    """
 
     @property
     def Config(self) -> type[Section]:  # noqa: N802
@@ -59,6 +63,11 @@ def no_problems(hf_config: Any, setup: Setup) -> list[str]:
 def no_cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Implement ``cost`` of a technique with negligible memory."""
     return {}
+
+
+def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
+    """Return what this rank computes of a micro-batch, which is not changed; by default all of it."""
+    return microbatch
 
 
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
         if start.checkpoint is not None and start.saved is not None:
             restore_model(start.checkpoint, start.saved, model)
         guard.enter("validation")
-        result = validate(plan, model, mesh, enter=guard.enter)
+        result = validate(plan, model, dataclasses.replace(plan.setup, mesh=mesh), enter=guard.enter)
         if not result.tokens:
             raise UserError(f"{config.data.test_dir} holds no token that follows another: nothing to evaluate on")
         if launch.is_main:

@@ -315,7 +315,7 @@ def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
     def fits(**values: Any) -> bool:
         return peak_bytes(shape, job.mesh, work.changed(**values)) <= available
 
-    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits)
+    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits, job.mesh)
     return choose(job.settings, situation, CHOOSERS)
 
 

@@ -20,7 +20,7 @@ from tests.faults.disk import fail
 from tests.faults.jobs import JOB, checkpoints, last_step, stopped_in_forward, writes_end_first
 from tests.faults.test_nonfinite import broken_loss, record
 from tests.job import losses, read_metrics, run_job
-from tests.reference import build_reference
+from tests.reference import build_reference, setup_of
 from tests.resume.test_train import tensors
 
 SKIP = ["--nonfinite", "skip"]
@@ -142,10 +142,10 @@ def _step_without_tokens() -> None:
     model = fully_shard(build_reference("llama_gqa", torch.float32), mesh=init_device_mesh("cpu", (1,)))
     optimizer = build_optimizer(model, OptimConfig(), lr=0.1)
     ids = torch.arange(8)[None]
-    batch = StepBatch([{"input_ids": ids, "labels": torch.full_like(ids, -100)}], torch.arange(1))
+    batch = StepBatch([{"input_ids": ids, "targets": torch.full_like(ids, -100)}], torch.arange(1))
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     with Reads() as reads:
-        train_step(model, optimizer, batch, device=torch.device("cpu"), grad_clip=1.0)
+        train_step(model, optimizer, batch, setup=setup_of(model), device=torch.device("cpu"), grad_clip=1.0)
     # On the host, the labels of a batch are counted and compared with the vocabulary.
     assert torch.float32 not in reads.found and torch.float64 not in reads.found and len(reads.found) <= 3
     assert all(torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters(), strict=True))

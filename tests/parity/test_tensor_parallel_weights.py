@@ -37,7 +37,7 @@ from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests import reference
 from tests.distributed import run_distributed
-from tests.reference import Layout, rank_batch
+from tests.reference import Layout, rank_batch, setup_of
 from tests.resume.test_checkpoint import whole
 
 CPU = torch.device("cpu")
@@ -229,7 +229,7 @@ def step(model, optimizer, layout: Layout, number: int) -> float:
     """The loss of one training step; the same global batch at any layout."""
     mesh = mesh_of(layout)
     batch = rank_batch(number, mesh.data_rank, mesh.data_size, 1)
-    return train_step(model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group).loss()
+    return train_step(model, optimizer, batch, setup=setup_of(model, mesh), device=CPU, grad_clip=1.0).loss()
 
 
 def _save_matrix(folder, name):

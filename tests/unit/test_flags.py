@@ -37,8 +37,7 @@ from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
-from smp.parallel.context.batch import sharder
-from smp.parallel.parallelize import prepare_model
+from smp.parallel.parallelize import own_part, prepare_model
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, process_group
 from smp.train import garbage, trainer, validation
@@ -250,7 +249,7 @@ def test_serving(files, tmp_path):
     one = ["--train_batch_size", 1]
     assert order([*one, "--shuffle_data", 0]) == list(range(9)) == sorted(order(one)) != order(one)
     keys = lambda words: next(iter(plan(words))).microbatches[0].keys()  # noqa: E731
-    assert keys(["--document_mask", 1]) - keys([]) == {"position_ids", "document_bounds"}
+    assert keys(["--document_mask", 1]) - keys([]) == {"position_ids", "document_bounds", "longest_document"}
 
 
 @check("test_dir", "validation_freq", "validation_batches", "val_batch_size", "fast_validation")
@@ -444,9 +443,10 @@ def test_context_parallelism():
         """The tokens of rank 0, and the attention function of its blocks."""
         config, mesh = laid_out(*words)
         ids = torch.arange(16)[None]
-        found = sharder(mesh, config.parallel)({"input_ids": ids, "labels": ids})
         model = build_model(resolve_model(config.model).hf_config, attn_implementation="sdpa")
-        context.apply(model, Setup(family_of(model.config), mesh, Settings((config.parallel,))))
+        setup = Setup(family_of(model.config), mesh, Settings((config.parallel,)))
+        found = own_part({"input_ids": ids, "targets": ids}, setup)
+        context.apply(model, setup)
         (attention,) = {block.self_attn.config._attn_implementation for block in model.model.layers}
         return found["input_ids"][0].tolist(), attention, mesh.data.size
 

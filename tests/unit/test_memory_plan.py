@@ -152,23 +152,22 @@ def test_tensor_parallelism_divides_what_it_splits():
 
 def test_ranks_that_split_a_sequence_hold_their_tokens():
     _, shape = shape_of("llama70b")
-    split = WORK.changed(context_parallel_degree=4)
-    assert (split.columns, split.tokens) == (1024, 2 * 1024)
-    odd = dataclasses.replace(split, sequence_length=4090)
-    assert (odd.columns, odd.changed(cp_load_balance=False, tensor_parallel_degree=2).columns) == (1024, 1024)
-    assert dataclasses.replace(split, sequence_length=4081).changed(cp_load_balance=False).columns == 1021
+    ranks, uneven = lay_out(1, 32, cp=4), WORK.changed(cp_load_balance=False)
+    assert (WORK.columns(ranks), WORK.tokens(ranks)) == (1024, 2 * 1024)
+    assert dataclasses.replace(WORK, sequence_length=4090).columns(ranks) == 1024
+    assert dataclasses.replace(uneven, sequence_length=4090).columns(lay_out(1, 32, 2, 4)) == 1024
+    assert dataclasses.replace(uneven, sequence_length=4081).columns(ranks) == 1021
     for moment in Moment:
-        one, four = at(moment, shape, lay_out(1, 32), WORK), at(moment, shape, lay_out(1, 32, cp=4), split)
+        one, four = at(moment, shape, lay_out(1, 32), WORK), at(moment, shape, ranks, WORK)
         assert four["parameters"] == one["parameters"] and four["logits and loss"] == one["logits and loss"] / 4
         if moment not in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK):
             assert four["activations"] == one["activations"] / 4
     # Of eight heads keys and values of the whole sequence, more than the MLP of a part, and their gradients in fp32.
-    sixteen = WORK.changed(context_parallel_degree=16)
     extra = 16 * 2 * 1024 * (2 + 4) - 2 * 28672 * 2
     whole, part = at(Moment.LAST_BLOCK, shape, lay_out(1, 32), WORK), lay_out(1, 32, cp=16)
-    gathered = at(Moment.LAST_BLOCK, shape, part, sixteen)["activations"]
+    gathered = at(Moment.LAST_BLOCK, shape, part, WORK)["activations"]
     assert gathered == whole["activations"] / 16 + 2 * 256 * extra
-    ring = at(Moment.LAST_BLOCK, shape, part, sixteen.changed(cp_comm_type="p2p"))["activations"]
+    ring = at(Moment.LAST_BLOCK, shape, part, WORK.changed(cp_comm_type="p2p"))["activations"]
     assert ring == whole["activations"] / 16
 
 
@@ -176,12 +175,12 @@ def test_a_longer_context_parallel_group_is_advised():
     _, shape = shape_of("llama3_8b")
     work = dataclasses.replace(WORK, sequence_length=65536, micro_batch_size=1)
 
-    def flags(mesh, work):
+    def flags(mesh):
         return [change.flags for change in changes_that_help(shape, mesh, work, most=9)]
 
-    assert "--context_parallel_degree 2" in flags(lay_out(1, 8), work)
-    assert "--context_parallel_degree 4" in flags(lay_out(1, 8, cp=2), work.changed(context_parallel_degree=2))
-    whole = flags(lay_out(1, 8, cp=8), work.changed(context_parallel_degree=8))
+    assert "--context_parallel_degree 2" in flags(lay_out(1, 8))
+    assert "--context_parallel_degree 4" in flags(lay_out(1, 8, cp=2))
+    whole = flags(lay_out(1, 8, cp=8))
     assert whole and not any("context_parallel" in each for each in whole)
 
 

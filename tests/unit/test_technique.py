@@ -6,13 +6,18 @@ import dataclasses
 import re
 
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
 
 import train_lib
 from smp.config import Settings, setting
 from smp.errors import ConfigError, UserError
+from smp.loss import shift_labels
+from smp.mesh import lay_out
+from smp.models.registry import FAMILIES
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import checkpointed_blocks
+from smp.parallel.technique import Setup
 from smp.plan.devices import device_row
 from smp.plan.estimate import estimate
 from smp.plan.records import GIB
@@ -48,6 +53,27 @@ def test_its_problems_are_refused_with_the_others(listed, tmp_path):
     found = [re.split(" needs | is too large", problem)[0] for problem in refused.value.problems]
     assert found == ["--offload_activations 1 on a CPU", "--ballast_mib 64", "the global batch of 33554432 samples"]
     plan_of(["--num_layers", 2], tmp_path).close()
+
+
+def test_each_technique_takes_its_part_of_a_micro_batch_in_order(monkeypatch):
+    """Whatever runs a step: the context's ranks cut first, and the loss chooses among what they have."""
+
+    made_up = type("MadeUp", (), {"own_part": staticmethod(lambda batch, setup: seen.append(batch) or batch)})
+    monkeypatch.setattr(parallelize, "TECHNIQUES", [*parallelize.TECHNIQUES, made_up])
+    ids = torch.arange(16)[None]
+    batch = {"input_ids": ids, "targets": shift_labels(ids), "position_ids": ids % 8, "longest_document": 8,
+             "document_bounds": torch.tensor([0, 8, 16], dtype=torch.int32), "sample_ids": torch.arange(1)}  # fmt: skip
+    family, seen = FAMILIES["llama"], []
+    for cp, chosen in ((1, None), (2, [[0] * 7, [*range(7)]])):
+        own = parallelize.own_part(dict(batch), Setup(family, lay_out(shard=2, cp=cp)))
+        assert seen.pop() is own
+        assert (own["chosen"].tolist() if "chosen" in own else None) == chosen  # the row's last token predicts nothing
+    assert own["targets"].tolist() == [[1, 2, 3, 4, 13, 14, 15, -100]] and "document_bounds" not in own
+    assert own["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert batch["targets"].shape == (1, 16)
+    masked = {"input_ids": ids, "targets": torch.where(ids < 4, -100, batch["targets"])}
+    own = parallelize.own_part(masked, Setup(family, lay_out()))
+    assert own["chosen"][1].tolist() == [*range(4, 15)] and set(own) == {*masked, "chosen"}
 
 
 @in_child  # where torch has cached the places of a mesh's first rank, others must not be forked
