@@ -237,6 +237,29 @@ def test_sources(files, tmp_path):
     assert len(list((tmp_path / "other").glob("*/tokens.bin"))) == 2
 
 
+@check("dataset_name", "dataset_config_name", "dataset_split")
+def test_a_dataset_by_name(tmp_path, monkeypatch):
+    import datasets
+
+    load = datasets.load_dataset
+
+    def found(name, config=None, **more):
+        if name != "d":
+            return load(name, config, **more)
+        rows = {"train": 3, "test": 1} if config is None else {"train": 5}
+        parts = {split: datasets.Dataset.from_dict({"input_ids": [[1]] * count}) for split, count in rows.items()}
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / name))
+        return datasets.load_from_disk(str(tmp_path / name))
+
+    monkeypatch.setattr(datasets, "load_dataset", found)
+    words = ["--dataset_name", "d"]
+    rows = lambda words: plan_of(words, tmp_path, data=[]).train_data.samples_per_epoch  # noqa: E731
+    assert rows(words) == 3
+    assert rows([*words, "--dataset_split", "test"]) == 1 and rows([*words, "--dataset_config_name", "c"]) == 5
+    validated = plan_of([*words, "--validation_freq", 1], tmp_path, data=[]).validation_data
+    assert validated.samples_per_epoch == 1
+
+
 @check("data_num_workers", "shuffle_data", "document_mask")
 def test_serving(files, tmp_path):
     data = ["--training_dir", files.train, "--tokenizer_name_or_dir", files.tokenizer]
