@@ -306,7 +306,7 @@ def test_evaluation(files, tmp_path, capsys):
 
 @pytest.mark.full
 @check("checkpoint_freq", "num_kept_checkpoints", "checkpoint_dir", "resume_from_checkpoint", "save_final_model",
-       "model_dir", "reset_progress")  # fmt: skip
+       "model_dir", "reset_progress", "checkpoint_cache_dir")  # fmt: skip
 def test_checkpoints(tmp_path):
     names = lambda folder: sorted(p.name for p in folder.glob("*steps"))  # noqa: E731
     a = train([], tmp_path / "a", steps=3)
@@ -317,6 +317,9 @@ def test_checkpoints(tmp_path):
     assert names(tmp_path / "c") == ["llama_v2-2steps", "llama_v2-3steps"] and (b / "final" / "config.json").exists()
     train(["--checkpoint_freq", 1, "--num_kept_checkpoints", 3], tmp_path / "d", steps=3)
     assert len(names(tmp_path / "d" / "checkpoints")) == 3
+    there = ["--resume_from_checkpoint", f"file://{tmp_path}/c/llama_v2-3steps"]
+    train([*there, "--checkpoint_cache_dir", tmp_path / "copies"], tmp_path / "copier", steps=4)
+    assert names(tmp_path / "copies") == ["llama_v2-3steps"]
     resumed = ["--resume_from_checkpoint", "latest", "--save_final_model", 1, "--model_dir", tmp_path / "m"]
     train(resumed, a, steps=4)
     assert [line["step"] for line in read_metrics(a)] == [1, 2, 3, 4]
