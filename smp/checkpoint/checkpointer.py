@@ -19,10 +19,10 @@ from smp.checkpoint.background import HostCopies, PendingWrite, to_host
 from smp.checkpoint.fetch import bring
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, hold, own
-from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
+from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.mirror import Rule
-from smp.checkpoint.object_store import is_url
 from smp.checkpoint.outcome import agree, attempt
+from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
@@ -52,7 +52,7 @@ logger = get_logger(__name__)
 class Saved(NamedTuple):
     """Result of :meth:`Checkpointer.load`: path, step, and the script's own ``extra`` (None for a job's checkpoint)."""
 
-    path: Path
+    path: Path | RemoteCheckpoint
     step: int
     extra: Any
 
@@ -60,8 +60,8 @@ class Saved(NamedTuple):
 class Checkpointer:
     """Saves and loads the state of a script; every method is called by all ranks.
 
-    A checkpoint is published whole or not at all, every byte of it is verified before it is used, and it can be loaded
-    at any other number of ranks, sharding or tensor-parallel degree.
+    A checkpoint is published whole or not at all, every byte of it is verified before :meth:`load` returns, and it can
+    be loaded at any other number of ranks, sharding or tensor-parallel degree.
 
     Args:
         directory: on a file system that all hosts share; made if it is not there. One process at a time saves into
@@ -321,13 +321,13 @@ class Checkpointer:
             What was found; None if the directory has no checkpoint of this name.
 
         Raises:
-            DamagedCheckpointError: the path that was given is damaged.
+            DamagedCheckpointError: the path is damaged; of a URL, the model may have been filled in part.
             UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
         """
         self.publish()
         if dist.get_rank() == 0:
             bring_back(self.storage.directory, self.name)
-        if self.storage.mirror is not None or is_url(path):
+        if self.storage.mirror is not None:
             together(lambda: hold(self.storage.directory) if self.storage.leads else None)
         candidate = functools.partial(self._candidate, str(path))
         found = first_whole(candidate, latest=str(path) == LATEST, content=True)
@@ -348,15 +348,16 @@ class Checkpointer:
         Raises:
             UserError: there is none that can be loaded, or the directory cannot be read.
         """
-
-        elsewhere = Storage(self.storage.directory / "downloads")
-        wanted = str(bring([self.storage], wanted, self.name, damaged=damaged, elsewhere=elsewhere))
+        brought = bring([self.storage], wanted, self.name, damaged=damaged, elsewhere=None)
+        if isinstance(brought, RemoteCheckpoint):
+            return Candidate(brought, together(lambda: _read(brought)))
+        known: str | None = brought
 
         def choose() -> Path | None:
             if dist.get_rank() != 0:
                 return None
             try:
-                return choose_checkpoint(wanted, [self.storage.directory], self.name, damaged=damaged)
+                return choose_checkpoint(known, [self.storage.directory], self.name, damaged=damaged)
             except OSError as error:
                 raise UserError(
                     f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
@@ -386,8 +387,8 @@ class Checkpointer:
         )  # fmt: skip
 
 
-def _read(path: Path) -> Manifest:
-    manifest = read_manifest(path)
+def _read(path: Path | RemoteCheckpoint) -> Manifest:
+    manifest = manifest_of(path)
     if manifest.kind != "sharded":
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one, which holds what one rank had: resume the job from it, and "

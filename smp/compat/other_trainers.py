@@ -26,7 +26,7 @@ SAME: Mapping[str, str] = {
     "rotary_emb_base": "rope_theta rotary_base",
     "attn_implementation": "attn_impl flash_attention flash_attn use_flash_attn use_flash_attention "
     "use_flash_attention_2",
-    "training_dir": "dataset dataset_name dataset_path dataset_dir datasets data data_dir data_path train_file "
+    "training_dir": "dataset dataset_path dataset_dir datasets data data_dir data_path train_file "
     "train_data train_data_path",
     "test_dir": "validation_file eval_dataset eval_data eval_dir val_data valid_data_path",
     "tokenizer_name_or_dir": "tokenizer tokenizer_name tokenizer_path tokenizer_model",

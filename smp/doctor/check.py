@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from smp.data.data_pipeline import NO_DATA
+from smp.data.config import NO_DATA
 from smp.doctor.report import Finding, Report, Status
 from smp.errors import ConfigError, UserError
 from smp.runtime import Launch, choose_device

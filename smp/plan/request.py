@@ -13,7 +13,7 @@ import torch
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.data.data_pipeline import NO_DATA
+from smp.data.config import NO_DATA
 from smp.errors import ConfigError, UserError
 from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape, model_shape

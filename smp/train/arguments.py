@@ -34,7 +34,7 @@ from smp.config import (
     Section,
     flag_text,
 )
-from smp.data.data_pipeline import DataConfig
+from smp.data.config import DataConfig
 from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
 from smp.log import redact
@@ -349,7 +349,8 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
             problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
     given.update(flags)
     for name, channel in CHANNELS.items():
-        if name not in given and (path := data_channel(channel)):
+        by_name = name == "training_dir" and "dataset_name" in given
+        if name not in given and not by_name and (path := data_channel(channel)):
             given[name] = [path]
     return given
 

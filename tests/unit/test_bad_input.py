@@ -378,7 +378,7 @@ def test_data(name, content, pattern, refused, tmp_path):
 
 def test_no_data_and_no_validation_data(refused):
     lines = refused(*LLAMA, "--validation_freq", 5)
-    expect(lines, "no training data: set --training_dir, or --use", "--validation_freq 5 needs .*set --test_dir")
+    expect(lines, "no training data: set --training_dir or --data", "--validation_freq 5 needs .*set --test_dir")
 
 
 @pytest.mark.full
