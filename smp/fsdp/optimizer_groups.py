@@ -18,18 +18,17 @@ Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the pla
 
 
 def numbered_groups(
-    saved: list[State], groups: list[Group], keys: dict[str, Any], optimizer: torch.optim.Optimizer | None
+    saved: list[State], groups: list[Group], keys: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> list[State]:
     """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
     by_members = {frozenset(group["params"]): group for group in saved}
     members = [frozenset(own) for own in groups]
     if len(saved) != len(groups) or any(own not in by_members for own in members):
         other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
-        if other or optimizer is None:
-            lacks = f"whose 'params' lack {other[0]}: add it to those of one, and it begins without a state"
+        if other:
             raise UserError(
-                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones"
-                f"{', ' + lacks if other else ': make groups of the same parameters'}"
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, whose "
+                f"'params' lack {other[0]}: add it to those of one, and it begins without a state"
             )
         by_members = dict(zip(members, _regrouped(saved, groups, optimizer), strict=True))
     return [
