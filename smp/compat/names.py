@@ -209,66 +209,17 @@ class Key(NamedTuple):
 KEYS = (
     Key("hybrid_shard_degree", 0, 2, False, "the same rules for 0, 1 and k"),
     Key("tensor_parallel_degree", 1, 2, False, "most dense decoders (docs/models.md); others by a plan of five lines"),
-    Key(
-        "context_parallel_degree",
-        1,
-        2,
-        False,
-        "counted in hybrid_shard_degree, as there; decoders that attend through transformers' functions "
-        "(docs/models.md)",
-    ),
+    Key("context_parallel_degree", 1, 2, False, "counted in hybrid_shard_degree, as there; decoders that attend "
+        "through transformers' functions (docs/models.md)"),
     Key("expert_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
-    Key(
-        "sm_activation_offloading",
-        True,
-        True,
-        False,
-        "told by smp.state, False unless it is given, which init logs; an offload_wrapper is what offloads, as there",
-    ),
+    Key("sm_activation_offloading", True, True, False, "told by smp.state, False unless it is given, which init logs; "
+        "an offload_wrapper is what offloads, as there"),
     Key("activation_loading_horizon", 2, 4, False, "the same"),
     Key("fsdp_cache_flush_warnings", True, False, False, "the same, on GPUs"),
     Key("allow_empty_shards", False, True, False, "either: empty shards are always allowed"),
-    Key(
-        "random_seed",
-        0,
-        1234,
-        False,
-        "the same; given, it also decides the initial values, else torch.manual_seed does",
-    ),
-)
-
-
-class Variable(NamedTuple):
-    """An environment variable of SMDDP's or of SageMaker's."""
-
-    name: str
-    ours: str
-    note: str
-
-
-VARIABLES = (
-    Variable(
-        "SM_HP_MP_PARAMETERS",
-        "SM_HP_MP_PARAMETERS",
-        "the estimator's parameters: torch.sagemaker.init takes and logs them, before those that it is given",
-    ),
-    Variable(
-        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
-        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
-        "staging memory of a rank in a group, 4 MiB (16 there); larger messages go in chunks, none falls back",
-    ),
-    Variable(
-        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
-        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
-        "most memory of a host for the shared buffers of one group, 64 GiB, 8 on a GPU; beyond, staging memory is used",
-    ),
-    Variable(
-        "SMDATAPARALLEL_OPTIMIZE_SDP", "", "no switch: all-gather and all-reduce are both served, by any launcher"
-    ),
-    Variable("SMDATAPARALLEL_SERVER_ADDR, SMDATAPARALLEL_SERVER_PORT", "", "no server: MASTER_ADDR and MASTER_PORT"),
-    Variable("SMDATAPARALLEL_USE_HOMOGENEOUS, SMDATAPARALLEL_USE_SINGLENODE", "", "found out from the processes"),
-    Variable("SM_CHANNEL_TRAIN, SM_CHANNEL_TEST", "SM_CHANNEL_", "defaults of --training_dir and --test_dir, as there"),
-)
+    Key("random_seed", 0, 1234, False, "the same; given, it also decides the initial values, else torch.manual_seed "
+        "does"),
+)  # fmt: skip
 
 # Every flag of the last public train_lib.py, of the version before it, and of the guides, with its default there.
 FLAGS: dict[str, Any] = {

@@ -15,10 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
-from smp.fsdp.optimizer_groups import Group, State, numbered_groups
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
 from smp.fsdp.units import clean_name, reshard_below, units_below, whole_tensor
+from smp.log import get_logger
 from smp.parallel.optimizers import local_part
+
+_logger = get_logger("smp.fsdp")
+
+State = dict[str, Any]
+Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the plain model's names
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -135,6 +140,56 @@ def optim_state_dict(
     return {"state": found, "param_groups": [{**copy.deepcopy(saved), "params": list(own)} for saved, own in pairs]}
 
 
+def _numbered_groups(
+    saved: list[State], groups: list[Group], keys: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> list[State]:
+    """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
+    by_members = {frozenset(group["params"]): group for group in saved}
+    members = [frozenset(own) for own in groups]
+    if len(saved) != len(groups) or any(own not in by_members for own in members):
+        other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
+        if other:
+            raise UserError(
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, whose "
+                f"'params' lack {other[0]}: add it to those of one, and it begins without a state"
+            )
+        by_members = dict(zip(members, _regrouped(saved, groups, optimizer), strict=True))
+    return [
+        {**copy.deepcopy(by_members[own]), "params": [keys[name] for name in group]}
+        for own, group in zip(members, groups, strict=True)
+    ]
+
+
+def _regrouped(saved: list[State], groups: list[Group], optimizer: torch.optim.Optimizer) -> list[State]:
+    """Return the optimizer's own groups with what all of them have in common as it was saved.
+
+    FSDP1 with ``use_orig_params=False`` has whole units in its groups, and so all parameters in one.
+
+    Raises:
+        UserError: the saved groups do not say which learning rate a group goes on with.
+    """
+    filled = [group for group in saved if group["params"]]
+    kept, found = set(), [dict(group) for group in optimizer.param_groups]
+    for option in [option for group in filled[:1] for option in group if option != "params"]:
+        values = [group[option] for group in filled if option in group]
+        own = [group[option] for group in found if option in group]
+        if all(value == own[0] for value in own) and all(value == values[0] for value in values):
+            for group in found:
+                group[option] = values[0]
+        elif option in ("lr", "initial_lr"):
+            raise UserError(
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, and their "
+                f"{option} differs: make groups of the same parameters"
+            )
+        else:
+            kept.add(option)
+    _logger.info(
+        "FSDP: the optimizer's %d parameter groups are not the %d saved ones: states go by the parameters' names%s",
+        len(groups), len(saved), f", and {', '.join(sorted(kept))} stays the optimizer's own" if kept else "",
+    )  # fmt: skip
+    return found
+
+
 def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
     """Return a saved value as the optimizer keeps it beside its parameter, in memory of its own.
 
@@ -230,7 +285,7 @@ def optim_state_dict_to_load(
         own = {entry: _shard(value, parameters[name], f"{entry} of {name}") for entry, value in entries}
         result["state"][keys[name]] = own
     if "param_groups" in saved:
-        result["param_groups"] = numbered_groups(saved["param_groups"], groups, keys, optim)
+        result["param_groups"] = _numbered_groups(saved["param_groups"], groups, keys, optim)
     if load_directly:
         if "param_groups" not in result:
             raise UserError(
