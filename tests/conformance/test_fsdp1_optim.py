@@ -101,8 +101,7 @@ def _order(strategy):
         assert fsdp1.worst(train(again, optimizer, range(3, 5)), trained) == 0, way
 
 
-@pytest.mark.parametrize("backend", ["gloo", "smddp"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(("strategy", "backend"), [("FULL_SHARD", "smddp"), ("NO_SHARD", "gloo")])
 @pytest.mark.smoke
 def test_ranks_may_order_their_parameters_as_they_like(strategy, backend):
     run_distributed(_order, strategy, world_size=2, backend=backend, timeout=60)
@@ -152,11 +151,6 @@ def _halves():
 
 def test_the_group_says_whose_state_it_is():
     run_distributed(_halves, world_size=4, timeout=60)
-
-
-@pytest.mark.slow
-def test_the_group_says_whose_state_it_is_over_smddp():
-    run_distributed(_halves, world_size=4, backend="smddp", timeout=60)
 
 
 def _without_groups(kind):
@@ -216,14 +210,7 @@ def _ranks_differ(sizes):
     assert fsdp1.mean(torch.tensor(float(dist.get_rank()))) == (dist.get_world_size() - 1) / 2, "ranks stay in step"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "backend"),
-    [
-        pytest.param((2,), "gloo", marks=pytest.mark.smoke),
-        ((2,), "smddp"),
-        ((2, 2), "smddp"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "backend"), [((2,), "gloo"), ((2, 2), "smddp")])
 def test_all_ranks_refuse_states_that_differ(sizes, backend):
     run_distributed(_ranks_differ, sizes, world_size=math.prod(sizes), backend=backend, timeout=60)
 
@@ -280,9 +267,8 @@ def _otherwise_kept():
         FSDP.optim_state_dict(larger, optimizer, {"state": {"nobody": {}}})
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
-def test_states_of_other_optimizers_and_shardings(backend):
-    run_distributed(_otherwise_kept, world_size=2, backend=backend, timeout=60)
+def test_states_of_other_optimizers_and_shardings():
+    run_distributed(_otherwise_kept, world_size=2, timeout=60)
 
 
 def _losses(model, optimizer, *, steps=range(3), schedule=False):
@@ -356,9 +342,8 @@ def _made_before():
             pass
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
-def test_an_optimizer_made_before_trains_the_sharded_parameters(backend):
-    run_distributed(_made_before, world_size=2, backend=backend, timeout=60)
+def test_an_optimizer_made_before_trains_the_sharded_parameters():
+    run_distributed(_made_before, world_size=2, timeout=60)
 
 
 def _made_before_parallelize(degrees):
