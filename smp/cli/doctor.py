@@ -80,8 +80,11 @@ def run(options: argparse.Namespace) -> int:
     if launch.world_size == 1:
         set_default_threads(processes)
         return _show(examine_here(request, processes), options)
-    diagnosis = examine_rank(request, launch)
-    status = 0 if diagnosis is None else _show(diagnosis, options)
+    try:
+        diagnosis = examine_rank(request, launch)
+        status = 0 if diagnosis is None else _show(diagnosis, options)
+    except KeyboardInterrupt:
+        status = 130
     os._exit(status)  # a check that hangs, or a group that was not left in good order, would be waited for
 
 

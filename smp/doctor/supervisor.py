@@ -11,6 +11,7 @@ import multiprocessing.connection
 import os
 import pkgutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +95,7 @@ def run_checks(request: Request, launch: Launch, checks: Sequence[Check], report
             behind.report = copy.deepcopy(report)  # what it still finds is not the next check's
             ctx.problem(f"did not end within {limit:g} s: a training process would hang, too; see what it does there")
             goes_on = [check.scope != "job"]
-        if not goes_on[0]:
+        if goes_on != [True]:
             report.state = f"failed in check {check.name!r}"
             break
     else:
@@ -165,6 +166,20 @@ def _names(checks: str) -> list[str]:
 
 
 @contextlib.contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Send what the checks print to standard error: the diagnosis alone goes to standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
 def _told_to_end() -> Iterator[None]:
     """Raise where the main thread waits when SIGTERM comes, which a launcher sends when another rank has failed."""
 
@@ -200,7 +215,7 @@ def examine_rank(request: Request, launch: Launch, checks: str = CHECKS) -> Diag
     board, report = Board(store, launch), Report.of(launch)
     try:
         try:
-            with _told_to_end():
+            with _printing_to_stderr(), _told_to_end():
                 run_checks(request, launch, pkgutil.resolve_name(checks), report, board)
                 reports = [] if launch.rank else board.wait(request.timeout)
         except _ToldToEnd:
