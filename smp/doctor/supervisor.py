@@ -116,13 +116,18 @@ def _child(request: Request, launch: Launch, checks: str, variables: Mapping[str
     """Run the checks of one rank, which ends with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent ends this process
     os.dup2(2, 1)
     set_variables(variables)
     store, _ = open_store(launch, datetime.timedelta(seconds=request.timeout))
     run_checks(request, launch, pkgutil.resolve_name(checks), Report.of(launch), Board(store, launch))
     os._exit(0)  # a check left behind, or a group that was not left in good order, would be waited for
+
+
+def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def examine_here(request: Request, processes: int, checks: str = CHECKS) -> Diagnosis:
