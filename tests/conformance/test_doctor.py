@@ -15,13 +15,14 @@ import pytest
 import torch.distributed as dist
 
 import smp.cli
+from smp.doctor import network
 from smp.doctor.check import Check, Request
 from smp.doctor.checks import CHECKS
 from smp.doctor.report import Diagnosis, Finding, Report, merged
 from smp.doctor.supervisor import Board, examine_here, examine_rank, run_checks
 from smp.runtime import Launch
 from tests import doctor_checks
-from tests.clock import HANG_SECONDS
+from tests.clock import HANG_SECONDS, Clock
 from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -236,7 +237,7 @@ def test_nobody_waits_for_a_rank_that_is_lost_before_the_start():
 # -------------------------------------------------------------------------------------- ranks of somebody's launcher
 
 
-def as_ranks(checks="GOOD", size=2, present=2, timeout=HANG_SECONDS):
+def as_ranks(checks="GOOD", size=2, present=2):
     """Fork ``present`` of ``size`` ranks, as a launcher without a store of its own does.
 
     Returns their statuses, and the objects that they printed.
@@ -252,7 +253,7 @@ def as_ranks(checks="GOOD", size=2, present=2, timeout=HANG_SECONDS):
                 os.close(read)
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
                 os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                request, launch = Request(timeout=timeout), Launch(rank, size, rank, size)
+                request, launch = Request(timeout=HANG_SECONDS), Launch(rank, size, rank, size)
                 diagnosis = examine_rank(request, launch, f"tests.doctor_checks:{checks}")
                 status = 0
                 if diagnosis is not None:
@@ -274,12 +275,13 @@ def test_ranks_report_to_rank_0():
     assert [finding.ranks for finding in by_check(found)["good"]] == [(0,), (1,)]
 
 
-def test_a_rank_that_was_never_started_is_named():
-    statuses, [found] = as_ranks(present=1, timeout=0.2)
+def test_a_rank_that_was_never_started_is_named(monkeypatch):
+    monkeypatch.setattr(network, "time", Clock(pace=100.0))
+    statuses, [found] = as_ranks(present=1)
     assert statuses == [1]
     messages = [finding.message for finding in by_check(found)["start"]]
     assert "rank 1 has not come: see whether it was started" in messages
-    assert any("rank(s) 1 have not come to the process group within 1 s" in message for message in messages)
+    assert any("rank(s) 1 have not come to the process group within 3240 s" in message for message in messages)
     assert found["ranks"][1]["state"] == "rank 1 has not come" and by_check(found)["good"]
 
 
