@@ -162,8 +162,8 @@ def answer(folder: str, world: int, flags: list[str]) -> None:
 
 
 def main() -> None:
-    import smp.train.__main__
-    import transformers.models.llama.modeling_llama  # noqa: F401  what the jobs would import, each for itself
+
+    import smp.train.__main__  # noqa: F401  what the jobs would import, each for itself
 
     for line in sys.stdin:
         if (child := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""A step on a GPU, on fake CUDA tensors: every synchronisation, copy between devices, kernel of attention, collective."""
+"""A step on a GPU, on fake CUDA tensors: synchronisations, copies between devices, attention, collectives."""
 
 import pytest
 

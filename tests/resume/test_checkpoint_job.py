@@ -94,6 +94,7 @@ def passed_by(count: int):
     return prepare
 
 
+@pytest.mark.full
 def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     words = [*JOB, "--max_steps", 8, "--checkpoint_freq", 3, "--num_kept_checkpoints", 5]

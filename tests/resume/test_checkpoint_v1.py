@@ -105,7 +105,7 @@ SPLIT = ["--context_parallel_degree", "2"]  # a degree that their manifests do n
     [
         ("job_sharded", []),
         *(pytest.param(name, [], marks=pytest.mark.full) for name in JOBS if name != "job_sharded"),
-        ("job_sharded", SPLIT),
+        pytest.param("job_sharded", SPLIT, marks=pytest.mark.full),
     ],
 )
 def test_a_job_goes_on_from_it(name, more, tmp_path):
