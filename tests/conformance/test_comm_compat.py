@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -168,13 +168,6 @@ def fsdp2_single_precision():
 
 
 @through("all_gather", "reduce_scatter")
-def fsdp2_asynchronous():
-    model = shard(None)
-    model._set_unshard_async_op(True)
-    return train(model)
-
-
-@through("all_gather", "reduce_scatter")
 def fsdp2_prefetch():
     model = shard(None)
     layers: list[Any] = [layer for layer in model if isinstance(layer, nn.Linear)]
@@ -195,13 +188,8 @@ def fsdp2_memory_of_the_group():
 
 
 def test_sharded():
-    cases = (fsdp1, fsdp2, fsdp2_single_precision, fsdp2_asynchronous, fsdp2_prefetch, fsdp2_memory_of_the_group)
+    cases = (fsdp1, fsdp2, fsdp2_single_precision, fsdp2_prefetch, fsdp2_memory_of_the_group)
     compare(*cases, world_size=2)
-
-
-def test_sharded_over_three():
-    """Shards of unequal sizes."""
-    compare(fsdp1, fsdp2, world_size=3)
 
 
 # --- meshes of two dimensions
@@ -210,16 +198,6 @@ def test_sharded_over_three():
 @through("all_gather", "reduce_scatter", "all_reduce")
 def hsdp():
     return train(shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
-
-
-@through("all_gather", "reduce_scatter", "all_reduce")
-def hsdp_fsdp1():
-    mesh = init_device_mesh("cpu", (2, 2))
-    strategy = ShardingStrategy.HYBRID_SHARD
-    model = FullyShardedDataParallel(
-        build(), device_mesh=mesh, sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
-    )
-    return train(model)[:3]
 
 
 @through("all_gather", "reduce_scatter", "all_reduce")
@@ -232,7 +210,7 @@ def tensor_parallel_and_fsdp2():
 
 
 def test_two_dimensions():
-    compare(hsdp, hsdp_fsdp1, tensor_parallel_and_fsdp2, world_size=4)
+    compare(hsdp, tensor_parallel_and_fsdp2, world_size=4)
 
 
 @through("all_gather", "reduce_scatter", "all_reduce", "broadcast")

@@ -166,7 +166,7 @@ def _takes_a_job(folder: str, name: str, target: str) -> None:
     smp.Checkpointer(target, model, optimizer, name="mine").save(7, {"note": "mine"})
 
 
-@pytest.mark.parametrize("name", ["job_sharded", "job_tp2_shard2"])
+@pytest.mark.parametrize("name", [pytest.param("job_sharded", marks=pytest.mark.slow), "job_tp2_shard2"])
 @pytest.mark.full
 def test_a_script_goes_on_from_a_job_and_a_job_begins_anew_from_the_script(name, tmp_path):
     folder, target = shutil.copytree(DATA / name, tmp_path / name), tmp_path / "script"
