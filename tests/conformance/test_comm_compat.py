@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -68,49 +66,10 @@ def ddp():
 
 
 @through("all_reduce")
-def ddp_static_graph():
-    return train(DistributedDataParallel(build(), static_graph=True))
-
-
-@through("all_reduce")
-def ddp_no_sync():
-    model = DistributedDataParallel(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step in range(4):
-        with contextlib.nullcontext() if step % 2 else model.no_sync():
-            model(batch(step)).pow(2).mean().backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return full(model.parameters())
-
-
-class _Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList([build(), build()])
-
-    def forward(self, x):
-        return self.branches[dist.get_rank() % 2](x)
-
-
-@through("all_reduce")
-def ddp_unused_parameters():
-    return train(DistributedDataParallel(_Branches(), find_unused_parameters=True))
-
-
-@through("all_reduce")
 def ddp_hook():
     model = DistributedDataParallel(build())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return train(model)
-
-
-@through("all_reduce", "broadcast")
-def ddp_buffers():
-    model = nn.Sequential(build(), nn.BatchNorm1d(8, dtype=torch.float64))
-    model = DistributedDataParallel(model)  # type: ignore[assignment]
-    return train(model) + [b.clone() for b in model.buffers()]
 
 
 @through("all_reduce", "broadcast")
@@ -120,21 +79,8 @@ def zero_redundancy():
     return train(model, optimizer=optimizer)
 
 
-@through("all_reduce", "broadcast")
-def join():
-    model = DistributedDataParallel(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with Join([model]):
-        for step in range(2 + dist.get_rank()):
-            model(batch(step)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return full(model.parameters())
-
-
 def test_replicated():
-    cases = (ddp, ddp_static_graph, ddp_no_sync, ddp_unused_parameters, ddp_hook, ddp_buffers, zero_redundancy, join)
-    compare(*cases, world_size=2)
+    compare(ddp, ddp_hook, zero_redundancy, world_size=2)
 
 
 # --- sharded

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tests.faults import upload_kill_trials
-from tests.faults.upload_kill_trials import PHASES, Bench, Trial, bench, damage, job, prepared
+from benchmarks import upload_kill_trials
+from benchmarks.upload_kill_trials import PHASES, Bench, Trial, bench, damage, job, prepared
 from tests.job import losses, run_job, running_job
 from tests.s3 import Fault, s3_port, share  # noqa: F401  a fixture
 
