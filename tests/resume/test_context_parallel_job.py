@@ -11,7 +11,6 @@ import yaml
 from safetensors.torch import load_file
 
 import smp.cli
-import smp.memory.tracker
 from tests.job import LLAMA, NEOX, losses, read_metrics, run_job
 from tests.reference import build_reference
 from tests.resume.test_train import data_flags, jsonl, tensors, text  # noqa: F401
@@ -30,15 +29,6 @@ LAYOUTS = {  # processes, flags
     "cp2 x data 2": (4, ["--shard_degree", 2, *CP, "--cp_comm_type", "all_to_all"]),
     "cp2 x tp2": (4, [*FULL, *CP, "--tensor_parallel_degree", 2]),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_runs():
-    """Leave out what only costs time here: curves, and the walk over all tensors."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("smp.train.report.write_curves", lambda run_dir: "")
-        patch.setattr(smp.memory.tracker, "cpu_tensor_bytes", lambda: 0)
-        yield
 
 
 def train(run: pathlib.Path, layout: str, *words: object) -> str:
