@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -124,6 +125,12 @@ def relative(difference: torch.Tensor, of: torch.Tensor) -> float:
     return float(difference.norm() / of.norm().clamp(min=1e-30))
 
 
+@functools.cache
+def _joined(parallel: ParallelConfig, world: dist.ProcessGroup) -> Mesh:
+    """The mesh of a configuration; its groups take longer to make than a tiny model."""
+    return resolve_mesh(parallel, world_size=world.size(), local_world_size=world.size()).join("cpu")
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """One way to lay a job over ranks."""
@@ -178,9 +185,13 @@ class Layout:
         )
 
     def mesh(self) -> Mesh:
-        world = dist.get_world_size()
-        mesh = resolve_mesh(self.parallel(), world_size=world, local_world_size=world)
-        return mesh.join("cpu")
+        parallel = ParallelConfig(
+            sharding_strategy=self.strategy,  # type: ignore[arg-type]
+            hybrid_shard_degree=self.degree,
+            tensor_parallel_degree=self.tp,
+            context_parallel_degree=self.cp,
+        )
+        return _joined(parallel, dist.group.WORLD)
 
 
 def setup_of(model: nn.Module, mesh: Mesh | None = None, *sections: Section) -> Setup:

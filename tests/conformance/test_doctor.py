@@ -82,6 +82,7 @@ def test_two_processes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["trap"]
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROW * 200)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "smp", "doctor")

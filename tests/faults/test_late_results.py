@@ -56,11 +56,10 @@ def progress(run, step: int) -> dict:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--checkpoint_freq", 4, "--attn_pdrop", 0.2],
         ["--checkpoint_freq", 2, "--checkpoint_type", "async_sharded", "--validation_freq", 3, "--logging_freq", 2],
-        [*SKIP, "--checkpoint_freq", 3],
+        [*SKIP, "--checkpoint_freq", 3, "--attn_pdrop", 0.2],
     ],
-    ids=["checkpoint", "asynchronous", "skip"],
+    ids=["asynchronous", "skip"],
 )
 def test_the_run_is_the_same(flags, tmp_path):
     prepare = broken_loss(math.nan, at={2, 4, 6}) if "skip" in flags else lambda rank: None
@@ -74,9 +73,9 @@ def test_the_run_is_the_same(flags, tmp_path):
         assert now == then and [line["step"] for line in now] == [2, 4, 6]
 
 
-@pytest.mark.parametrize(("bad", "kept"), [(3, [2]), (4, [2]), (5, [2, 4]), (6, [2, 4])])
+@pytest.mark.parametrize(("bad", "kept"), [(4, [2]), (5, [2, 4])])
 def test_a_bad_step_ends_the_run_before_any_checkpoint_of_it(bad, kept, tmp_path):
-    """In the middle; at the step of a checkpoint; after one; at the last step."""
+    """At the step of a checkpoint; after one."""
     job = [*JOB, "--max_steps", 6, "--checkpoint_freq", 2, "--num_kept_checkpoints", 9, "--output_dir", tmp_path]
     outcome = run_job(*job, world_size=2, prepare=late(broken_loss(math.nan, at={bad})))
     assert outcome.statuses == [1, 1], outcome.output

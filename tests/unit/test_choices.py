@@ -150,6 +150,7 @@ def test_what_is_chosen_fits(tmp_path, shown, monkeypatch):
     assert choose_settings(plan, needed, batch=batch) == []  # decided
 
 
+@pytest.mark.full
 def test_a_dry_run_names_every_setting_that_is_auto(tmp_path, capsys, monkeypatch):
     words = [*LLAMA, *SYNTHETIC, "--output_dir", str(tmp_path / "run"), "--dry_run", "1", "--dry_run_world_size", "16"]
     dry = lambda *more: run_in_child([*words, *map(str, more)], tmp_path / "out")  # noqa: E731
