@@ -10,8 +10,9 @@ from smp.config import flag_text
 from smp.dry_run import degree_table
 from smp.errors import UserError
 from smp.memory.plan import GIB, USABLE, peak_bytes, processes_that_fit
-from smp.memory.shape import ModelShape, model_shape
+from smp.memory.shape import ModelShape
 from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
+from smp.parallel.parallelize import settings_of, shape_of
 from smp.plan.layouts import MOST_TOKENS, Layout, layouts
 
 _MOST_SAMPLES = 4  # of a micro-batch
@@ -51,7 +52,7 @@ def choose_sizes(
     resolved = resolve_model(
         ModelConfig(**{name: value for name, value in settings.items() if name in fields}), here=False
     )
-    shape = model_shape(resolved)
+    shape = shape_of(resolved, settings_of(settings))
     budget, smallest = int(gpu_memory_gib * USABLE * GIB), None
     least = 0
     for layout in _layouts(resolved, settings, given, nodes=nodes, gpus=gpus):

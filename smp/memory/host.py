@@ -27,10 +27,10 @@ def estimate_host_memory(
     """
     config, fp32 = work.settings[ActivationConfig], 4
     needed: dict[str, int] = {}
-    held = shape.of_rank(shape.parameters, shape.layers, mesh.tp.size)
-    shard = -(-held // mesh.shard.size) * fp32
+    sizes = shape.unit_sizes(mesh.tp.size), shape.trained(mesh.tp.size)
+    held, shard = (-(-size.parameters // mesh.shard.size) * fp32 for size in sizes)
     if config.cpu_offload:
-        needed["parameters"] = shard
+        needed["parameters"] = held
         needed |= {} if work.forward_only else {"gradients": shard, "optimizer state": 2 * shard}
     if is_async and not work.forward_only:
         writers = 1 if is_local else mesh.replicas.size

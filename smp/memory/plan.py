@@ -48,7 +48,7 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        needed["checkpoint copy"] = needed["parameters"] + needed["optimizer state"]
+        needed["checkpoint copy"] = needed["optimizer state"] * 3 // 2  # with the trained parameters
     if work.unused_heap:
         needed["free blocks of the heap"] = int(work.unused_heap * sum(needed.values()))
     return {**needed, "process": BASE_CPU_BYTES if work.device_type == "cpu" else BASE_HOST_BYTES}

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
-from smp.delayed_init import build_on_meta, initialize_, materialize_
+from smp.delayed_init import build_on_meta, initialize_, initialize_parameter_, materialize_
 from smp.errors import ConfigError, UserError
+from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
+from smp.models import added
 from smp.models.family import Family
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, ResolvedModel
@@ -31,7 +33,7 @@ from smp.parallel import (
     tensor,
 )
 from smp.parallel.choices import Chooser
-from smp.parallel.technique import Setup, Technique
+from smp.parallel.technique import Setup, Technique, follow_steps, member
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
@@ -100,6 +102,27 @@ def _check_modules(model: nn.Module, family: Family) -> None:
             )
 
 
+def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None:
+    """Add the techniques' parameters, with values unless the model is on the meta device."""
+    for technique in TECHNIQUES:
+        own = member(technique, "parameters")(model, family, settings)
+        if own.added or own.freezes:
+            added.add_parameters(model, own.added, freezes=own.freezes)
+    if not next(model.parameters()).is_meta:
+        _fill_added(model, seed=0)
+
+
+def _fill_added(model: nn.Module, *, seed: int) -> None:
+    own, parameters = added.added_parameters(model), dict(model.named_parameters())
+    for name, each in own.items():
+        initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
+
+
+def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:
+    """Count the parameters of a model, with those that the techniques add."""
+    return model_shape(resolved, lambda model: add_parameters(model, resolved.family, settings))
+
+
 def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     """Apply every technique that is asked for, in place.
 
@@ -115,8 +138,10 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     if problems := find_problems(model.config, setup):
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice
+    add_parameters(model, setup.family, setup.settings)
     for technique in TECHNIQUES:
         technique.apply(model, setup)
+    follow_steps(model, TECHNIQUES, setup)
     return model
 
 
@@ -163,7 +188,8 @@ def prepare_model(
         settings: of the techniques.
         dtype: dtype to compute in; parameters are fp32.
         seed: of the initial values.
-        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values; where a
+            technique has frozen the model, that is done at any rate, as checkpoints have only the others.
         record: called with the name of each phase, for the memory tracker.
     """
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
@@ -177,7 +203,7 @@ def prepare_model(
         device=device,
         cpu_offload=settings[ActivationConfig].cpu_offload,
         seed=seed,
-        weights=resolved.weights if load_weights else None,
+        weights=resolved.weights if load_weights or added.is_frozen(model) else None,
     )
     record("After FSDP wrapper")
     return model.train()
@@ -206,5 +232,8 @@ def fill_model(
                 module._buffers[name] = buffer.to(device)
     if weights is not None:
         load_pretrained_(model, weights, hf_config=hf_config)
+        _fill_added(model, seed=seed)
+        added.leave_out_frozen(model, weights)
     else:
-        initialize_(model, init_rules(hf_config, seed=seed), seed=seed)
+        own, rules = added.added_parameters(model), init_rules(hf_config, seed=seed)
+        initialize_(model, lambda name: own[name].initial if name in own else rules(name), seed=seed)

@@ -1,9 +1,13 @@
-"""Techniques: files or folders of this package with the four members of :class:`Technique`."""
+"""Techniques: files or folders of this package with the members of :class:`Technique`.
+
+Those of :class:`OptionalMembers` may be left out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -11,6 +15,7 @@ from torch import nn
 from smp.config import Section, Settings
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.models.added import AddedParameter
 from smp.models.attention_support import random_rates
 from smp.models.family import Family
 
@@ -49,6 +54,59 @@ class Technique(Protocol):
 
     def cost(self, shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
         """Return the bytes that it adds on a rank at ``work.moment``, by category; negative: that it saves."""
+
+
+class Parameters(NamedTuple):
+    """Parameters that a technique adds to a model; ``freezes``: the model's others are not trained."""
+
+    added: Sequence[AddedParameter] = ()
+    freezes: bool = False
+
+
+class OptionalMembers:
+    """Members that a technique may have, and what they do where it does not."""
+
+    @staticmethod
+    def parameters(model: nn.Module, family: Family, settings: Settings, /) -> Parameters:
+        """Return what it adds, by its settings; the model is as it was built, real or on the meta device."""
+        return Parameters()
+
+    @staticmethod
+    def extra_loss(model: nn.Module, setup: Setup, /) -> torch.Tensor | None:
+        """Return what the last forward adds to the sum of this rank's token losses, 0-d; it is not logged."""
+        return None
+
+    @staticmethod
+    def after_update(model: nn.Module, setup: Setup, skipped: torch.Tensor, /) -> None:
+        """Change what follows from a step; ``skipped``, 0-d bool on the device: the update was left out."""
+
+
+_IN_STEPS = "_smp_in_steps"
+
+
+def member(technique: Technique, name: str) -> Any:
+    """Return a member of a technique, or what :class:`OptionalMembers` has in its place."""
+    return getattr(technique, name, getattr(OptionalMembers, name))
+
+
+def follow_steps(model: nn.Module, techniques: Sequence[Technique], setup: Setup) -> None:
+    """Let :func:`extra_loss` and :func:`after_update` of the model call the techniques'."""
+    found = [(member(each, "extra_loss"), member(each, "after_update"), setup) for each in techniques]
+    setattr(model, _IN_STEPS, found)
+
+
+def extra_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the forward that has just run, with what the techniques add."""
+    for add, _, setup in getattr(model, _IN_STEPS, ()):
+        if (extra := add(model, setup)) is not None:
+            loss = loss + extra
+    return loss
+
+
+def after_update(model: nn.Module, skipped: torch.Tensor) -> None:
+    """Call the techniques' ``after_update``."""
+    for _, follow, setup in getattr(model, _IN_STEPS, ()):
+        follow(model, setup, skipped)
 
 
 def no_problems(hf_config: Any, setup: Setup) -> list[str]:

@@ -85,7 +85,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         memory.connect(metrics.writers.scalars)
         planned = Planned(plan, start.progress.step, predicted)
         trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard, planned)
-        announce(plan, start)
+        announce(plan, start, model)
         metrics.writers.text("Arguments", arguments_table(config))
         changes = changes_since(start.saved.run if start.saved else {}, plan, start)
         with recorded(plan, start, state, guard, changes=changes) as ended:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from smp.parallel.linear import Product, one_product
 from smp.parallel.tensor.group import TPGroup
 
 
@@ -65,81 +66,98 @@ class ColumnLinears(Function):
 
     Args (of ``apply``):
         tp: the group.
-        count: of layers.
+        products: of each layer.
         whole: the input of all tokens, outside autograd.
         part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
-        tensors: ``count`` weights ``(outputs, inputs)``, then as many biases or None, then the outputs if they are
-            computed already.
+        tensors: of each layer, the weight ``(outputs, inputs)``, the bias or None, and the product's own parameters; at
+            the end, the layers' products with their weights if they are computed already.
 
     Returns:
-        ``count`` outputs ``(batch, sequence, outputs)``.
+        The layers' outputs ``(batch, sequence, outputs)``.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tp: TPGroup, count: int, *tensors: torch.Tensor | None
+        ctx: Any, tp: TPGroup, products: Sequence[Product], *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
         whole, part, *others = tensors
-        weights, biases, outputs = others[:count], others[count : 2 * count], others[2 * count :]
-        ctx.tp, ctx.count, ctx.given = tp, count, len(outputs)
+        layers, given = _by_layer(products, others)
+        ctx.tp, ctx.products, ctx.given = tp, products, len(given)
         ctx.regather = tp.sequence_parallel and not tp.save_gathered
-        ctx.save_for_backward(part if ctx.regather else whole, *weights)
-        return tuple(outputs) or tuple(  # type: ignore[return-value,arg-type]
-            torch.nn.functional.linear(whole, w, b)  # type: ignore[arg-type]
-            for w, b in zip(weights, biases, strict=True)
-        )
+        kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
+        ctx.save_for_backward(part if ctx.regather else whole, *kept)
+        outputs = []
+        for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
+            with one_product(product, multiplied=bool(given)):
+                outputs.append(product.forward(whole, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        tp, count = ctx.tp, ctx.count
-        whole, *weights = ctx.saved_tensors
+        tp, products = ctx.tp, ctx.products
+        whole, *kept = ctx.saved_tensors
+        parameters = [[kept.pop(0) for _ in range(1 + len(product.own))] for product in products]
         overlap = whole.is_cuda
         gathering = reducing = None
-        needs = ctx.needs_input_grad
-        if ctx.regather and any(needs[4 : 4 + count]):
+        needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
+        if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
             whole, gathering = tp.gather(whole, async_op=overlap)
         flat = [_two(g) for g in gradients]
-        input_gradient = None
-        if needs[3]:
-            partial = flat[0] @ weights[0]
-            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-                partial.addmm_(gradient, weight)
+        input_gradient = partial = None
+        if needs_input:
+            for product, gradient, own in zip(products, flat, parameters, strict=True):
+                partial = product.input_gradient(gradient, *own, into=partial)
+            assert partial is not None
             partial = partial.view(*gradients[0].shape[:-1], -1)
             _wait(gathering)  # one collective after the other: both are of one group
             gathering = None
             input_gradient, reducing = tp.reduce(partial, async_op=overlap)
         _wait(gathering)
         tokens = _two(whole)
-        weight_gradients = [g.T @ tokens if needs[4 + i] else None for i, g in enumerate(flat)]
-        bias_gradients = [g.sum(0) if needs[4 + count + i] else None for i, g in enumerate(flat)]
+        found: list[torch.Tensor | None] = []
+        for product, gradient, own, (weight, bias, *others) in zip(products, flat, parameters, needs, strict=True):
+            of_weight: list[torch.Tensor | None] = [None] * len(own)
+            if weight or any(others):
+                of_weight = product.parameter_gradients(gradient, tokens, *own, needs=[weight, *others])
+            found += [of_weight[0], gradient.sum(0) if bias else None, *of_weight[1:]]
         _wait(reducing)
-        return None, None, None, input_gradient, *weight_gradients, *bias_gradients, *([None] * ctx.given)
+        return None, None, None, input_gradient, *found, *([None] * ctx.given)
+
+
+def _by_layer(products: Sequence[Product], values: Sequence[Any]) -> tuple[list[Sequence[Any]], Sequence[Any]]:
+    """Return the values of each layer's weight, bias and own parameters, and those that are left."""
+    found, start = [], 0
+    for product in products:
+        found.append(values[start : start + 2 + len(product.own)])
+        start += len(found[-1])
+    return found, values[start:]
 
 
 def gathered_linears(
-    tp: TPGroup, part: torch.Tensor, parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    tp: TPGroup, products: Sequence[Product], part: torch.Tensor, parameters: Sequence[Sequence[torch.Tensor | None]]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Gather the tokens of all ranks and compute the column-parallel layers of them in one exchange.
 
     Args:
         tp: the group, with sequence parallelism.
+        products: of each layer.
         part: ``(batch, sequence / size, hidden)``.
-        parameters: of each layer, the weight ``(outputs, hidden)`` and the bias or None.
+        parameters: of each layer, the weight ``(outputs, hidden)``, the bias or None, and the product's own.
 
     Returns:
         The gathered tokens ``(batch, sequence, hidden)`` and the layers' outputs ``(batch, sequence, outputs)``.
     """
-    weights, biases = zip(*parameters, strict=True)
     shape = part.shape[0], part.shape[1] * tp.size, -1
     with torch.no_grad():
-        whole, products = tp.gather_products(_two(part), [w.t() for w in weights])
+        matrices = [product.matrix(own[0]) for product, own in zip(products, parameters, strict=True)]  # type: ignore[arg-type]
+        whole, computed = tp.gather_products(_two(part), [matrix.t() for matrix in matrices])
         assert whole is not None
-        outputs = [(p if b is None else p + b).view(shape) for p, b in zip(products, biases, strict=True)]
         whole = whole.view(shape)
+    flat = [tensor for own in parameters for tensor in own]
     return (
         GatherTokens.apply(part, tp, whole),
-        ColumnLinears.apply(tp, len(weights), whole, part, *weights, *biases, *outputs),
+        ColumnLinears.apply(tp, products, whole, part, *flat, *(p.view(shape) for p in computed)),
     )
 
 
@@ -150,17 +168,23 @@ class _RowProduct(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp: TPGroup) -> torch.Tensor:
-        ctx.tp = tp
-        ctx.save_for_backward(x, weight)
+    def forward(  # type: ignore[override]
+        ctx: Any, tp: TPGroup, product: Product, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.tp, ctx.product = tp, product
+        ctx.save_for_backward(x, weight, *own)
         return x.new_empty(()).expand(x.shape[0], x.shape[1] // tp.size, weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1]
-        whole, (partial,) = ctx.tp.gather_products(_two(gradient), [weight], keep=needed)
-        return partial.view_as(x), whole.T @ _two(x) if needed else None, None
+        x, weight, *own = ctx.saved_tensors
+        product, needs = ctx.product, ctx.needs_input_grad[3:]
+        keep = bool(own) or any(needs)
+        whole, (partial,) = ctx.tp.gather_products(_two(gradient), [product.matrix(weight)], keep=keep)
+        found: list[torch.Tensor | None] = [None] * len(needs)
+        if any(needs):
+            found = product.parameter_gradients(whole, _two(x), weight, *own, needs=list(needs))
+        return None, None, product.input_gradient(whole, weight, *own, product=partial).view_as(x), *found
 
 
 class _Values(Function):
@@ -175,20 +199,25 @@ class _Values(Function):
         return gradient, None
 
 
-def reduced_linear(tp: TPGroup, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def reduced_linear(
+    tp: TPGroup, product: Product, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor
+) -> torch.Tensor:
     """Compute a row-parallel layer and reduce it to this rank's tokens in one exchange; so is its gradient gathered.
 
     Args:
         tp: the group, with sequence parallelism.
+        product: of the layer.
         x: ``(batch, sequence, inputs)``.
         weight: ``(outputs, inputs)``.
+        own: the product's own parameters.
 
     Returns:
         ``(batch, sequence / size, outputs)``.
     """
-    place = _RowProduct.apply(x, weight, tp)
-    with torch.no_grad():
-        total = tp.reduce_product(_two(x), weight.t())
+    place = _RowProduct.apply(tp, product, x, weight, *own)
+    with torch.no_grad(), one_product(product, multiplied=True):
+        tokens, matrix = product.as_one(_two(x), weight, *own)
+        total = tp.reduce_product(tokens, matrix.t())
     return _Values.apply(place, total.view(place.shape))
 
 
