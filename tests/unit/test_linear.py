@@ -167,6 +167,7 @@ def refused() -> None:
     model.model.layers[0].mlp.down_proj = Scaled(48, 32, bias=False)
     with pytest.raises(UserError, match=r"down_proj of LlamaDecoderLayer.mlp, which is a Scaled: only nn.Linear"):
         split_model(model, family_of(model.config), tp)
+    model = build(config_of("llama_gqa"))
     Adapter.prepare(model.lm_head)
     replace_product(model.lm_head, Adapter())
     with pytest.raises(UserError, match=r"lm_head multiplies by a product with parameters of its own.*leave it out"):
