@@ -19,12 +19,11 @@ from smp.models.added import AddedParameter, Apart
 from smp.models.family import Family
 from smp.models.init_rules import drawn
 from smp.parallel.linear import Product, replace_product
-from smp.parallel.technique import Parameters, Setup, model_blocks, no_cost, no_problems
+from smp.parallel.technique import Parameters, Setup, model_blocks
 
 RANK, SCALE = 3, 2.0
 LAYERS = ("self_attn.q_proj", "mlp.down_proj")
 APART = Apart("adapter.safetensors", {"adapter.json": '{"r": 3}'})
-problems, cost = no_problems, no_cost
 
 
 class Adapter(Product):

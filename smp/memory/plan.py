@@ -12,6 +12,7 @@ from smp.errors import UserError
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
 from smp.parallel import parallelize
+from smp.parallel.technique import member
 
 GIB = 1024**3
 
@@ -42,7 +43,7 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Predict the bytes of one rank, by category, at the workload's moment: the sum of the techniques' costs."""
     needed = dict.fromkeys(CATEGORIES, 0)
     for technique in parallelize.TECHNIQUES:
-        for category, size in technique.cost(shape, mesh, work).items():
+        for category, size in member(technique, "cost")(shape, mesh, work).items():
             needed[category] = needed.get(category, 0) + size
     if work.forward_only:  # of activations, those of one block at a time
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)

@@ -17,10 +17,9 @@ from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import splits_sequences
 from smp.parallel.linear import is_main_product
-from smp.parallel.technique import Setup, draws, model_blocks, no_problems
+from smp.parallel.technique import Setup, draws, model_blocks
 
 Config = ActivationConfig
-problems = no_problems
 
 Mode = Literal["full", "selective"]
 _MARK = "_smp_block"

@@ -71,7 +71,7 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
-    return [problem for technique in TECHNIQUES for problem in technique.problems(hf_config, setup)]
+    return [problem for technique in TECHNIQUES for problem in member(technique, "problems")(hf_config, setup)]
 
 
 def left_padding_misfit(setup: Setup) -> str | None:

@@ -23,10 +23,9 @@ from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.technique import Setup, model_blocks, no_problems
+from smp.parallel.technique import Setup, model_blocks
 
 Config = ParallelConfig
-problems = no_problems
 
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000

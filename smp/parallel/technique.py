@@ -46,14 +46,8 @@ class Technique(Protocol):
     def Config(self) -> type[Section]:  # noqa: N802
         """Section of its settings."""
 
-    def problems(self, hf_config: Any, setup: Setup, /) -> list[str]:
-        """Return one sentence for each reason why it cannot be applied; nothing is built yet."""
-
     def apply(self, model: nn.Module, setup: Setup, /) -> None:
         """Apply it in place, if its settings ask for it; the model is real or on the meta device."""
-
-    def cost(self, shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
-        """Return the bytes that it adds on a rank at ``work.moment``, by category; negative: that it saves."""
 
 
 class Parameters(NamedTuple):
@@ -64,7 +58,17 @@ class Parameters(NamedTuple):
 
 
 class OptionalMembers:
-    """Members that a technique may have, and what they do where it does not."""
+    """Members that a technique may have besides, and what they do where it has not."""
+
+    @staticmethod
+    def problems(hf_config: Any, setup: Setup, /) -> list[str]:
+        """Return one sentence for each reason why it cannot be applied; nothing is built yet."""
+        return []
+
+    @staticmethod
+    def cost(shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
+        """Return the bytes that it adds on a rank at ``work.moment``, by category; negative: that it saves."""
+        return {}
 
     @staticmethod
     def parameters(model: nn.Module, family: Family, settings: Settings, /) -> Parameters:
@@ -81,12 +85,12 @@ class OptionalMembers:
         """Change what follows from a step; ``skipped``, 0-d bool on the device: the update was left out."""
 
 
-_IN_STEPS = "_smp_in_steps"
-
-
 def member(technique: Technique, name: str) -> Any:
     """Return a member of a technique, or what :class:`OptionalMembers` has in its place."""
-    return getattr(technique, name, getattr(OptionalMembers, name))
+    return getattr(technique, name, None) or getattr(OptionalMembers, name)
+
+
+_IN_STEPS = "_smp_in_steps"
 
 
 def follow_steps(model: nn.Module, techniques: Sequence[Technique], setup: Setup) -> None:
@@ -107,16 +111,6 @@ def after_update(model: nn.Module, skipped: torch.Tensor) -> None:
     """Call the techniques' ``after_update``."""
     for _, follow, setup in getattr(model, _IN_STEPS, ()):
         follow(model, setup, skipped)
-
-
-def no_problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Implement ``problems`` of a technique that fits any model and mesh."""
-    return []
-
-
-def no_cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Implement ``cost`` of a technique with negligible memory."""
-    return {}
 
 
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:
