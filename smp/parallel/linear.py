@@ -43,6 +43,16 @@ def by_rows(layer: nn.Module, weight: T) -> T:
     return weight.t() if weight is not None and is_transposed(layer) else weight
 
 
+def by_token(tensor: torch.Tensor) -> torch.Tensor:
+    """Reshape to ``(tokens, features)``."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
 class Product:
     """The product of a linear layer, and its gradients: torch's, where a subclass has no other.
 
@@ -173,34 +183,77 @@ def product_of(module: nn.Module) -> Product:
     return getattr(module, _PRODUCT, PLAIN)
 
 
-class _Linear(torch.autograd.Function):
-    """A product that autograd takes the gradients of from its methods."""
+class Linears(torch.autograd.Function):
+    """Linear layers of one input, whose gradients their products compute.
+
+    Args (of ``apply``):
+        tp: the group whose ranks have some of each layer's outputs, or None.
+        products: of each layer.
+        whole: the input of all tokens, outside autograd.
+        part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
+        tensors: of each layer, the weight ``(outputs, inputs)``, the bias or None, and the product's own parameters; at
+            the end, the layers' products with their weights if they are computed already.
+
+    Returns:
+        The layers' outputs ``(batch, sequence, outputs)``.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, product: Product, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.product = product
-        needed = ctx.needs_input_grad[2] or any(ctx.needs_input_grad[4:])
-        ctx.save_for_backward(x if needed else None, weight, *own)
-        with one_product(product):
-            return product.forward(x, weight, bias, *own)
+        ctx: Any, tp: Any, products: Sequence[Product], *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
+        whole, part, *others = tensors
+        layers, given = _by_layer(products, others)
+        ctx.tp, ctx.products, ctx.given = tp, products, len(given)
+        ctx.regather = tp is not None and tp.sequence_parallel and not tp.save_gathered
+        kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
+        ctx.save_for_backward(part if ctx.regather else whole, *kept)
+        outputs = []
+        for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
+            with one_product(product, multiplied=bool(given)):
+                outputs.append(product.forward(whole, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x, weight, *own = ctx.saved_tensors
-        _, needs_x, needs_weight, needs_bias, *needs_own = ctx.needs_input_grad
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        of_x = of_bias = None
-        of_weight: list[torch.Tensor | None] = [None] * (1 + len(own))
-        if needs_x:
-            of_x = ctx.product.input_gradient(flat, weight, *own).view(*gradient.shape[:-1], -1)
-        if x is not None:
-            tokens, needs = x.reshape(-1, x.shape[-1]), [needs_weight, *needs_own]
-            of_weight = ctx.product.parameter_gradients(flat, tokens, weight, *own, needs=needs)
-        if needs_bias:
-            of_bias = flat.sum(0)
-        return None, of_x, of_weight[0], of_bias, *of_weight[1:]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        tp, products = ctx.tp, ctx.products
+        whole, *kept = ctx.saved_tensors
+        parameters = [[kept.pop(0) for _ in range(1 + len(product.own))] for product in products]
+        overlap = whole.is_cuda
+        gathering = reducing = None
+        needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
+        if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
+            whole, gathering = tp.gather(whole, async_op=overlap)
+        flat = [by_token(g) for g in gradients]
+        input_gradient = partial = None
+        if needs_input:
+            for product, gradient, own in zip(products, flat, parameters, strict=True):
+                partial = product.input_gradient(gradient, *own, into=partial)
+            assert partial is not None
+            partial = partial.view(*gradients[0].shape[:-1], -1)
+            _wait(gathering)  # one collective after the other: both are of one group
+            gathering = None
+            input_gradient, reducing = (partial, None) if tp is None else tp.reduce(partial, async_op=overlap)
+        _wait(gathering)
+        tokens = by_token(whole)
+        found: list[torch.Tensor | None] = []
+        for product, gradient, own, (weight, bias, *others) in zip(products, flat, parameters, needs, strict=True):
+            of_weight: list[torch.Tensor | None] = [None] * len(own)
+            if weight or any(others):
+                of_weight = product.parameter_gradients(gradient, tokens, *own, needs=[weight, *others])
+            found += [of_weight[0], gradient.sum(0) if bias else None, *of_weight[1:]]
+        _wait(reducing)
+        return None, None, None, input_gradient, *found, *([None] * ctx.given)
+
+
+def _by_layer(products: Sequence[Product], values: Sequence[Any]) -> tuple[list[Sequence[Any]], Sequence[Any]]:
+    """Return the values of each layer's weight, bias and own parameters, and those that are left."""
+    found, start = [], 0
+    for product in products:
+        found.append(values[start : start + 2 + len(product.own)])
+        start += len(found[-1])
+    return found, values[start:]
 
 
 def linear(
@@ -216,7 +269,9 @@ def linear(
         own: parameters of its product.
     """
     product = product_of(module)
-    return F.linear(x, weight, bias) if product is PLAIN else _Linear.apply(product, x, weight, bias, *own)
+    if product is PLAIN:
+        return F.linear(x, weight, bias)
+    return Linears.apply(None, (product,), x.detach(), x, weight, bias, *own)[0]
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -14,18 +14,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from smp.parallel.linear import Product, one_product
+from smp.parallel.linear import Linears, Product, by_token, one_product
 from smp.parallel.tensor.group import TPGroup
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
-
-
-def _two(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape to ``(tokens, features)``."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 class GatherTokens(Function):
@@ -61,79 +51,6 @@ class ReducePartial(Function):
         return (tp.gather(gradient)[0] if tp.sequence_parallel else gradient), None
 
 
-class ColumnLinears(Function):
-    """Linear layers of one input, split by their outputs.
-
-    Args (of ``apply``):
-        tp: the group.
-        products: of each layer.
-        whole: the input of all tokens, outside autograd.
-        part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
-        tensors: of each layer, the weight ``(outputs, inputs)``, the bias or None, and the product's own parameters; at
-            the end, the layers' products with their weights if they are computed already.
-
-    Returns:
-        The layers' outputs ``(batch, sequence, outputs)``.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tp: TPGroup, products: Sequence[Product], *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
-        whole, part, *others = tensors
-        layers, given = _by_layer(products, others)
-        ctx.tp, ctx.products, ctx.given = tp, products, len(given)
-        ctx.regather = tp.sequence_parallel and not tp.save_gathered
-        kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
-        ctx.save_for_backward(part if ctx.regather else whole, *kept)
-        outputs = []
-        for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
-            with one_product(product, multiplied=bool(given)):
-                outputs.append(product.forward(whole, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        tp, products = ctx.tp, ctx.products
-        whole, *kept = ctx.saved_tensors
-        parameters = [[kept.pop(0) for _ in range(1 + len(product.own))] for product in products]
-        overlap = whole.is_cuda
-        gathering = reducing = None
-        needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
-        if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
-            whole, gathering = tp.gather(whole, async_op=overlap)
-        flat = [_two(g) for g in gradients]
-        input_gradient = partial = None
-        if needs_input:
-            for product, gradient, own in zip(products, flat, parameters, strict=True):
-                partial = product.input_gradient(gradient, *own, into=partial)
-            assert partial is not None
-            partial = partial.view(*gradients[0].shape[:-1], -1)
-            _wait(gathering)  # one collective after the other: both are of one group
-            gathering = None
-            input_gradient, reducing = tp.reduce(partial, async_op=overlap)
-        _wait(gathering)
-        tokens = _two(whole)
-        found: list[torch.Tensor | None] = []
-        for product, gradient, own, (weight, bias, *others) in zip(products, flat, parameters, needs, strict=True):
-            of_weight: list[torch.Tensor | None] = [None] * len(own)
-            if weight or any(others):
-                of_weight = product.parameter_gradients(gradient, tokens, *own, needs=[weight, *others])
-            found += [of_weight[0], gradient.sum(0) if bias else None, *of_weight[1:]]
-        _wait(reducing)
-        return None, None, None, input_gradient, *found, *([None] * ctx.given)
-
-
-def _by_layer(products: Sequence[Product], values: Sequence[Any]) -> tuple[list[Sequence[Any]], Sequence[Any]]:
-    """Return the values of each layer's weight, bias and own parameters, and those that are left."""
-    found, start = [], 0
-    for product in products:
-        found.append(values[start : start + 2 + len(product.own)])
-        start += len(found[-1])
-    return found, values[start:]
-
-
 def gathered_linears(
     tp: TPGroup, products: Sequence[Product], part: torch.Tensor, parameters: Sequence[Sequence[torch.Tensor | None]]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -151,13 +68,13 @@ def gathered_linears(
     shape = part.shape[0], part.shape[1] * tp.size, -1
     with torch.no_grad():
         matrices = [product.matrix(own[0]) for product, own in zip(products, parameters, strict=True)]  # type: ignore[arg-type]
-        whole, computed = tp.gather_products(_two(part), [matrix.t() for matrix in matrices])
+        whole, computed = tp.gather_products(by_token(part), [matrix.t() for matrix in matrices])
         assert whole is not None
         whole = whole.view(shape)
     flat = [tensor for own in parameters for tensor in own]
     return (
         GatherTokens.apply(part, tp, whole),
-        ColumnLinears.apply(tp, products, whole, part, *flat, *(p.view(shape) for p in computed)),
+        Linears.apply(tp, products, whole, part, *flat, *(p.view(shape) for p in computed)),
     )
 
 
@@ -180,10 +97,10 @@ class _RowProduct(Function):
         x, weight, *own = ctx.saved_tensors
         product, needs = ctx.product, ctx.needs_input_grad[3:]
         keep = bool(own) or any(needs)
-        whole, (partial,) = ctx.tp.gather_products(_two(gradient), [product.matrix(weight)], keep=keep)
+        whole, (partial,) = ctx.tp.gather_products(by_token(gradient), [product.matrix(weight)], keep=keep)
         found: list[torch.Tensor | None] = [None] * len(needs)
         if any(needs):
-            found = product.parameter_gradients(whole, _two(x), weight, *own, needs=list(needs))
+            found = product.parameter_gradients(whole, by_token(x), weight, *own, needs=list(needs))
         return None, None, product.input_gradient(whole, weight, *own, product=partial).view_as(x), *found
 
 
@@ -216,7 +133,7 @@ def reduced_linear(
     """
     place = _RowProduct.apply(tp, product, x, weight, *own)
     with torch.no_grad(), one_product(product, multiplied=True):
-        tokens, matrix = product.as_one(_two(x), weight, *own)
+        tokens, matrix = product.as_one(by_token(x), weight, *own)
         total = tp.reduce_product(tokens, matrix.t())
     return _Values.apply(place, total.view(place.shape))
 

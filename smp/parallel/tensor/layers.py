@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smp.parallel.linear import Product, by_rows, linear, local_tensor, product_of
+from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of
 from smp.parallel.tensor.functions import (
-    ColumnLinears,
     GatherTokens,
     ReducePartial,
     SumGradients,
@@ -161,7 +160,7 @@ class ColumnParallel:
             raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
         if index not in self._outputs:
             flat = [tensor for own in self._parameters() for tensor in own]
-            outputs = ColumnLinears.apply(self.tp, self._products(), x.detach(), self._part, *flat)
+            outputs = Linears.apply(self.tp, self._products(), x.detach(), self._part, *flat)
             self._outputs = dict(enumerate(outputs))
         return self._outputs.pop(index)
 
@@ -257,7 +256,7 @@ def split_head(tp: TPGroup, head: nn.Linear, *, whole: bool) -> None:
         if whole and tp.sequence_parallel:
             return linear(head, part, *own)
         gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
-        return ColumnLinears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]
+        return Linears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]
 
     head.forward = logits  # type: ignore[method-assign,assignment]
 
