@@ -19,6 +19,7 @@ import train_lib
 from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import read_manifest
+from smp.cli.export import parameters_of
 from smp.config import LossConfig, Settings, setting
 from smp.errors import ConfigError, UserError
 from smp.launch.sizes import choose_sizes
@@ -219,6 +220,8 @@ def check_frozen_model(reference, folder):
     assert len(optimizer.state) == len(own) == 12
     held = {name for name in read_manifest(path).tensors if name.startswith("model.")}
     assert held == {f"model.{name}" for name in own}
+    with pytest.raises(UserError, match="does not hold the pretrained weights that its run has frozen: resume it"):
+        parameters_of(path, read_manifest(path), config)
     resumed = build(folder / "weights")
     optimizer = build_optimizer(resumed, OptimConfig(), lr=1e-2)
     Checkpointer(folder / "frozen", resumed, optimizer).load()
