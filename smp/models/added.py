@@ -77,8 +77,9 @@ def add_parameters(model: nn.Module, parameters: Iterable[AddedParameter], *, fr
     """
     like, added = next(model.parameters()), dict(added_parameters(model))
     if freezes:
-        setattr(model, _FROZEN, frozenset(name for name, _ in model.named_parameters() if name not in added))
-        for parameter in model.parameters():
+        own = {name: parameter for name, parameter in model.named_parameters() if name not in added}
+        setattr(model, _FROZEN, frozenset(own))
+        for parameter in own.values():
             parameter.requires_grad_(False)
     for each in parameters:
         values = torch.empty(each.shape, dtype=like.dtype, device=like.device)
