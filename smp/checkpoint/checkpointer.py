@@ -187,8 +187,7 @@ class Checkpointer:
             RunError: a rank could not write; nothing is published.
         """
         self.publish()
-        model = with_base(manifest.model, self._model)
-        manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=model)
+        manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=with_base(manifest.model, self._model))
         temporary = self.storage.begin(checkpoint_name(self.name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
         # Asked before pieces become buffers of the host, which the device is still to fill.
