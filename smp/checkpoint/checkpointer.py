@@ -36,6 +36,7 @@ from smp.checkpoint.state import (
     require_known,
     settings_of,
     state_tensors,
+    with_base,
 )
 from smp.checkpoint.storage import Storage, storage_at
 from smp.checkpoint.tagged_json import decode, encode
@@ -186,7 +187,7 @@ class Checkpointer:
             RunError: a rank could not write; nothing is published.
         """
         self.publish()
-        manifest = dataclasses.replace(manifest, kind=self.storage.kind)
+        manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=with_base(manifest.model, self._model))
         temporary = self.storage.begin(checkpoint_name(self.name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
         # Asked before pieces become buffers of the host, which the device is still to fill.

@@ -25,6 +25,7 @@ from smp.checkpoint.tagged_json import decode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
+from smp.models.added import base_of
 
 logger = get_logger(__name__)
 
@@ -61,6 +62,18 @@ def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_
         raise UserError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
         )
+
+
+def check_base(path: Path, manifest: Manifest, model: nn.Module) -> None:
+    """Refuse a checkpoint without the frozen parameters, where they would be others than those that it was made with.
+
+    Raises:
+        UserError: saying so.
+    """
+    base, theirs = base_of(model), manifest.model.get("base")
+    if base is not None and theirs is not None and base.digest != theirs:
+        raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
+                        f"not hold: start with those it was made with")  # fmt: skip
 
 
 def is_script(run: dict[str, Any]) -> bool:
@@ -157,6 +170,7 @@ def restore(
     model = plain(model)
     run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
     settings = run["optimizer"]
+    together(lambda: check_base(path, manifest, model))
     together(lambda: check_optimizer(model, optimizer, settings))
     state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
     tensors = together(lambda: state_tensors(model, optimizer, state))
@@ -172,6 +186,7 @@ def restore(
 
 def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Fill the model from a checkpoint, whose other tensors are not read; collective. See :func:`restore`."""
+    together(lambda: check_base(path, manifest, model))
     tensors = model_tensors(model)
     saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
     together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))

@@ -13,6 +13,7 @@ from smp.memory.limits import CONTEXT_BYTES
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
 from smp.parallel import parallelize
+from smp.parallel.technique import member
 
 GIB = 1024**3
 
@@ -42,13 +43,13 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """
     needed = dict.fromkeys(CATEGORIES[:-1], 0)  # of other tensors nothing is known
     for technique in parallelize.TECHNIQUES:
-        for category, size in technique.cost(shape, mesh, work).items():
+        for category, size in member(technique, "cost")(shape, mesh, work).items():
             needed[category] = needed.get(category, 0) + size
     if work.forward_only:  # of activations, those of one block at a time
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        needed["checkpoint copy"] = needed["parameters"] + needed["optimizer state"]
+        needed["checkpoint copy"] = needed["optimizer state"] * 3 // 2  # with the trained parameters
     share = work.unused_heap if work.device_type == "cpu" else 1 / _FILLED - 1
     unused = {free_blocks(work): int(share * sum(needed.values()))} if share else {}
     return {**needed, **unused, "process": process_bytes(mesh, work.device_type)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 import re
 
@@ -12,6 +13,7 @@ _MAX_HEADER = 100_000_000  # safetensors' own bound
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
 _NAMES = ("model.safetensors", INDEX)  # in transformers' order: its save_pretrained leaves an older index beside a file
+_SAMPLES, _SAMPLE = 64, 1 << 14  # of a file, and bytes of one
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
@@ -160,3 +162,20 @@ def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
 def generation_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
     """Return the first directory that holds a ``generation_config.json``."""
     return _first_with(("generation_config.json",), directories)
+
+
+def digest_of(path: pathlib.Path) -> str:
+    """Return a digest of weights by samples of their bytes: other weights of the same shapes have another one.
+
+    Args:
+        path: as for :func:`find_weights`.
+    """
+    found = hashlib.sha256()
+    for file in sorted(set(weight_map(path).values())):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                content.seek(start)
+                found.update(content.read(_SAMPLE))
+    return found.hexdigest()

@@ -16,10 +16,10 @@ from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_t
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import splits_sequences
-from smp.parallel.technique import Setup, draws, model_blocks, no_problems
+from smp.parallel.linear import is_main_product
+from smp.parallel.technique import Setup, draws, model_blocks
 
 Config = ActivationConfig
-problems = no_problems
 
 Mode = Literal["full", "selective"]
 _MARK = "_smp_block"
@@ -69,7 +69,7 @@ def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operation.name()
-        if name in _PRODUCTS:
+        if name in _PRODUCTS and is_main_product():
             products[context.is_recompute] += 1
             keep = bool(products[context.is_recompute] % 2)
         else:

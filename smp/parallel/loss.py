@@ -32,7 +32,7 @@ from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.linear import has_product, local_tensor
+from smp.parallel.linear import PLAIN, local_tensor, product_of
 from smp.parallel.targets import Targets, chosen_tokens, targets_of
 from smp.parallel.technique import Setup
 
@@ -271,7 +271,7 @@ def chunk_loss(
     def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
         if not asked:
             return project(hidden)
-        if has_product(projection) or type(projection).forward is not nn.Linear.forward:
+        if product_of(projection) is not PLAIN or type(projection).forward is not nn.Linear.forward:
             raise UserError(
                 f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
                 f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
@@ -387,7 +387,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
     of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
-    gradient = columns * shape.hidden
+    gradient = columns * shape.hidden if shape.trained(mesh.tp.size).last else 0
     if work.moment is Moment.HEAD:  # without chunks, the gradient of the logits; with them, as yet that of the head
         slopes = {"logits and loss": work.tokens(mesh) * columns * (fp32 + low)}
         return {"gradients before reduction": gradient * low} if chunk else slopes

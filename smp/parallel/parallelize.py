@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
-from smp.delayed_init import build_on_meta, initialize_, materialize_
+from smp.delayed_init import build_on_meta, initialize_, initialize_parameter_, materialize_
 from smp.errors import ConfigError, UserError
+from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
 from smp.microbatch import Microbatch
+from smp.models import added
 from smp.models.family import Family
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, ResolvedModel
@@ -29,11 +31,10 @@ from smp.parallel import (
     loss,
     offload,
     sharding,
-    technique,
     tensor,
 )
 from smp.parallel.choices import Chooser
-from smp.parallel.technique import Setup, Technique
+from smp.parallel.technique import Setup, Technique, follow_steps, member
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
@@ -71,7 +72,7 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
-    return [problem for each in TECHNIQUES for problem in each.problems(hf_config, setup)]
+    return [problem for each in TECHNIQUES for problem in member(each, "problems")(hf_config, setup)]
 
 
 def left_padding_misfit(setup: Setup) -> str | None:
@@ -102,6 +103,27 @@ def _check_modules(model: nn.Module, family: Family) -> None:
             )
 
 
+def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None:
+    """Add the techniques' parameters, with values unless the model is on the meta device."""
+    for technique in TECHNIQUES:
+        own = member(technique, "parameters")(model, family, settings)
+        if own.added or own.freezes:
+            added.add_parameters(model, own.added, freezes=own.freezes)
+    if not next(model.parameters()).is_meta:
+        _fill_added(model, seed=0)
+
+
+def _fill_added(model: nn.Module, *, seed: int) -> None:
+    own, parameters = added.added_parameters(model), dict(model.named_parameters())
+    for name, each in own.items():
+        initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
+
+
+def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:
+    """Count the parameters of a model, with those that the techniques add."""
+    return model_shape(resolved, lambda model: add_parameters(model, resolved.family, settings))
+
+
 def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     """Apply every technique that is asked for, in place.
 
@@ -117,15 +139,17 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     if problems := find_problems(model.config, setup):
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice
+    add_parameters(model, setup.family, setup.settings)
     for each in TECHNIQUES:
         each.apply(model, setup)
+    follow_steps(model, TECHNIQUES, setup)
     return model
 
 
 def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
     """Return what this rank computes of a micro-batch: what each technique in order takes of it."""
     for each in TECHNIQUES:
-        microbatch = getattr(each, "own_part", technique.own_part)(microbatch, setup)
+        microbatch = member(each, "own_part")(microbatch, setup)
     return microbatch
 
 
@@ -172,7 +196,8 @@ def prepare_model(
         settings: of the techniques.
         dtype: dtype to compute in; parameters are fp32.
         seed: of the initial values.
-        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values; where a
+            technique has frozen the model, that is done at any rate, as checkpoints have only the others.
         record: called with the name of each phase, for the memory tracker.
     """
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
@@ -186,7 +211,7 @@ def prepare_model(
         device=device,
         cpu_offload=settings[ActivationConfig].cpu_offload,
         seed=seed,
-        weights=resolved.weights if load_weights else None,
+        weights=resolved.weights if load_weights or added.is_frozen(model) else None,
     )
     record("After FSDP wrapper")
     return model.train()
@@ -215,5 +240,8 @@ def fill_model(
                 module._buffers[name] = buffer.to(device)
     if weights is not None:
         load_pretrained_(model, weights, hf_config=hf_config)
+        _fill_added(model, seed=seed)
+        added.leave_out_frozen(model, weights)
     else:
-        initialize_(model, init_rules(hf_config, seed=seed), seed=seed)
+        own, rules = added.added_parameters(model), init_rules(hf_config, seed=seed)
+        initialize_(model, lambda name: own[name].initial if name in own else rules(name), seed=seed)

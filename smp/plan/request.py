@@ -16,9 +16,10 @@ from smp.checkpoint.config import CheckpointConfig
 from smp.data.config import NO_DATA
 from smp.errors import ConfigError, UserError
 from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
-from smp.memory.shape import ModelShape, model_shape
+from smp.memory.shape import ModelShape
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
+from smp.parallel.parallelize import settings_of, shape_of
 from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
@@ -105,7 +106,8 @@ def read_request(
     except ConfigError as error:
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
     return Request(
-        words, config.flat(), config.given, config.checkpoint, row, nodes, local, model, model_shape(model)
+        words, config.flat(), config.given, config.checkpoint, row, nodes, local, model,
+        shape_of(model, settings_of(config.flat())),
     )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         planned = Planned(plan, start.progress.step, predicted)
         setup = dataclasses.replace(plan.setup, mesh=mesh)
         trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, setup, saver, guard, planned)
-        announce(plan, start)
+        announce(plan, start, model)
         metrics.writers.text("Arguments", arguments_table(config))
         changes = changes_since(start.saved.run if start.saved else {}, plan, start)
         with recorded(plan, start, state, guard, changes=changes) as ended:

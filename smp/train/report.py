@@ -25,7 +25,6 @@ from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
 from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
-from smp.models.registry import count_parameters
 from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.curves import write_curves
@@ -52,10 +51,11 @@ PROFILED_STEPS = 2
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
-def announce(plan: RunPlan, start: Start) -> None:
+def announce(plan: RunPlan, start: Start, model: nn.Module) -> None:
     """Log the model, the layout, the batch, and the changes of a resumed run."""
-    parameters = count_parameters(plan.model.hf_config)
-    logger.info("Created model %s with total parameters: %d (%s)", plan.model.name, parameters, short(parameters))
+    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (True, False))
+    of_them = f", of which {trained} ({short(trained)}) are trained" if trained < total else ""
+    logger.info("Created model %s with total parameters: %d (%s)%s", plan.model.name, total, short(total), of_them)
     logger.info(
         "World size = %d: %s on %s over %s, computing in %s",
         plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),

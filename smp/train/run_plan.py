@@ -19,13 +19,13 @@ from smp.memory.advice import Change, changes_that_help
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
 from smp.memory.plan import GIB, peak_bytes, processes_that_fit
-from smp.memory.shape import ModelShape, Workload, model_shape, workload
+from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
-from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
+from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit, shape_of
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train import garbage
@@ -299,7 +299,7 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
         is_async=job.config.checkpoint.is_async,
         accumulation=-(-planned_batch(job.config, job.mesh) // (job.mesh.data.size * job.config.run.train_batch_size)),
     )
-    return model_shape(job.model), work
+    return shape_of(job.model, job.settings), work
 
 
 def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:

@@ -21,7 +21,7 @@ from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
 from smp.parallel.parallelize import own_part
 from smp.parallel.sharding import set_gradient_sync
-from smp.parallel.technique import Setup
+from smp.parallel.technique import Setup, after_update, extra_loss
 from smp.train.optimizer import step_unless
 
 
@@ -99,13 +99,15 @@ def train_step(
         if index == 0:
             counted.wait()  # overlaps with the first forward
         enter("backward")
-        (spread_nonfinite(loss) / valid.clamp(min=1)).backward()
+        (spread_nonfinite(extra_loss(model, loss)) / valid.clamp(min=1)).backward()
         loss_sum += loss.detach()
     record("After train step")
     enter("optimizer")
     norms: dict[nn.Parameter, torch.Tensor] = {}
     grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
-    step_unless(optimizer, ~grad_norm.isfinite() | (valid == 0))
+    skipped = ~grad_norm.isfinite() | (valid == 0)
+    step_unless(optimizer, skipped)
+    after_update(model, skipped)
     # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
