@@ -27,6 +27,7 @@ from smp.parallel import (
     attention,
     compile_blocks,
     context,
+    lora,
     loss,
     offload,
     sharding,
@@ -38,6 +39,7 @@ from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
+    lora,
     context,
     attention,
     tensor,
