@@ -19,15 +19,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.config import Section, Settings, setting
+from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.json_input import read_object
-from smp.models.added import AddedParameter, Apart, added_parameters
+from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, Step, drawn
+from smp.models.registry import family_of
+from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.linear import Product, is_transposed, replace_product
 from smp.parallel.technique import Parameters, Setup, no_cost
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # Fields of peft's config that change what an adapter computes, with the values that are known here.
 _PLAIN = {
@@ -84,11 +87,11 @@ class Config(Section):
 
 def _read_config(config: Config, folder: pathlib.Path) -> Config:
     try:
-        found = read_object(folder / CONFIG)
+        found = read_object(folder / ADAPTER_CONFIG)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {CONFIG} and "
-            f"{WEIGHTS}, as peft's save_pretrained writes them"
+            f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
+            f"and {WEIGHTS}, as peft's save_pretrained writes them"
         ) from error
     if found.get("peft_type") != "LORA":
         raise UserError(f"--adapter_path {folder}: peft_type is {found.get('peft_type')!r}; only LORA is known")
@@ -205,7 +208,7 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
         return Parameters()
     layers = target_layers(model, family, config)
     given = _Given(config, layers) if config.adapter_path is not None else None
-    apart = Apart(WEIGHTS, {CONFIG: _config_text(model, config, layers)})
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: _config_text(model, config, layers)})
     return Parameters(list(_factors(layers, config, apart, given)), freezes=True)
 
 
@@ -277,11 +280,61 @@ def _config_text(model: nn.Module, config: Config, layers: Mapping[str, nn.Modul
 
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the targets add the factors' product; before the layers are split."""
-    config = setup.settings[Config].with_adapter()
+    _replace_products(model, setup.family, setup.settings)
+
+
+def _replace_products(model: nn.Module, family: Family, settings: Settings) -> None:
+    config = settings[Config].with_adapter()
     if config.lora_rank:
         adapter = Adapter(config.scale)
-        for layer in target_layers(model, setup.family, config).values():
+        for layer in target_layers(model, family, config).values():
             replace_product(layer, adapter)  # type: ignore[arg-type]
+
+
+def adapt(
+    model: nn.Module,
+    rank: int = 0,
+    *,
+    alpha: float = 16.0,
+    target_modules: Sequence[str] = (ALL_LINEAR,),
+    use_rslora: bool = False,
+    adapter_path: str | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze a Hugging Face causal language model and add low-rank adapters to it, in place.
+
+    Before ``smp.transform``, ``smp.parallelize`` or ``FSDP``; the optimizer is made over parameters with
+    ``requires_grad``. ``smp.export_hf`` writes the adapters in peft's format.
+
+    Args:
+        model: the same on every rank, or of ``smp.meta_init``.
+        rank: of the factors; 0 with ``adapter_path``.
+        alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
+        target_modules: ends of the names of the blocks' linear layers that get adapters.
+        adapter_path: directory of an adapter in peft's format to start from, which sets the others.
+        seed: of the initial values, the same on every rank.
+
+    Raises:
+        UserError: there is no rank, a target is no linear layer, or the adapter is of another model.
+    """
+    if not rank and adapter_path is None:
+        raise UserError("smp.lora: give a rank, such as 16, or an adapter_path")
+    if added_parameters(model):
+        raise UserError("smp.lora: the model has adapters already: call it once")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UserError("smp.lora: the model is split or sharded already: call it before that")
+    config = Config(
+        lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(target_modules), lora_use_rslora=use_rslora,
+        adapter_path=adapter_path,
+    )  # fmt: skip
+    hf_config: Any = model.config
+    family, settings = family_of(hf_config), Settings((config,))
+    own = parameters(model, family, settings)
+    add_parameters(model, own.added, freezes=True)
+    if not next(model.parameters()).is_meta:
+        fill_added_(model, seed=seed)
+    _replace_products(model, family, settings)
+    return model
 
 
 def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
