@@ -25,6 +25,7 @@ from smp.json_input import read_object
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, Step, drawn
+from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.linear import Product, is_transposed, replace_product
@@ -208,7 +209,7 @@ def parameters(model: nn.Module, family: Family, settings: Settings) -> Paramete
         return Parameters()
     layers = target_layers(model, family, config)
     given = _Given(config, layers) if config.adapter_path is not None else None
-    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: _config_text(model, config, layers)})
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: _config_text(model, config, settings, layers)})
     return Parameters(list(_factors(layers, config, apart, given)), freezes=True)
 
 
@@ -264,15 +265,16 @@ class _Given:
         return InitRule((Step(0, found.numel(), "copy", values=found.float().flatten()),))
 
 
-def _config_text(model: nn.Module, config: Config, layers: Mapping[str, nn.Module]) -> str:
+def _config_text(model: nn.Module, config: Config, settings: Settings, layers: Mapping[str, nn.Module]) -> str:
     hf_config: Any = model.config
+    base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
     names = sorted({path.rpartition(".")[2] for path in layers})
     return json.dumps(
         {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
             "lora_dropout": 0.0, "target_modules": names, "use_rslora": config.lora_use_rslora, "bias": "none",
             "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
-            "base_model_name_or_path": getattr(hf_config, "_name_or_path", "") or None,
+            "base_model_name_or_path": base or None,
         },
         indent=2,
     )  # fmt: skip

@@ -60,8 +60,8 @@ def test_adapters_are_trained_resumed_and_exported(folder):
     )
     assert len(adapter) == 2 * 7 * 3 and (config["r"], config["lora_alpha"]) == (RANK, 8)
     assert config["base_model_name_or_path"] == str(folder / "base")
-    # Merged by a run that trains no step: the base's weights and the adapter's product.
-    start = [*flags(folder, "merged")[:-6], "--adapter_path", final, "--max_steps", 1, "--lr", 0, "--min_lr", 0]
+    # Merged by a run whose step changes nothing: the base's weights and the adapter's product.
+    start = [*flags(folder, "merged")[:-6], "--adapter_path", final, "--max_steps", 1, "--lr", 1e-30, "--min_lr", 0]
     run_job(*start, "--save_final_model", 1, "--save_merged_model", 1, world_size=2).succeeded()
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged" / "final").state_dict()
     base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
