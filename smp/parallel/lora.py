@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -300,7 +301,7 @@ def adapt(
     alpha: float = 16.0,
     target_modules: Sequence[str] = (ALL_LINEAR,),
     use_rslora: bool = False,
-    adapter_path: str | None = None,
+    adapter_path: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> nn.Module:
     """Freeze a Hugging Face causal language model and add low-rank adapters to it, in place.
@@ -327,7 +328,7 @@ def adapt(
         raise UserError("smp.lora: the model is split or sharded already: call it before that")
     config = Config(
         lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(target_modules), lora_use_rslora=use_rslora,
-        adapter_path=adapter_path,
+        adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
     hf_config: Any = model.config
     family, settings = family_of(hf_config), Settings((config,))

@@ -7,10 +7,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import smp
 from smp.checkpoint.hf_export import export_hf
 from smp.config import LossConfig, Settings
+from smp.errors import UserError
 from smp.models.registry import family_of
 from smp.parallel import lora
 from smp.parallel.context.batch import sharder
@@ -19,7 +22,16 @@ from smp.parallel.technique import Setup
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
-from tests.reference import CLIP, LR, Layout, build_reference, rank_batch, reference_trajectory, relative
+from tests.reference import (
+    CLIP,
+    LR,
+    Layout,
+    build_reference,
+    global_batch,
+    rank_batch,
+    reference_trajectory,
+    relative,
+)
 from tests.tensor_parallel import whole
 
 peft = pytest.importorskip("peft")
@@ -105,3 +117,37 @@ def check_files(model, settings, name, folder):
 def test_steps_and_files_are_those_of_peft(name, world_size, tmp_path):
     peft_of(build_reference(name, torch.float64)).save_pretrained(tmp_path / "adapter")
     run_distributed(check_layouts, name, LAYOUTS[world_size], tmp_path, world_size=world_size)
+
+
+def script(folder):
+    """What a script's model computes is what peft's does."""
+    smp.init(tensor_parallel_degree=2)
+    model = smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder / "adapter")
+    trained = [parameter for parameter in smp.parallelize(model).parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 7 * 3
+    theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), folder / "adapter")
+    inputs, _ = global_batch(0)
+    wanted = theirs(input_ids=inputs).logits
+    assert relative(whole(model(input_ids=inputs).logits) - wanted, wanted) <= 1e-9
+    smp.export_hf(model, folder / "again")
+    again, first = (load_file(folder / name / "adapter_model.safetensors") for name in ("again", "adapter"))
+    assert again.keys() == first.keys() and all(torch.equal(again[key], first[key]) for key in first)
+
+
+def test_a_script_adds_adapters(tmp_path):
+    peft_of(build_reference("llama_gqa", torch.float64)).save_pretrained(tmp_path / "adapter")
+    run_distributed(script, tmp_path, world_size=2)
+
+
+def test_a_script_is_refused_what_cannot_be_done():
+    model = build_reference("llama_gqa", torch.float32)
+    with pytest.raises(UserError, match="give a rank"):
+        smp.lora(model)
+    with pytest.raises(
+        UserError, match=r"q_prj is the end of no linear layer's name in the blocks; there are down_proj"
+    ):
+        smp.lora(model, 2, target_modules=["q_prj"])
+    smp.lora(model, 2, target_modules=["q_proj"])
+    assert sum(p.requires_grad for p in model.parameters()) == 2 * 3
+    with pytest.raises(UserError, match="has adapters already"):
+        smp.lora(model, 2)
