@@ -176,10 +176,10 @@ class Checkpointer:
         return path
 
     def write(self, manifest: Manifest, *, wait: bool, verify: bool) -> Path:
-        """Save the present state as ``manifest`` describes it; collective, for who holds the directory's lock.
+        """Save the present state; collective, for who holds the directory's lock.
 
         Args:
-            manifest: all but kind, files and tensors.
+            manifest: describes it, all but kind, files and tensors.
             wait: as of :meth:`save`.
             verify: read every file back before it is published.
 
@@ -360,9 +360,7 @@ class Checkpointer:
             try:
                 return choose_checkpoint(known, [self.storage.directory], self.name, damaged=damaged)
             except OSError as error:
-                raise UserError(
-                    f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
-                ) from None
+                raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that, start again") from None
 
         chosen: list[Path | None] = [together(choose)]
         dist.broadcast_object_list(chosen)

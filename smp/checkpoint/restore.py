@@ -64,7 +64,7 @@ def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_
         )
 
 
-def check_base(path: Path, manifest: Manifest, model: nn.Module) -> None:
+def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Refuse a checkpoint without the frozen parameters, where they would be others than those that it was made with.
 
     Raises:

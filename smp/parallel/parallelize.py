@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
-from smp.delayed_init import build_on_meta, initialize_, initialize_parameter_, materialize_
+from smp.delayed_init import build_on_meta, fill_added_, initialize_, materialize_
 from smp.errors import ConfigError, UserError
 from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
@@ -28,6 +28,7 @@ from smp.parallel import (
     attention,
     compile_blocks,
     context,
+    lora,
     loss,
     offload,
     sharding,
@@ -39,6 +40,7 @@ from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
+    lora,
     context,
     attention,
     tensor,
@@ -110,13 +112,7 @@ def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None
         if own.added or own.freezes:
             added.add_parameters(model, own.added, freezes=own.freezes)
     if not next(model.parameters()).is_meta:
-        _fill_added(model, seed=0)
-
-
-def _fill_added(model: nn.Module, *, seed: int) -> None:
-    own, parameters = added.added_parameters(model), dict(model.named_parameters())
-    for name, each in own.items():
-        initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
+        fill_added_(model, seed=0)
 
 
 def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:
@@ -240,7 +236,7 @@ def fill_model(
                 module._buffers[name] = buffer.to(device)
     if weights is not None:
         load_pretrained_(model, weights, hf_config=hf_config)
-        _fill_added(model, seed=seed)
+        fill_added_(model, seed=seed)
         added.leave_out_frozen(model, weights)
     else:
         own, rules = added.added_parameters(model), init_rules(hf_config, seed=seed)

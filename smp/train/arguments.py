@@ -25,15 +25,7 @@ from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
 from smp.compat.command_line import drop_unapplied_defaults, read_mp_parameters
 from smp.compat.other_trainers import advice
-from smp.config import (
-    ActivationConfig,
-    CommConfig,
-    LossConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    Section,
-    flag_text,
-)
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, flag_text
 from smp.data.config import DataConfig
 from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
@@ -41,6 +33,7 @@ from smp.log import redact
 from smp.models.model_config import ModelConfig
 from smp.models.preset import list_presets
 from smp.parallel.allocator import AllocatorConfig
+from smp.parallel.lora import Config as LoraConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
 from smp.train.lr_schedule import LRConfig
@@ -69,6 +62,7 @@ class TrainConfig:
     precision: PrecisionConfig
     activation: ActivationConfig
     loss: LossConfig
+    lora: LoraConfig
     comm: CommConfig
     faults: FaultConfig
     allocator: AllocatorConfig

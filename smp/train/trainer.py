@@ -25,6 +25,8 @@ from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients
 from smp.log import get_logger
 from smp.memory.tracker import MemoryTracker, memory_stats
+from smp.models.weight_files import ADAPTER_CONFIG
+from smp.parallel import lora
 from smp.parallel.technique import Setup
 from smp.runtime import release_cache
 from smp.train.garbage import collect_if_due, collected_together
@@ -245,15 +247,20 @@ def finish(trainer: Trainer, status: int) -> None:
     final = Path(settings.model_dir).absolute() if settings.model_dir and not url else plan.run_dir / "final"
     if settings.save_final_model and not status:
         tokenizer = plan.config.data.tokenizer_name_or_dir
+        merged = lora.merged(trainer.model, plan.settings) if plan.settings[lora.Config].save_merged_model else None
+        model, whole = merged or (trainer.model, None)
         export_hf(
-            trainer.model,
+            model,
             final,
+            whole=whole,
             hf_config=plan.model.hf_config,
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else plan.model.tokenizer_dir,
             generation_dir=plan.model.generation_dir,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
-        logger.info("Final model: %s (AutoModelForCausalLM.from_pretrained loads it).", final)
+        is_adapter = (final / ADAPTER_CONFIG).exists()
+        loads = "peft's PeftModel" if is_adapter else "AutoModelForCausalLM"
+        logger.info("Final %s: %s (%s.from_pretrained loads it).", "adapter" if is_adapter else "model", final, loads)
         if url is not None:
             upload_model_together(final, url, functools.partial(trainer.guard.enter, "checkpoint"))
             logger.info("It was uploaded to %s.", url)

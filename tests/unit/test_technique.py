@@ -150,8 +150,8 @@ def steps(model, mesh, *numbers, optimizer=None):
     optimizer = optimizer or build_optimizer(model, OptimConfig(), lr=1e-2)
     for number in numbers:
         batch = rank_batch(number, mesh.data_rank, mesh.data_size, 1)
-        options = {"device": torch.device("cpu"), "grad_clip": 0.0, "loss_group": mesh.loss.group}
-        train_step(model, optimizer, batch, **options)
+        setup = Setup(family_of(model.config), mesh, settings_with())
+        train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=0.0)
     return optimizer
 
 
