@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import time
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from smp.doctor.check import Check, CheckContext
 from smp.doctor.checks import CHECKS
+from tests.clock import wait_until
 
 OF_THE_JOB = {check.name: check for check in CHECKS if check.scope == "job"}
 JOB = tuple(OF_THE_JOB[name] for name in ("start", "run directory", "end"))
@@ -29,8 +31,11 @@ def kill(ctx: CheckContext) -> None:
 
 def end_job(ctx: CheckContext) -> None:
     """End rank 1, and tell rank 0 to end, as its launcher then does."""
+    last = pathlib.Path(os.environ["SMP_TEST_FOLDER"], "last")
     if ctx.launch.rank == 1:
+        last.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(last.exists)  # rank 0 serves the store
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(3600)
 

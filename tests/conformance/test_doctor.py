@@ -286,7 +286,8 @@ def test_a_rank_that_was_never_started_is_named(monkeypatch):
     assert found["ranks"][1]["state"] == "rank 1 has not come" and by_check(found)["good"]
 
 
-def test_a_launcher_that_ends_the_job_gets_what_is_known():
+def test_a_launcher_that_ends_the_job_gets_what_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_TEST_FOLDER", str(tmp_path))
     statuses, [found] = as_ranks("END_JOB")
     assert statuses == [1, -signal.SIGKILL]
     told, lost = [finding.message for finding in by_check(found)["bad"]]
