@@ -14,6 +14,7 @@ every rank and in every run, whatever the size.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from smp.comm.reduction import Reduction
 from smp.comm.topology import Topology
 from smp.comm.wire import PAYLOAD, Message, Wire, memory
 
-# Up to so many bytes, each rank of a host carries all of a sum: that spares a round of the arena.
+# Up to so many bytes, each rank of a host carries all of a broadcast or sum: that spares a round of the arena.
 _CARRIED_BYTES = 4096
 
 
@@ -73,6 +74,7 @@ class HostsCollectives:
         self._ranks, self._group, self._slot = ranks, group, chunk
         # Where nothing is handed on, nothing is gained by cutting what is moved.
         self._chunk = chunk if self._others else 2**30
+        self._scratch = ctypes.create_string_buffer(_CARRIED_BYTES)
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
     def _meet(self, signature: bytes, locally: Callable[[], None]) -> None:
@@ -219,8 +221,28 @@ class HostsCollectives:
     def broadcast(self, signature: bytes, address: int, nbytes: int, root: int) -> None:
         """Copy the root's bytes to every rank, at ``address``."""
         host = next(h for h, ranks in enumerate(self.hosts) if root in ranks)
-        self.agree(signature)
-        # Inside the root's host first, each of whose ranks sends a share that the other hosts then gather.
+        local_root = self.hosts[host].index(root)
+        if nbytes > _CARRIED_BYTES:
+            self.agree(signature)
+            self._broadcast(signature, address, nbytes, host, local_root)
+            return
+        scratch = ctypes.addressof(self._scratch)
+
+        def locally() -> None:
+            if host != self.host:
+                self.local.agree(signature)
+                return
+            if self.rank == root:
+                futex.copy(scratch, address, nbytes)
+            self.local.broadcast(signature, scratch, nbytes, local_root)
+            self.wire.pack_for_all(scratch, nbytes)
+
+        self._meet(signature, locally)
+        if self.rank != root:
+            futex.copy(address, scratch if host == self.host else self.wire.incoming(host), nbytes)
+
+    def _broadcast(self, signature: bytes, address: int, nbytes: int, host: int, local_root: int) -> None:
+        """Broadcast inside the root's host, each of whose ranks sends a share that the other hosts then gather."""
         share = -(-nbytes // (64 * len(self.mates))) * 64
         sizes, addresses = [0] * len(self._ranks), [address] * len(self._ranks)
         for local, rank in enumerate(self.hosts[host]):
@@ -229,7 +251,7 @@ class HostsCollectives:
         if host != self.host:
             self._all_gather(signature, address, sizes, addresses)
             return
-        self.local.broadcast(signature, address, nbytes, self.hosts[host].index(root))
+        self.local.broadcast(signature, address, nbytes, local_root)
         leaving, _ = self._send_and_receive(addresses[self.rank], sizes, addresses)
         for message in leaving:
             message.wait()
