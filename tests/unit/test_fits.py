@@ -67,7 +67,7 @@ def test_all_give_the_same_answer(model, monkeypatch):
     shape = model_shape(resolved)
     for module in (run_plan, request):  # once
         monkeypatch.setattr(module, "resolve_model", lambda config, here: resolved)
-        monkeypatch.setattr(module, "model_shape", lambda resolved: shape)
+        monkeypatch.setattr(module, "shape_of", lambda resolved, settings: shape)
     monkeypatch.setattr(run_plan, "check_host_memory", lambda needed, available: None)
     seen = set()
     for (name, memory), layout in itertools.product(DEVICES, LAYOUTS):

@@ -60,7 +60,9 @@ def listed(monkeypatch):
 def test_the_list_is_what_is_applied():
     names = [technique.__name__.removeprefix("smp.parallel.") for technique in parallelize.TECHNIQUES]
     *others, last = names
-    assert others == ["context", "attention", "tensor", "activation_checkpoint", "compile_blocks", "offload", "loss"]
+    assert others == [
+        "lora", "context", "attention", "tensor", "activation_checkpoint", "compile_blocks", "offload", "loss",
+    ]  # fmt: skip
     assert last == "sharding"
 
 
@@ -111,7 +113,7 @@ def test_a_job_is_refused_for_its_cost(listed, tmp_path, monkeypatch):
     assert estimate(request.shape, layout, request.row, local=8).memory > 2 * 2**20 * GIB
 
 
-@pytest.mark.parametrize(("place", "sharded"), [(0, False), (4, False), (8, True)])
+@pytest.mark.parametrize(("place", "sharded"), [(0, False), (5, False), (9, True)])
 @in_child
 def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
     seen = []
@@ -126,7 +128,7 @@ def test_it_is_applied_in_its_place(monkeypatch, place, sharded):
     order.insert(place, made_up)
     monkeypatch.setattr(parallelize, "TECHNIQUES", order)
     with one_process([]) as built:
-        assert seen == [(place > 1, sharded)]
+        assert seen == [(place > 2, sharded)]
         assert [block.ballast.numel() for block in built.model.model.layers] == [64, 64]
 
 
