@@ -44,6 +44,8 @@ def _in_double(function: Any) -> Any:
                 return tensor
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        elif function.__name__ == "float" and not tensor.is_floating_point():
+            return tensor.double()  # positions, which are multiplied with fp64
         return function(tensor, *args, **kwargs)
 
     return call

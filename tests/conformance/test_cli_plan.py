@@ -211,7 +211,7 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         (["--network", "wire"], "--network wire is not known"),
         (["--gpus_per_nod", 4], "unknown flag --gpus_per_nod: did you mean --gpus_per_node?"),
         (["--gpus", 4], "unknown flag --gpus: did you mean --gpus_per_node?"),
-        (["--lora", 1], "unknown flag --lora: LoRA and other adapters are not in this version"),
+        (["--lora", 1], "unknown flag --lora: --lora_rank N trains adapters of that rank"),
         (["--learning_rate", 1], "unknown flag --learning_rate: here it is --lr"),
         (["--device", "a100"], "--device a100 is not one device: say which, a100_40gb or a100_80gb"),
         (["--train_batch_siz", 4], "unknown flag --train_batch_siz: did you mean train_batch_size?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 from tests.flags import SYNTHETIC
@@ -10,8 +11,10 @@ from tests.unit.test_axes import EP, listed
 
 
 def test_its_log_and_its_manifest_have_it(tmp_path):
+    kept = contextlib.ExitStack()  # else what was entered would be left when it is collected
+
     def prepare(rank: int) -> None:
-        listed().__enter__()
+        kept.enter_context(listed())
 
     words = [*LLAMA, *SYNTHETIC, "--max_steps", 1, "--sharding_strategy", "full_shard", f"--{EP.flag}", 2]
     outcome = run_job(*words, "--output_dir", tmp_path, world_size=2, prepare=prepare).succeeded()

@@ -99,7 +99,7 @@ def counting() -> Iterator[collections.Counter]:
         count(HostStore, "put", "to host")
         count(_OnDisk, "load", "from disk")
         count(_OnHost, "load", "from host")
-        patches.setitem(offload.apply_activation_offload.__kwdefaults__, "minimum_bytes", 0)
+        patches.setitem(offload.apply_activation_offload.__kwdefaults__, "minimum_bytes", 1)
         yield counts
 
 

@@ -129,7 +129,7 @@ def test_nobody_waits_for_what_was_read_beside_another_block(horizon, tmp_path):
     store = DiskStore(tmp_path)
     blocks = [Patient(store) for _ in range(LAYERS)]
     apply_activation_checkpointing(blocks)
-    apply_activation_offload(blocks, store, horizon=horizon, minimum_bytes=0)
+    apply_activation_offload(blocks, store, horizon=horizon, minimum_bytes=1)
     for _ in range(2):
         hidden = torch.randn(2, 4, 32, requires_grad=True) * 1
         for block in blocks:

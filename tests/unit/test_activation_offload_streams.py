@@ -99,7 +99,7 @@ def test_dropped_while_it_leaves(log):
     """As by a forward that raises, or a graph that is freed without a backward."""
     store = HostStore()
     blocks = [nn.Sigmoid(), nn.Sigmoid()]
-    apply_activation_offload(blocks, store, horizon=1, minimum_bytes=0)
+    apply_activation_offload(blocks, store, horizon=1, minimum_bytes=1)
     result = blocks[0](torch.rand(4, 4).requires_grad_())
     assert log == ["out waits for main"]
     del result
@@ -130,7 +130,7 @@ def test_used_on_another_stream(log):
 def test_a_step(log):
     """Every transfer is waited for; nothing is recorded."""
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(4)]
-    apply_activation_offload(blocks, HostStore(), horizon=1, minimum_bytes=0)
+    apply_activation_offload(blocks, HostStore(), horizon=1, minimum_bytes=1)
     hidden = torch.rand(4, 8).requires_grad_()
     for block in blocks:
         hidden = block(hidden)

@@ -132,8 +132,8 @@ SETTINGS = [
         "nosuch://bucket/x: Protocol not known: nosuch; give a local path or a URL",
     ),
     (
-        ["--checkpoint_dir", "s3://bucket/x", "--checkpoint_type", "local"],
-        "--checkpoint_type local .* s3://bucket/x is one place for all: use --checkpoint_type sharded",
+        ["--checkpoint_dir", "memory://bucket/x", "--checkpoint_type", "local"],
+        "--checkpoint_type local .* memory://bucket/x is one place for all: use --checkpoint_type sharded",
     ),
     (["--lr", -1], "--lr must be greater than 0, got -1"),
     (["--warmup", 2, "--lr_decay_style", "wsd"], "--warmup must be at most 1, got 2"),

@@ -155,6 +155,7 @@ def test_kinds_of_batches_do_not_end_a_run(allowed, graphs, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler takes no path with a space")
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 mixes fp64 and fp32 in attention's backward")
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_inductor(mode):
     torch._dynamo.reset()

