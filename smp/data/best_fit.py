@@ -15,7 +15,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
         capacity: tokens of a sequence.
 
     Returns:
-        (n,) int64, the samples of the first sequence, of the second, ..., each in the data's order, and (sequences + 1,)
+        (n,) int64, the samples of the first sequence, then of the second, ..., in the data's order, and (sequences + 1,)
         int64 offsets into them. Sequences are in the order of their first samples.
     """
     spaces: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences with so much space left

@@ -127,8 +127,8 @@ class Chat:
             if shown.endswith(token):
                 return shown[: -len(token)], token
         raise ConversationError(
-            f"the chat template ends an assistant turn with {shown[-20:]!r}, no special token: a model trained so would "
-            f"not stop; give --chat_template FILE with a template that ends it with {self.tokenizer.eos_token}"
+            f"the chat template ends an assistant turn with {shown[-20:]!r}, no special token: a model trained so "
+            f"would not stop; give --chat_template FILE with a template that ends it with {self.tokenizer.eos_token}"
         )
 
     @property
