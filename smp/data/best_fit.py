@@ -15,8 +15,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
         capacity: tokens of a sequence.
 
     Returns:
-        (n,) int64, the samples of the first sequence, then of the second, ..., in the data's order, and (sequences + 1,)
-        int64 offsets into them. Sequences are in the order of their first samples.
+        (n,) int64, the samples of the first sequence, then of the second, ..., ascending, and (sequences + 1,) int64
+        offsets into them. Sequences are in the order of their first samples.
     """
     spaces: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences with so much space left
     some = 0  # bit s: there is a sequence with s tokens of space

@@ -21,11 +21,15 @@ BLOCK = 1 << 22  # values of a column that are looked at at once
 
 
 class Row(NamedTuple):
-    """At most ``sequence_length`` tokens: ids (n,), mask (n,) or None, labels (n,) or None."""
+    """At most ``sequence_length`` tokens: ids (n,), mask (n,) or None, labels (n,) or None.
+
+    ``documents`` (d,), or None: the lengths of the documents that they consist of; None: ``document_end`` ends them.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray | None = None
     labels: np.ndarray | None = None
+    documents: np.ndarray | None = None
 
 
 class RowSource(Protocol):
