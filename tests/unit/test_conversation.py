@@ -80,7 +80,8 @@ def shown(name: str, messages, train_on="auto") -> str:
             "<|im_start|>system\nToday Date: 26 Jul 2024\n\nYou are a sailor.<|im_end|>\n"
             "<|im_start|>user\nWhere is the whale?<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n\n</think>\n⟦It is in the sea.<|im_end|>⟧\n"
-            "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n⟦I am at the mast.<|im_end|>⟧\n",
+            "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n"
+            "⟦I am at the mast.<|im_end|>⟧\n",
         ),
     ],
 )
