@@ -42,9 +42,11 @@ from smp.checkpoint.state import model_entry, state_tensors
 from smp.checkpoint.storage import Storage
 from smp.config import ActivationConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
+from smp.loss import shift_labels
 from smp.memory.tracker import rss_bytes
 from smp.mesh import Mesh, resolve_mesh
 from smp.parallel.parallelize import prepare_model
+from smp.parallel.technique import Setup
 from smp.train.optimizer import build_optimizer
 from smp.train.step import train_step
 
@@ -60,8 +62,10 @@ class Subject:
         mesh = resolve_mesh(parallel, world_size=PROCESSES, local_world_size=PROCESSES)
         self.mesh: Mesh = mesh.join("cpu")
         self.resolved = resolved_model(name)
+        settings = Settings((parallel, ActivationConfig()))
+        self.setup = Setup(self.resolved.family, self.mesh, settings)
         self.model: nn.Module = prepare_model(
-            self.resolved, mesh=self.mesh, settings=Settings((parallel, ActivationConfig())),
+            self.resolved, mesh=self.mesh, settings=settings,
             dtype=torch.float32, device=torch.device("cpu"), seed=0, load_weights=False,
         )  # fmt: skip
         self.optimizer = build_optimizer(self.model, OPTIM, lr=1e-4)
@@ -69,7 +73,7 @@ class Subject:
             self.optimizer.state[parameter] = adamw_state(parameter, on_device=True)
         self.tensors = state_tensors(self.model, self.optimizer)
         ids = torch.randint(0, 500, (1, 128))
-        self.batch = StepBatch([{"input_ids": ids, "labels": ids}], torch.zeros(1, dtype=torch.int64))
+        self.batch = StepBatch([{"input_ids": ids, "targets": shift_labels(ids)}], torch.zeros(1, dtype=torch.int64))
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(
@@ -139,8 +143,9 @@ def _train(subject: Subject, enter: Callable[[str], None] = lambda phase: None) 
     start = time.perf_counter()
     for _ in range(STEPS):
         train_step(
-            subject.model, subject.optimizer, subject.batch, device=torch.device("cpu"), grad_clip=1.0, enter=enter
-        )
+            subject.model, subject.optimizer, subject.batch, setup=subject.setup, device=torch.device("cpu"),
+            grad_clip=1.0, enter=enter,
+        )  # fmt: skip
     return time.perf_counter() - start
 
 

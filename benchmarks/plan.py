@@ -25,9 +25,11 @@ from pages import origin, publish
 from smp.data.data_pipeline import StepBatch
 from smp.environment import malloc, read_launch
 from smp.errors import Problems
+from smp.loss import shift_labels
 from smp.memory.profile import profile_memory
 from smp.memory.shape import ModelShape
 from smp.memory.tracker import peak_rss_bytes
+from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
@@ -250,13 +252,12 @@ def run_job(output: str, words: Sequence[str]) -> None:
         size, length = config.run.train_batch_size, job.model.sequence_length
         count, vocabulary = config.run.gradient_accumulation_steps, job.model.hf_config.vocab_size
         ids = [torch.randint(0, vocabulary, (size, length)) for _ in range(count)]
-        micro = [{"input_ids": own, "labels": own.clone(), "sample_ids": torch.arange(size)} for own in ids]
+        micro: list[Microbatch] = [
+            {"input_ids": own, "targets": shift_labels(own), "sample_ids": torch.arange(size)} for own in ids
+        ]
         batch = StepBatch(micro, torch.arange(size * len(micro)))
-        options: dict[str, Any] = {
-            "device": device, "grad_clip": 1.0, "loss_group": mesh.loss.group,
-            "defer_sync": config.parallel.defer_gradient_sync,
-            "keep_gathered": not config.parallel.reshard_between_microbatches,
-        }  # fmt: skip
+        setup = dataclasses.replace(job.setup, mesh=mesh)
+        options: dict[str, Any] = {"setup": setup, "device": device, "grad_clip": 1.0}
 
         for _ in range(3):
             train_step(model, optimizer, batch, **options)

@@ -15,6 +15,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from smp.loss import shift_labels
+from smp.parallel.technique import Setup
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import smp.comm
@@ -114,10 +117,12 @@ def smp_step(
     malloc.keep_freed_memory()
     parallel = ParallelConfig(sharding_strategy="full_shard", shared_buffers=shared_buffers)
     mesh = resolve_mesh(parallel, world_size=case.processes, local_world_size=case.processes)
+    mesh, settings = mesh.join("cpu"), Settings((parallel, activation, loss))
+    setup = Setup(resolved_model(case.model).family, mesh, settings)
     model = prepare_model(
         resolved_model(case.model),
-        mesh=mesh.join("cpu"),
-        settings=Settings((parallel, activation, loss)),
+        mesh=mesh,
+        settings=settings,
         dtype=torch.bfloat16 if case.bf16 else torch.float32,
         device=CPU,
         seed=SEED,
@@ -128,8 +133,8 @@ def smp_step(
 
     def step(number: int) -> Tensor:
         ids = batch(case, rank, number)
-        rows = StepBatch([{"input_ids": ids, "labels": ids}], torch.arange(len(ids)))
-        result = train_step(model, optimizer, rows, device=CPU, grad_clip=OPTIM.grad_clip)
+        rows = StepBatch([{"input_ids": ids, "targets": shift_labels(ids)}], torch.arange(len(ids)))
+        result = train_step(model, optimizer, rows, setup=setup, device=CPU, grad_clip=OPTIM.grad_clip)
         return result.loss_sum / (result.tokens / case.processes)
 
     return step

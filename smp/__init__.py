@@ -54,6 +54,7 @@ if _program() not in ("smp", "smp.launch.local"):
     from smp.models.tensor_plan import Part, TensorPlan
     from smp.parallel.activation_checkpoint import apply_activation_checkpointing
     from smp.parallel.grad_norm import clip_grad_norm_
+    from smp.parallel.lora import adapt as lora
     from smp.parallel.loss import chunk_loss, linear_cross_entropy
     from smp.parallel.sharding import set_gradient_sync
     from smp.runtime import init_process_group
@@ -95,6 +96,7 @@ __all__ = [
     "is_initialized",
     "linear_cross_entropy",
     "load_pretrained",
+    "lora",
     "meta_init",
     "offload_wrapper",
     "parallelize",

@@ -24,6 +24,7 @@ from smp.delayed_init import build_on_meta, first_ranks_seed
 from smp.environment import malloc
 from smp.errors import ConfigError, UserError
 from smp.mesh import Mesh, resolve_mesh, served_device_type
+from smp.models.added import leave_out_frozen
 from smp.models.registry import build_model, family_of
 from smp.parallel import context
 from smp.parallel.activation_checkpoint import checkpointed_blocks
@@ -342,4 +343,5 @@ def load_pretrained(model: nn.Module, weights: str | os.PathLike[str]) -> nn.Mod
     """
     reshard(model)  # a gathered parameter is not the one that the optimizer updates
     load_pretrained_(model, Path(weights), hf_config=model.config)
+    leave_out_frozen(model, Path(weights))
     return model

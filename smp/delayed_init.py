@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.errors import UserError
+from smp.models.added import added_parameters
 from smp.models.init_rules import InitRule
 
 BLOCK = 1 << 16
@@ -151,6 +152,13 @@ def initialize_parameter_(parameter: torch.Tensor, rule: InitRule, *, seed: int,
             count = min(BLOCK - inside, end - start)
             flat[filled : filled + count].copy_(_block_values(rule, seed, name, block)[inside : inside + count])
             start, filled = start + count, filled + count
+
+
+def fill_added_(model: nn.Module, *, seed: int) -> None:
+    """Give the parameters that techniques have added their initial values; each rank fills only its shard."""
+    own, parameters = added_parameters(model), dict(model.named_parameters())
+    for name, each in own.items():
+        initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
 
 
 def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -13,14 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import Settings
 from smp.delayed_init import build_on_meta
-from smp.memory.plan import GIB, estimate_memory, memory_table, peak_bytes
+from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.shape import ModelShape, Workload
-from smp.mesh import Mesh, context_parallel_choices, tensor_parallel_choices
-from smp.models.family import tensor_parallel_problems
+from smp.mesh import Mesh
 from smp.models.model_config import ResolvedModel
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice
-from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
 
@@ -50,33 +48,6 @@ def sharded_parameters(
         }
 
 
-def tensor_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
-    """List the legal tensor-parallel degrees of a job of as many processes."""
-    family, config = resolved.family, resolved.hf_config
-    return ", ".join(
-        str(degree)
-        for degree in tensor_parallel_choices(mesh.world_size, cp=mesh.cp.size)
-        if not tensor_parallel_problems(family, config, degree=degree, shard=mesh.shard.size)
-    )
-
-
-def context_parallel_degrees(resolved: ResolvedModel, mesh: Mesh) -> str:
-    """List the legal context-parallel degrees of a job's sharding groups."""
-    if why := misfit(resolved.hf_config):
-        return f"1 ({why})"
-    return ", ".join(map(str, context_parallel_choices(mesh.shard.size, most=resolved.sequence_length)))
-
-
-def degree_table(shape: ModelShape, work: Workload, chosen: Mesh) -> str:
-    """Format the predicted peak of every legal sharding degree; the chosen one is marked."""
-    lines = [f"{'hybrid_shard_degree':>20} {'replicas':>9} {'GiB per rank':>13}"]
-    for mesh in chosen.alternatives():
-        total = peak_bytes(shape, mesh, work) / GIB
-        mark = "  <- this job" if mesh.shard.size == chosen.shard.size else ""
-        lines.append(f"{mesh.shard.size:>20} {mesh.replicas.size:>9} {total:>13.2f}{mark}")
-    return "\n".join(lines)
-
-
 def report(
     resolved: ResolvedModel,
     mesh: Mesh,
@@ -88,7 +59,7 @@ def report(
     where: str = "",
     host: dict[str, int] | None = None,
 ) -> str:
-    """Format the result of a dry run: the mesh, the memory table of one rank, what is chosen, and the legal degrees.
+    """Format the result of a dry run: the mesh, the memory table of one rank, and what is chosen.
 
     Args:
         available: bytes that a rank may use; None if it is planned for another machine.
@@ -106,11 +77,6 @@ def report(
             memory_table(estimate_memory(shape, mesh, work), available),
             "",
             *([] if host is None else ["predicted host memory of each rank:", memory_table(host, None), ""]),
-            *(["settings that are auto:", *map(str, choices), ""] if choices else []),
-            f"legal tensor-parallel degrees: {tensor_parallel_degrees(resolved, mesh)}",
-            f"legal context-parallel degrees, inside a sharding group: {context_parallel_degrees(resolved, mesh)}",
-            "",
-            "legal sharding degrees:",
-            degree_table(shape, work, mesh),
+            *(["settings that are auto:", *map(str, choices)] if choices else []),
         ]
     )

@@ -2,23 +2,27 @@
 
 Tensor-parallel ranks are neighbours, ``dp_shard`` strides over them and ``dp_replicate`` is outermost, so that the
 heaviest communication stays inside a host. Context-parallel ranks are neighbours inside a sharding group, as SMP v2's.
-No other module computes ranks from degrees: :class:`Mesh` has the roles.
+No other module computes ranks from degrees: :class:`Mesh` has the roles. It knows of each axis what
+:data:`smp.axes.AXES` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from smp.axes import AXES, divisors, split_degrees
 from smp.config import AUTO, ParallelConfig, ShardingStrategy
 from smp.errors import UserError
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+_DATA_PARALLEL = ("dp_replicate", "dp_shard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,45 +50,55 @@ class Role:
         return self._group
 
 
+def _role(name: str, doc: str) -> Any:
+    return property(lambda mesh: mesh.roles[name], doc=doc)
+
+
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """Every role of a rank: laid out, without process groups and for a world of any size, or joined.
 
     Attributes:
-        replicas: ranks with the same shard.
-        shard: ranks that parameters are sharded over.
-        tp: ranks that a layer is split over.
-        cp: ranks that a sequence is split over; they are of one sharding group.
-        data: ranks that read different samples.
-        loss: ranks over which losses and token counts are summed: those of different samples or parts of a sequence.
+        roles: by name: ``dp_replicate``, ``dp_shard``, each of :data:`smp.axes.AXES`, ``data`` and ``loss``.
         reshard_after_forward: whether gathered parameters are freed between forward and backward.
     """
 
-    replicas: Role
-    shard: Role
-    tp: Role
-    cp: Role
-    data: Role
-    loss: Role
+    roles: Mapping[str, Role]
     reshard_after_forward: bool = True
     _device_mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    replicas = _role("dp_replicate", "Ranks with the same shard.")
+    shard = _role("dp_shard", "Ranks that parameters are sharded over.")
+    tp = _role("tp", "Ranks that a layer is split over.")
+    cp = _role("cp", "Ranks that a sequence is split over; they are of one sharding group.")
+    data = _role("data", "Ranks that read different samples.")
+    loss = _role("loss", "Ranks over which losses and token counts are summed: of other samples, or other tokens.")
+
+    def degree(self, name: str) -> int:
+        """Return the number of ranks of a role."""
+        return self.roles[name].size
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.loss.size * self.tp.size
+        return math.prod(self._torch_sizes().values())
 
     @property
     def degrees(self) -> dict[str, int | bool]:
         """Degrees, as in a checkpoint's manifest."""
-        return {
-            "dp_replicate": self.replicas.size, "dp_shard": self.shard.size, "cp": self.cp.size, "tp": self.tp.size,
-            "reshard_after_forward": self.reshard_after_forward,
-        }  # fmt: skip
+        found = {name: self.degree(name) for name in (*_DATA_PARALLEL, *(axis.name for axis in AXES))}
+        return {**found, "reshard_after_forward": self.reshard_after_forward}
 
     def __str__(self) -> str:
-        inside = f" (cp {self.cp.size} inside)" if self.cp.size > 1 else ""
-        return f"dp_replicate {self.replicas.size} x dp_shard {self.shard.size}{inside} x tp {self.tp.size}"
+        inside = ", ".join(f"{a.name} {n}" for a in AXES if a.inside and (n := self.degree(a.name)) > 1)
+        words = {name: f"{name} {size}" for name, size in self._torch_sizes().items()}
+        words["dp_shard"] += f" ({inside} inside)" if inside else ""
+        return " x ".join(words.values())
+
+    def _torch_sizes(self) -> dict[str, int]:
+        """Return the sizes of torch's device mesh, by name: without the axes that are inside ``dp_shard``."""
+        names = (*_DATA_PARALLEL, *(axis.name for axis in AXES if not axis.inside))
+        return {name: self.degree(name) for name in names}
 
     def join(self, device_type: str) -> Mesh:
         """Create the mesh over the running process group; collective.
@@ -95,29 +109,39 @@ class Mesh:
         Raises:
             UserError: another number of processes runs.
         """
-        world = dist.get_world_size()
-        shape = (self.replicas.size, self.shard.size, self.tp.size)
+        world, sizes = dist.get_world_size(), self._torch_sizes()
+        shape = tuple(sizes.values())
         if self.world_size != world:
             raise UserError(f"degrees {shape} multiply to {self.world_size}, but {world} processes run")
-        device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-        groups = [device_mesh.get_group(axis) for axis in AXES]
+        device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
+        groups: dict[str, Any] = {name: device_mesh.get_group(name) for name in sizes}
         # Made here, as making a group is collective.
-        split = device_mesh["dp_replicate", "dp_shard"]._flatten("data").get_group() if self.tp.size > 1 else None
-        here = lay_out(*shape, self.cp.size, rank=dist.get_rank(), reshard_after_forward=self.reshard_after_forward)
-        loss = split or dist.group.WORLD
-        cp, data = self._context_groups() if self.cp.size > 1 else (None, loss)
-        made = [split, cp, data if cp else None]
-        keep_timeout([*groups, *(group for group in made if group is not None)], device_type)
-        roles = dict(zip(("replicas", "shard", "tp", "cp", "data", "loss"), (*groups, cp, data, loss), strict=True))
-        joined = {name: dataclasses.replace(getattr(here, name), _group=group) for name, group in roles.items()}
-        return dataclasses.replace(here, _device_mesh=device_mesh, **joined)
+        if self.loss.size == world:
+            groups["loss"] = dist.group.WORLD
+        elif self.loss.size == self.replicas.size * self.shard.size:
+            groups["loss"] = device_mesh[_DATA_PARALLEL]._flatten("data").get_group()
+        groups["data"] = groups.get("loss") if self.data.size == self.loss.size else None
+        for name in (*(axis.name for axis in AXES if self.degree(axis.name) > 1), "loss", "data"):
+            if groups.get(name) is None:
+                groups[name], _ = dist.new_subgroups_by_enumeration(self._ranks_of_groups(name))
+        made = {id(group): group for group in groups.values() if group is not dist.group.WORLD}
+        keep_timeout(list(made.values()), device_type)
+        here = _lay_out(self._sizes(), rank=dist.get_rank())
+        roles = {name: dataclasses.replace(role, _group=groups.get(name)) for name, role in here.items()}
+        return dataclasses.replace(self, roles=roles, _device_mesh=device_mesh)
 
-    def _context_groups(self) -> tuple[Any, Any]:
-        """Create the groups of the ranks of one sequence, and of those that read different ones; collective."""
-        ranks = torch.arange(self.world_size).view(-1, self.cp.size, self.tp.size)  # data, cp, tp
-        cp, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).flatten(0, 1).tolist())
-        data, _ = dist.new_subgroups_by_enumeration(ranks.permute(1, 2, 0).flatten(0, 1).tolist())
-        return cp, data
+    def _sizes(self) -> dict[str, int]:
+        """Return the sizes of the dimensions of the ranks, the slowest first; of ``dp_shard`` what no axis has."""
+        inside = math.prod(self.degree(axis.name) for axis in AXES if axis.inside)
+        shard = {"dp_replicate": self.replicas.size, "dp_shard": self.shard.size // inside}
+        return shard | {axis.name: self.degree(axis.name) for axis in AXES}
+
+    def _ranks_of_groups(self, name: str) -> list[list[int]]:
+        """Return the ranks of every group of a role."""
+        sizes, along = self._sizes(), _dimensions(name)
+        ranks = torch.arange(self.world_size).view(*sizes.values())
+        order = [*(n for n in sizes if n not in along), *along]
+        return ranks.permute([list(sizes).index(n) for n in order]).reshape(-1, self.degree(name)).tolist()
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -129,7 +153,7 @@ class Mesh:
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """The mesh for ``fully_shard``: 1-D when nothing is replicated, else (dp_replicate, dp_shard)."""
-        return self.device_mesh["dp_shard"] if self.replicas.size == 1 else self.device_mesh["dp_replicate", "dp_shard"]
+        return self.device_mesh["dp_shard"] if self.replicas.size == 1 else self.device_mesh[_DATA_PARALLEL]
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -154,82 +178,108 @@ class Mesh:
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """Ranks over which a script sums losses and token counts; None: all."""
-        return None if self.tp.size == 1 else self.loss.group
-
-    def alternatives(self) -> Iterator[Mesh]:
-        """Yield every layout with the same ranks, tp and cp, the smallest sharding degree first."""
-        for shard in _divisors(self.loss.size, of=self.cp.size):
-            reshard = self.reshard_after_forward and shard > 1
-            yield lay_out(self.loss.size // shard, shard, self.tp.size, self.cp.size, reshard_after_forward=reshard)
+        return None if self.loss.size == self.world_size else self.loss.group
 
     def fully_sharded(self, *, data: int | None = None) -> Mesh:
-        """Return the layout that shards over all ranks but tensor-parallel ones, of ``data`` data ranks or as many."""
-        return lay_out(1, (data or self.data.size) * self.cp.size, self.tp.size, self.cp.size)
+        """Return the layout that shards over all ranks of ``data`` data ranks, or of as many as there are."""
+        shard = (data or self.data.size) * (self.loss.size // self.data.size)
+        inside = math.prod(self.degree(axis.name) for axis in AXES if axis.inside)
+        return self._changed(1, -(-shard // inside) * inside)
 
-    def with_tensor_parallelism(self, tp: int) -> Mesh | None:
-        """Return the layout with ``tp`` tensor-parallel ranks, taken from sharding or else from replicas, or None."""
-        replicas, shard, times = self.replicas.size, self.shard.size, tp // self.tp.size
-        if shard % (times * self.cp.size) == 0:
-            shard //= times
-        elif replicas % times == 0:
-            replicas //= times
-        else:
+    def with_degree(self, name: str, degree: int) -> Mesh | None:
+        """Return the layout of as many ranks with another degree of an axis, or None.
+
+        The ranks of one that multiplies are taken from sharding, or else from replicas.
+        """
+        axis, replicas, shard = next(each for each in AXES if each.name == name), self.replicas.size, self.shard.size
+        inside = math.prod(degree if a == axis else self.degree(a.name) for a in AXES if a.inside)
+        if not axis.inside:
+            before = self.degree(name)
+            if shard * before % (degree * inside) == 0:
+                shard = shard * before // degree
+            elif replicas * before % degree == 0:
+                replicas = replicas * before // degree
+            else:
+                return None
+        if shard % inside:
             return None
-        return lay_out(replicas, shard, tp, self.cp.size, reshard_after_forward=self.reshard_after_forward)
+        return self._changed(replicas, shard, {name: degree}, reshard_after_forward=self.reshard_after_forward)
 
-    def with_context_parallelism(self, cp: int) -> Mesh | None:
-        """Return the layout with ``cp`` ranks of a sequence, of the same sharding groups, or None."""
-        sizes, reshard = (self.replicas.size, self.shard.size, self.tp.size), self.reshard_after_forward
-        return None if self.shard.size % cp else lay_out(*sizes, cp, reshard_after_forward=reshard)
+    def _changed(
+        self, replicas: int, shard: int, degrees: Mapping[str, int] = MappingProxyType({}), *,
+        reshard_after_forward: bool = True,
+    ) -> Mesh:  # fmt: skip
+        all_degrees = {axis.name: degrees.get(axis.name, self.degree(axis.name)) for axis in AXES}
+        return lay_out(replicas, shard, **all_degrees, reshard_after_forward=reshard_after_forward)
+
+
+def _dimensions(name: str) -> list[str]:
+    """Return the dimensions of the ranks, of :meth:`Mesh._sizes`, along which those of a role's group differ."""
+    if name == "dp_shard":
+        return ["dp_shard", *(axis.name for axis in AXES if axis.inside)]
+    if name in ("data", "loss"):
+        shared = "sample" if name == "data" else "loss"
+        return [*_DATA_PARALLEL, *(axis.name for axis in AXES if shared not in axis.shares)]
+    return [name]
+
+
+def _lay_out(sizes: Mapping[str, int], rank: int) -> dict[str, Role]:
+    """Return the roles of ``rank``, by name."""
+    places = {}
+    for name in reversed([*sizes]):
+        rank, places[name] = divmod(rank, sizes[name])
+    roles = {}
+    for role in (*sizes, "data", "loss"):
+        size = own = 0
+        for index, name in enumerate(_dimensions(role)):
+            size, own = (size if index else 1) * sizes[name], own * sizes[name] + places[name]
+        roles[role] = Role(size, own)
+    return roles
 
 
 def lay_out(
-    replicas: int = 1, shard: int = 1, tp: int = 1, cp: int = 1, *, rank: int = 0, reshard_after_forward: bool = True
+    replicas: int = 1,
+    shard: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    *,
+    rank: int = 0,
+    reshard_after_forward: bool = True,
+    **degrees: int,
 ) -> Mesh:
     """Lay out the roles of ``rank`` in a world of ``replicas`` x ``shard`` x ``tp`` ranks, without process groups.
 
     Args:
-        cp: ranks of a sequence, which divides ``shard``.
+        cp: ranks of a sequence; those of all axes inside a sharding group divide ``shard``.
+        degrees: of other axes, by name.
     """
-    own = rank // tp
-    return Mesh(
-        replicas=Role(replicas, own // shard),
-        shard=Role(shard, own % shard),
-        tp=Role(tp, rank % tp),
-        cp=Role(cp, own % cp),
-        data=Role(replicas * shard // cp, own // cp),
-        loss=Role(replicas * shard, own),
-        reshard_after_forward=reshard_after_forward,
-    )
-
-
-def _divisors(number: int, *, of: int = 1) -> list[int]:
-    """Return the divisors of ``number`` that ``of`` divides, the smallest first."""
-    return [d for d in range(of, number + 1, of) if number % d == 0]
+    given = {"tp": tp, "cp": cp, **degrees}
+    inside = math.prod(given.get(axis.name, 1) for axis in AXES if axis.inside)
+    sizes = {"dp_replicate": replicas, "dp_shard": shard // inside}
+    return Mesh(_lay_out(sizes | {axis.name: given.get(axis.name, 1) for axis in AXES}, rank), reshard_after_forward)
 
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def tensor_parallel_choices(world_size: int, *, cp: int = 1, most_data: int | None = None) -> list[int]:
-    """Return the tensor-parallel degrees that divide the world and leave at most ``most_data`` data ranks."""
-    degrees = [tp for tp in _divisors(world_size) if world_size // tp % cp == 0]
-    return [tp for tp in degrees if most_data is None or world_size // tp // cp <= most_data]
-
-
-def context_parallel_choices(ranks: int, *, most: int) -> list[int]:
-    """Return the degrees, up to ``most``, that divide so many ranks, of a sharding group or of the world."""
-    return [cp for cp in _divisors(ranks) if cp <= max(1, most)]
-
-
 def sharding_choices(
-    *, world_size: int, local_world_size: int, tp: int, cp: int = 1, keep_gathered: bool = False
+    *, world_size: int, local_world_size: int, keep_gathered: bool = False, **degrees: int
 ) -> list[Mesh]:
-    """Return the layouts whose sharding groups fill hosts or fractions of one, the smallest sharding degree first."""
-    ranks, inside = world_size // tp, max(1, local_world_size // tp)
-    shards = (d for d in _divisors(ranks, of=cp) if inside % d == 0 or d % inside == 0)
-    return [lay_out(ranks // d, d, tp, cp, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
+    """Return the layouts whose sharding groups fill hosts or fractions of one, the smallest sharding degree first.
+
+    Args:
+        degrees: of the axes, by name.
+    """
+    multiplied, counted = split_degrees(degrees)
+    ranks, inside = world_size // multiplied, max(1, local_world_size // multiplied)
+    shards = (d for d in divisors(ranks, of=counted) if inside % d == 0 or d % inside == 0)
+    return [lay_out(ranks // d, d, **degrees, reshard_after_forward=d > 1 and not keep_gathered) for d in shards]
+
+
+def degrees_of(parallel: ParallelConfig) -> dict[str, int]:
+    """Return the degrees of the axes by name, as the settings ask for them."""
+    return {axis.name: getattr(parallel, axis.flag) for axis in AXES}
 
 
 def choose_strategy(parallel: ParallelConfig, *, world_size: int, local_world_size: int) -> ShardingStrategy:
@@ -238,10 +288,10 @@ def choose_strategy(parallel: ParallelConfig, *, world_size: int, local_world_si
     Where tensor parallelism takes all of a host, that shards over one rank: every replica would hold the optimizer
     state of its whole part of the model, and no number of hosts would make a larger model fit. Full_shard there.
     """
-    tp = parallel.tensor_parallel_degree
     if parallel.sharding_strategy != AUTO:
         return parallel.sharding_strategy
-    takes_hosts = 1 < tp < world_size and local_world_size // tp <= 1
+    multiplied, _ = split_degrees(degrees_of(parallel))
+    takes_hosts = 1 < multiplied < world_size and local_world_size // multiplied <= 1
     return "full_shard" if takes_hosts and not parallel.hybrid_shard_degree else "hybrid_shard"
 
 
@@ -258,19 +308,20 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
           _hybrid_shard_zero2
     ===== ===================================================================================================
 
-    Context-parallel ranks are of one sharding group, and counted in ``hybrid_shard_degree``.
+    The ranks of an axis inside a sharding group, such as context-parallel ones, are counted in ``hybrid_shard_degree``.
 
     Raises:
         UserError: a degree does not divide the ranks that it is of.
     """
-    degree, tp, cp = parallel.hybrid_shard_degree, parallel.tensor_parallel_degree, parallel.context_parallel_degree
+    degree, degrees, ranks = parallel.hybrid_shard_degree, degrees_of(parallel), world_size
     strategy = choose_strategy(parallel, world_size=world_size, local_world_size=local_world_size)
-    if world_size % tp:
-        raise UserError(
-            f"--tensor_parallel_degree {tp} does not divide the {world_size} processes: choose one of "
-            f"{_listed(_divisors(world_size))}"
-        )
-    ranks = world_size // tp
+    for axis in AXES:
+        if not axis.inside and ranks % degrees[axis.name]:
+            raise UserError(
+                f"--{axis.flag} {degrees[axis.name]} does not divide the {ranks} processes: choose one of "
+                f"{_listed(divisors(ranks))}"
+            )
+        ranks //= 1 if axis.inside else degrees[axis.name]
     if degree > 0:
         shard = degree
     elif strategy == "no_shard":
@@ -278,24 +329,35 @@ def resolve_mesh(parallel: ParallelConfig, *, world_size: int, local_world_size:
     elif strategy in ("full_shard", "shard_grad_op"):
         shard = ranks
     else:
-        shard = max(1, local_world_size // tp)
+        shard = max(1, local_world_size * ranks // world_size)
     name = f"--hybrid_shard_degree {degree}" if degree else f"sharding over the {shard} processes of a host"
     if ranks % shard:
         raise UserError(
             f"{name} does not divide the {ranks} data-parallel processes: choose --hybrid_shard_degree from "
-            f"{_listed(_divisors(ranks))}"
+            f"{_listed(divisors(ranks))}"
         )
-    if shard % cp:
-        legal = _divisors(ranks, of=cp)
-        choice = f"choose --hybrid_shard_degree from {_listed(legal)}, or " if legal else ""
-        if strategy == "no_shard":
-            choice = "choose another --sharding_strategy, or "
-        raise UserError(
-            f"--context_parallel_degree {cp} does not divide the sharding degree of {shard}, in which the ranks of a "
-            f"sequence are counted: {choice}choose a context-parallel degree from {_listed(_divisors(shard))}"
-        )
+    _check_inside(degrees, shard, ranks, can_choose=strategy != "no_shard")
     keeps_gathered = strategy in ("shard_grad_op", "_hybrid_shard_zero2") or shard == 1
-    return lay_out(ranks // shard, shard, tp, cp, rank=rank, reshard_after_forward=not keeps_gathered)
+    return lay_out(ranks // shard, shard, **degrees, rank=rank, reshard_after_forward=not keeps_gathered)
+
+
+def _check_inside(degrees: Mapping[str, int], shard: int, ranks: int, *, can_choose: bool) -> None:
+    """Refuse degrees of axes that do not divide the sharding degree in which their ranks are counted."""
+    left, taken = shard, 1
+    for axis in AXES:
+        degree = degrees[axis.name] if axis.inside else 1
+        taken *= degree
+        if left % degree:
+            legal = divisors(ranks, of=taken)
+            choice = f"choose --hybrid_shard_degree from {_listed(legal)}, or " if legal else ""
+            if not can_choose:
+                choice = "choose another --sharding_strategy, or "
+            kind = axis.flag.removesuffix("_degree").replace("_", "-")
+            raise UserError(
+                f"--{axis.flag} {degree} does not divide the sharding degree of {left}, in which its ranks are "
+                f"counted: {choice}choose a {kind} degree from {_listed(divisors(left))}"
+            )
+        left //= degree
 
 
 def served_device_type() -> str:

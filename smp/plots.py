@@ -10,7 +10,7 @@ from typing import Any
 
 from smp.errors import UserError
 
-_DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm")
+DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm")
 _TRAIN, _VALIDATION = "#2c6fbb", "#d1495b"
 
 
@@ -21,13 +21,28 @@ def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
         UserError: matplotlib is missing, or the file is missing, broken or holds no training step.
     """
     records = _read(metrics_jsonl)
+    figure = metrics_figure([r for r in records if "loss" in r], [r for r in records if "val_loss" in r])
+    figure.suptitle(metrics_jsonl.resolve().parent.name)
+    _save(figure, png)
+
+
+def metrics_figure(
+    train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]], marks: Sequence[int] = ()
+) -> Any:
+    """Draw the metrics of :func:`plot_metrics`.
+
+    Args:
+        train, validation: lines of the metrics.
+        marks: steps at which the run was resumed.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, StrMethodFormatter
     except ImportError as error:
         raise UserError("curves need matplotlib: pip install matplotlib") from error
-    train = [r for r in records if "loss" in r]
-    validation = [r for r in records if "val_loss" in r]
     # Without pyplot the program's own backend and figures are left alone.
     figure = Figure(figsize=(11, 7), layout="constrained")
     (loss, lr), (speed, norm) = figure.subplots(2, 2, sharex=True)
@@ -45,8 +60,9 @@ def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
     for axes in (speed, norm):
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    figure.suptitle(metrics_jsonl.resolve().parent.name)
-    _save(figure, png)
+    for axes in figure.axes:
+        axes.vlines(marks, 0, 1, transform=axes.get_xaxis_transform(), color="#444444", lw=0.8, ls=":")
+    return figure
 
 
 def plot_memory(
@@ -97,7 +113,9 @@ def _save(figure: Any, png: Path) -> None:
     new.replace(png)
 
 
-def _draw(axes: Any, records: list[Mapping[str, Any]], key: str, *, title: str, color: str, label: str = "") -> None:
+def _draw(
+    axes: Any, records: Sequence[Mapping[str, Any]], key: str, *, title: str, color: str, label: str = ""
+) -> None:
     # Markers show single points, of which a line shows nothing; "nan" leaves a gap.
     marker = "o" if len(records) <= 30 else ""
     values = [float(record[key]) for record in records]
@@ -121,7 +139,7 @@ def _read(path: Path) -> list[Mapping[str, Any]]:
                 except ValueError:  # the last line may be incomplete, of a run that goes on or was killed
                     broken = number
                     continue
-                records.append({key: record[key] for key in _DRAWN if key in record})  # a long run has many
+                records.append({key: record[key] for key in DRAWN if key in record})  # a long run has many
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the directory of a run") from error
     if not any("loss" in record for record in records):

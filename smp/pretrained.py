@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from smp.errors import ConfigError, UserError
+from smp.models.added import added_parameters
 from smp.models.family import Family
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
@@ -50,8 +51,9 @@ def _equal(first: _Entry, second: _Entry) -> bool:
 
 def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]) -> tuple[_Plan, list[str]]:
     """Find the keys of parameters and buffers. A tied one may be in the files once or, with the same values, twice."""
+    parameters, added = model.named_parameters(remove_duplicate=False), added_parameters(model)
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = {name: canonical[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    names = {name: canonical[id(p)] for name, p in parameters if name not in added}
     names |= {name: name for name, _ in buffers_of(model)}
     plan: _Plan = {}
     unexpected, problems = [], []
@@ -118,7 +120,7 @@ def _local_slices(name: str, parameter: torch.Tensor) -> tuple[torch.Tensor, tup
 
 @torch.no_grad()
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
-    """Fill every parameter and saved buffer from a Hugging Face checkpoint, in place.
+    """Fill every parameter, but those that techniques add, and saved buffer from a Hugging Face checkpoint, in place.
 
     No rank holds more than its shards and one slice. Keys are Hugging Face's, with or without the base model's prefix;
     old buffers are skipped; a head that is tied to the embedding may be left out. Every rank needs to see the files.

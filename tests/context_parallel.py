@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp.data.data_pipeline import StepBatch
+from smp.loss import shift_labels
 from smp.parallel.offload import offload
 from tests.distributed import run_distributed
 from tests.reference import (
@@ -86,13 +87,14 @@ def batch_of(step: int, rank: int, size: int, accumulation: int, *, length: int,
     own = np.array_split(np.arange(ROWS)[rank * ROWS // size : (rank + 1) * ROWS // size], accumulation)
     microbatches = []
     for rows in own:
-        found = {"input_ids": ids[rows], "labels": labels[rows]}
+        found = {"input_ids": ids[rows], "targets": shift_labels(labels[rows])}
         if cut:
             lengths = [d.stop - d.start for row in rows for d in documents_of(row, length, cut)]
             positions = torch.cat([torch.arange(each) for each in lengths])
             found["position_ids"] = positions.view(len(rows), length)
             if step % 2 == 0:
                 found["document_bounds"] = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+                found["longest_document"] = max(lengths)
         microbatches.append(found)
     return StepBatch(microbatches, torch.arange(sum(map(len, own))))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import time
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from smp.doctor.check import Check, CheckContext
 from smp.doctor.checks import CHECKS
-from tests.clock import HANG_SECONDS, wait_until
+from tests.clock import wait_until
 
 OF_THE_JOB = {check.name: check for check in CHECKS if check.scope == "job"}
 JOB = tuple(OF_THE_JOB[name] for name in ("start", "run directory", "end"))
@@ -28,28 +29,15 @@ def kill(ctx: CheckContext) -> None:
     ctx.ok("lives")
 
 
-def hang(ctx: CheckContext) -> None:
-    if ctx.launch.rank == 1:
-        time.sleep(3600)
-    ctx.ok("lives")
-
-
-def kill_supervisor(ctx: CheckContext) -> None:
-    """Kill rank 1's supervisor as soon as the test has seen its report."""
-    if ctx.launch.rank == 1:
-        folder = os.environ["SMP_TEST_FOLDER"]
-        wait_until(lambda: os.path.exists(f"{folder}/published"))
-        os.kill(os.getppid(), signal.SIGKILL)
-        open(f"{folder}/killed", "w").close()
-        time.sleep(3600)  # ended with its parent
-    ctx.ok("lives")
-
-
 def end_job(ctx: CheckContext) -> None:
-    """Tell rank 0's supervisor to end, as its launcher does."""
-    if ctx.launch.rank == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(3600)
+    """End rank 1, and tell rank 0 to end, as its launcher then does."""
+    last = pathlib.Path(os.environ["SMP_TEST_FOLDER"], "last")
+    if ctx.launch.rank == 1:
+        last.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(last.exists)  # rank 0 serves the store
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3600)
 
 
 def die_before_start(ctx: CheckContext) -> None:
@@ -60,9 +48,6 @@ def die_before_start(ctx: CheckContext) -> None:
 
 GOOD = (Check("good", fine), *JOB)
 KILL = (Check("bad", kill), *GOOD)
-HANG = (Check("bad", hang, share=2 / HANG_SECONDS), *GOOD)
 LOST = (JOB[0], Check("bad", kill, "job"), Check("more", lambda ctx: dist.barrier(), "job"), *JOB[1:])
 LOST_EARLY = (Check("start", die_before_start, "job", 6.0), *JOB[1:])
-KILL_SUPERVISOR = (Check("good", fine), Check("bad", kill_supervisor), *JOB)
 END_JOB = (Check("good", fine), Check("bad", end_job), *JOB)
-ALONE = (Check("good", fine), Check("bad", hang), Check("after", fine))

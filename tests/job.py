@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from torch.distributed import TCPStore
 
 import train_lib
 from smp.checkpoint.hf_export import export_hf  # noqa: F401  imported before the ranks are forked
+from smp.train import report
 from tests.clock import HANG_SECONDS, wait_until
 from tests.ports import free_port
 
@@ -46,6 +48,11 @@ class Outcome:
         return self
 
 
+def no_curves(run_dir: pathlib.Path) -> str:
+    """Draw nothing: it takes longer than the steps of so small a job; test_output.py sees it drawn."""
+    return ""
+
+
 def _process(
     rank: int, world_size: int, port: int, argv: list[str], output: str, data_limit: int | None = None, prepare=None
 ) -> None:
@@ -65,6 +72,8 @@ def _process(
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
+    report.write_curves = no_curves
+    gc.freeze()  # what the process of the tests holds is not looked through at each collection
     status = 1
     try:
         status = train_lib.main(argv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import json
 import pathlib
@@ -19,10 +20,10 @@ import transformers.models.mistral.modeling_mistral  # noqa: F401  imported befo
 from smp.data.data_pipeline import StepBatch
 from smp.errors import Problems
 from smp.faults.agreement import count
+from smp.loss import shift_labels
 from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
 from smp.models.model_config import resolve_model
-from smp.parallel.context.batch import sharder
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
@@ -47,7 +48,7 @@ def _batch(job: Job) -> StepBatch:
 
     def microbatch() -> dict[str, torch.Tensor]:
         ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
-        return {"input_ids": ids, "labels": ids.clone(), "sample_ids": torch.arange(size)}
+        return {"input_ids": ids, "targets": shift_labels(ids), "sample_ids": torch.arange(size)}
 
     count = job.config.run.gradient_accumulation_steps
     return StepBatch([microbatch() for _ in range(count)], torch.arange(size * count))
@@ -81,9 +82,8 @@ def _measure(words: list[str], folder: str) -> None:
 
         def run(record, batch=batch) -> None:
             train_step(
-                model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group, record=record,
-                defer_sync=config.parallel.defer_gradient_sync,
-                keep_gathered=not config.parallel.reshard_between_microbatches, shard=sharder(mesh, config.parallel),
+                model, optimizer, batch, setup=dataclasses.replace(job.setup, mesh=mesh), device=CPU, grad_clip=1.0,
+                record=record,
             )  # fmt: skip
 
         if step < 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -13,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.config import ActivationConfig, LossConfig, ParallelConfig
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, Section, Settings
 from smp.data.data_pipeline import StepBatch
-from smp.mesh import Mesh, resolve_mesh
+from smp.loss import shift_labels
+from smp.mesh import Mesh, Role, lay_out, resolve_mesh
 from smp.models.registry import family_of
 from smp.parallel import sharding
-from smp.parallel.context.batch import sharder
-from smp.parallel.parallelize import parallelize
+from smp.parallel.parallelize import apply_techniques
+from smp.parallel.technique import Setup
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 
@@ -76,7 +78,7 @@ def rank_batch(step: int, rank: int, size: int, accumulation: int) -> StepBatch:
     inputs, labels = (t[rank * ROWS // size : (rank + 1) * ROWS // size] for t in global_batch(step))
     micro = min(accumulation, len(inputs))
     parts = zip(inputs.chunk(micro), labels.chunk(micro), strict=True)
-    return StepBatch([{"input_ids": i, "labels": y} for i, y in parts], torch.arange(len(inputs)))
+    return StepBatch([{"input_ids": i, "targets": shift_labels(y)} for i, y in parts], torch.arange(len(inputs)))
 
 
 @dataclasses.dataclass
@@ -121,6 +123,12 @@ def reference_trajectory(
 def relative(difference: torch.Tensor, of: torch.Tensor) -> float:
     """Norm of the difference over the norm."""
     return float(difference.norm() / of.norm().clamp(min=1e-30))
+
+
+@functools.cache
+def _joined(parallel: ParallelConfig, world: dist.ProcessGroup) -> Mesh:
+    """The mesh of a configuration; its groups take longer to make than a tiny model."""
+    return resolve_mesh(parallel, world_size=world.size(), local_world_size=world.size()).join("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +185,21 @@ class Layout:
         )
 
     def mesh(self) -> Mesh:
-        world = dist.get_world_size()
-        mesh = resolve_mesh(self.parallel(), world_size=world, local_world_size=world)
-        return mesh.join("cpu")
+        parallel = ParallelConfig(
+            sharding_strategy=self.strategy,  # type: ignore[arg-type]
+            hybrid_shard_degree=self.degree,
+            tensor_parallel_degree=self.tp,
+            context_parallel_degree=self.cp,
+        )
+        return _joined(parallel, dist.group.WORLD)
+
+
+def setup_of(model: nn.Module, mesh: Mesh | None = None, *sections: Section) -> Setup:
+    """Setup of a model's step; without a mesh, every rank has other samples and nothing is split."""
+    if mesh is None:
+        world = Role(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+        mesh = Mesh({**lay_out().roles, "data": world, "loss": world})
+    return Setup(family_of(model.config), mesh, Settings(sections))
 
 
 def train_parallel(
@@ -190,17 +210,11 @@ def train_parallel(
 ) -> Iterator[tuple[float, float, dict]]:
     """Train a copy of ``reference`` under ``layout``; yields each step's loss, norm and whole gradients."""
     model = copy.deepcopy(reference).train()
-    mesh = layout.mesh()
+    mesh, loss = layout.mesh(), LossConfig(loss_chunk_tokens=layout.chunk, z_loss=layout.z_loss)
+    setup = setup_of(model, mesh, layout.parallel(), layout.activation(), loss)
+    setup = dataclasses.replace(setup, dtype=layout.dtype)
     with mock.patch.object(sharding, "MIN_UNIT_PARAMETERS", layout.min_unit):
-        parallelize(
-            model,
-            family_of(model.config),
-            mesh=mesh,
-            parallel=layout.parallel(),
-            activation=layout.activation(),
-            dtype=layout.dtype,
-            loss=LossConfig(loss_chunk_tokens=layout.chunk, z_loss=layout.z_loss),
-        )
+        apply_techniques(model, setup)
     optimizer = build_optimizer(model, OptimConfig(), lr=LR)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -213,17 +227,7 @@ def train_parallel(
     hook = optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
         batch = batch_of(step, mesh.data_rank, mesh.data_size, layout.accumulation)
-        result = train_step(
-            model,
-            optimizer,
-            batch,
-            device=torch.device("cpu"),
-            grad_clip=CLIP,
-            loss_group=mesh.loss.group,
-            defer_sync=layout.defer,
-            keep_gathered=layout.keep,
-            shard=sharder(mesh, layout.parallel()),
-        )
+        result = train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=CLIP)
         yield result.loss(), float(result.grad_norm), gradients
         hook.remove()
 

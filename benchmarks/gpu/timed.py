@@ -171,14 +171,15 @@ class Bench:
         return ids.pin_memory() if self.gpu else ids
 
 
-def documents(count: int, number: int, length: int) -> dict[str, Tensor]:
+def documents(count: int, number: int, length: int) -> dict[str, Any]:
     """Return what the data pipeline adds where documents are kept apart; their lengths differ from step to step."""
     if not count:
         return {}
     cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(number))[: count - 1] + 1
     bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([length])])
     positions = torch.arange(length) - bounds[:-1].repeat_interleave(bounds.diff())
-    return {"position_ids": positions[None], "document_bounds": bounds.int()}
+    longest = int(bounds.diff().max())
+    return {"position_ids": positions[None], "document_bounds": bounds.int(), "longest_document": longest}
 
 
 def layout(length: int, data_ranks: int, ranks: int) -> Found:
@@ -192,10 +193,12 @@ def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, F
     from smp.config import Settings
     from smp.data.data_pipeline import StepBatch
     from smp.environment import read_launch
+    from smp.loss import shift_labels
     from smp.mesh import resolve_mesh
     from smp.models.model_config import resolve_model
     from smp.parallel import parallelize
     from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
+    from smp.parallel.technique import Setup
     from smp.runtime import process_group
     from smp.train.arguments import SECTIONS, parse_args
     from smp.train.optimizer import build_optimizer
@@ -217,15 +220,16 @@ def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, F
             resolved, mesh=mesh, settings=settings, dtype=parallelize.compute_dtype(config.precision, bench.device),
             device=bench.device, seed=0, load_weights=False,
         )  # fmt: skip
+        setup = Setup(resolved.family, mesh, settings)
         bench.fill(model, launch.rank)
         optimizer = build_optimizer(model, config.optim, lr=LR)
 
         def step(number: int) -> Tensor:
             ids = bench.ids(vocabulary, length, number, mesh.data.rank)
-            rows = [{"input_ids": ids, "labels": ids, **documents(case.documents, number, length)}]
+            rows = [{"input_ids": ids, "targets": shift_labels(ids), **documents(case.documents, number, length)}]
             result = train_step(
-                model, optimizer, StepBatch(rows, torch.arange(1)), device=bench.device,
-                grad_clip=config.optim.grad_clip, loss_group=mesh.loss.group,
+                model, optimizer, StepBatch(rows, torch.arange(1)), setup=setup, device=bench.device,  # type: ignore[arg-type]
+                grad_clip=config.optim.grad_clip,
             )  # fmt: skip
             return result.loss_sum / (length - 1)
 

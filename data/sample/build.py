@@ -1,4 +1,4 @@
-"""Makes the files of ``data/sample`` again, byte for byte.
+"""Makes the texts, the tokenizer and the baseline of ``data/sample`` again, byte for byte.
 
 The texts come from the Debian package ``r-cran-janeaustenr`` 1.0.0-1, whose data file is read here without R::
 

@@ -19,10 +19,10 @@ from smp.checkpoint.background import HostCopies, PendingWrite, to_host
 from smp.checkpoint.fetch import bring
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, hold, own
-from smp.checkpoint.manifest import Manifest, now, read_manifest, versions
+from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.mirror import Rule
-from smp.checkpoint.object_store import is_url
 from smp.checkpoint.outcome import agree, attempt
+from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
@@ -36,6 +36,7 @@ from smp.checkpoint.state import (
     require_known,
     settings_of,
     state_tensors,
+    with_base,
 )
 from smp.checkpoint.storage import Storage, storage_at
 from smp.checkpoint.tagged_json import decode, encode
@@ -52,7 +53,7 @@ logger = get_logger(__name__)
 class Saved(NamedTuple):
     """Result of :meth:`Checkpointer.load`: path, step, and the script's own ``extra`` (None for a job's checkpoint)."""
 
-    path: Path
+    path: Path | RemoteCheckpoint
     step: int
     extra: Any
 
@@ -60,8 +61,8 @@ class Saved(NamedTuple):
 class Checkpointer:
     """Saves and loads the state of a script; every method is called by all ranks.
 
-    A checkpoint is published whole or not at all, every byte of it is verified before it is used, and it can be loaded
-    at any other number of ranks, sharding or tensor-parallel degree.
+    A checkpoint is published whole or not at all, every byte of it is verified before :meth:`load` returns, and it can
+    be loaded at any other number of ranks, sharding or tensor-parallel degree.
 
     Args:
         directory: on a file system that all hosts share; made if it is not there. One process at a time saves into
@@ -175,10 +176,10 @@ class Checkpointer:
         return path
 
     def write(self, manifest: Manifest, *, wait: bool, verify: bool) -> Path:
-        """Save the present state as ``manifest`` describes it; collective, for who holds the directory's lock.
+        """Save the present state; collective, for who holds the directory's lock.
 
         Args:
-            manifest: all but kind, files and tensors.
+            manifest: describes it, all but kind, files and tensors.
             wait: as of :meth:`save`.
             verify: read every file back before it is published.
 
@@ -186,7 +187,7 @@ class Checkpointer:
             RunError: a rank could not write; nothing is published.
         """
         self.publish()
-        manifest = dataclasses.replace(manifest, kind=self.storage.kind)
+        manifest = dataclasses.replace(manifest, kind=self.storage.kind, model=with_base(manifest.model, self._model))
         temporary = self.storage.begin(checkpoint_name(self.name, manifest.step))
         snapshot = self._snapshot(state_tensors(self._model, self._optimizer))
         # Asked before pieces become buffers of the host, which the device is still to fill.
@@ -321,13 +322,13 @@ class Checkpointer:
             What was found; None if the directory has no checkpoint of this name.
 
         Raises:
-            DamagedCheckpointError: the path that was given is damaged.
+            DamagedCheckpointError: the path is damaged; of a URL, the model may have been filled in part.
             UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
         """
         self.publish()
         if dist.get_rank() == 0:
             bring_back(self.storage.directory, self.name)
-        if self.storage.mirror is not None or is_url(path):
+        if self.storage.mirror is not None:
             together(lambda: hold(self.storage.directory) if self.storage.leads else None)
         candidate = functools.partial(self._candidate, str(path))
         found = first_whole(candidate, latest=str(path) == LATEST, content=True)
@@ -348,19 +349,18 @@ class Checkpointer:
         Raises:
             UserError: there is none that can be loaded, or the directory cannot be read.
         """
-
-        elsewhere = Storage(self.storage.directory / "downloads")
-        wanted = str(bring([self.storage], wanted, self.name, damaged=damaged, elsewhere=elsewhere))
+        brought = bring([self.storage], wanted, self.name, damaged=damaged, elsewhere=None)
+        if isinstance(brought, RemoteCheckpoint):
+            return Candidate(brought, together(lambda: _read(brought)))
+        known: str | None = brought
 
         def choose() -> Path | None:
             if dist.get_rank() != 0:
                 return None
             try:
-                return choose_checkpoint(wanted, [self.storage.directory], self.name, damaged=damaged)
+                return choose_checkpoint(known, [self.storage.directory], self.name, damaged=damaged)
             except OSError as error:
-                raise UserError(
-                    f"checkpoints cannot be looked for ({reason(error)}): mend that and start again"
-                ) from None
+                raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that, start again") from None
 
         chosen: list[Path | None] = [together(choose)]
         dist.broadcast_object_list(chosen)
@@ -386,8 +386,8 @@ class Checkpointer:
         )  # fmt: skip
 
 
-def _read(path: Path) -> Manifest:
-    manifest = read_manifest(path)
+def _read(path: Path | RemoteCheckpoint) -> Manifest:
+    manifest = manifest_of(path)
     if manifest.kind != "sharded":
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one, which holds what one rank had: resume the job from it, and "

@@ -55,6 +55,11 @@ class CheckpointConfig(Section):
         "Checkpoint directory or its URL to resume from; 'latest': the newest of this run that is whole, or a fresh "
         "start if it has none.",
     )
+    checkpoint_cache_dir: str | None = setting(
+        None,
+        "Directory that all ranks share, to copy the URL in --resume_from_checkpoint to. Default: it is read there, "
+        "each rank what it needs, if it is of another run.",
+    )
     reset_progress: bool = setting(
         False,
         "Take the parameters and AdamW's state of --resume_from_checkpoint, a job's or a script's, and begin data, "

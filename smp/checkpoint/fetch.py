@@ -14,7 +14,7 @@ from smp.checkpoint.layout import LATEST, disk_free, find_checkpoints, publish, 
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, checksum_of
 from smp.checkpoint.mirror import share_of
 from smp.checkpoint.object_store import ObjectStore, is_url
-from smp.checkpoint.remote import find_remote, of_model, read_remote, remote_problem
+from smp.checkpoint.remote import RemoteCheckpoint, find_remote, of_model, read_remote, remote_problem
 from smp.checkpoint.safetensors_io import write_bytes
 from smp.checkpoint.storage import Storage
 from smp.comm.report import readable
@@ -109,7 +109,7 @@ def _require_room(directory: Path, manifest: Manifest, url: str) -> None:
     if free < manifest.nbytes:
         raise UserError(
             f"{url} has {readable(manifest.nbytes)} and {directory}, where it is to be copied to, has {readable(free)} "
-            f"free: free some space, or choose another --output_dir"
+            f"free: free some space, or choose another --output_dir (or --checkpoint_cache_dir)"
         )
 
 
@@ -146,20 +146,20 @@ def bring(
     model_name: str,
     *,
     damaged: set[Path],
-    elsewhere: Storage,
+    elsewhere: Storage | None,
     advance: Callable[[int], None] = lambda nbytes: None,
-) -> str | None:
-    """Bring the checkpoint to resume from to a directory; collective.
+) -> str | RemoteCheckpoint | None:
+    """Bring the checkpoint to resume from to a directory, if it belongs there; collective.
 
     Args:
         wanted: ``latest``, which here is the newest that is newer than every whole one in the directories; a URL; or
             something else, for which nothing is done.
         damaged: local checkpoints that have been found damaged; what is brought in place of one is taken out.
-        elsewhere: where one of no storage's URL is brought to.
+        elsewhere: where one of no storage's URL is brought to; None: it is read there.
         advance: is told the bytes that have come, by other threads.
 
     Returns:
-        ``wanted``, or the path of what was brought for a URL.
+        ``wanted``, the path of what was brought for a URL, or what is to be read there.
 
     Raises:
         UserError: on every rank; the URL is no whole checkpoint, the store cannot be read, or there is no room; or it
@@ -171,6 +171,10 @@ def bring(
         store = together(lambda: ObjectStore(folder))
         if step_of(Path(name)) is None:
             raise UserError(f"{wanted} is no checkpoint: give the URL of a <model>-<step>steps folder, or latest")
+        if storage is None:
+            if (problem := asking_together(lambda: remote_problem(store, name))) is not None:
+                raise UserError(problem)
+            return RemoteCheckpoint(store, name)
         if problems := fetch(store, name, storage, advance, again=False):
             raise DamagedCheckpointError(wanted, problems)
         _mended(damaged, storage.directory / name)
@@ -240,7 +244,7 @@ def _newer_than_here(
 
 
 def refuse_remote(
-    storages: Sequence[Storage], model_name: str, chosen: Path | None, *, own: bool, latest: bool
+    storages: Sequence[Storage], model_name: str, chosen: Path | RemoteCheckpoint | None, *, own: bool, latest: bool
 ) -> None:
     """Refuse to start beside remote checkpoints that this start does not continue; for rank 0.
 
@@ -258,7 +262,7 @@ def refuse_remote(
         if not found:
             continue
         mine, newest = of_model(found, model_name), found[-1]
-        if own and chosen is not None:
+        if own and isinstance(chosen, Path):
             step = step_of(chosen) or 0
             if mine and mine[-1].step > step and not latest:
                 raise UserError(

@@ -22,6 +22,7 @@ from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
+from smp.models.added import AddedParameter, added_parameters, base_of
 from smp.models.family import Family
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
@@ -127,7 +128,7 @@ def _plan_files(
         groups[-1].append(name)
         size += needed
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {"model.safetensors": groups[0]} if groups[0] else {}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
@@ -204,26 +205,33 @@ def _gather_and_write(
     whole: Callable[[str], torch.Tensor],
     partial: pathlib.Path,
     family: Family,
+    added: Mapping[str, AddedParameter],
     *,
     max_shard_bytes: int,
     dtype: torch.dtype | None,
     progress: Callable[[], None],
 ) -> None:
-    """Write every parameter, a tied one once, and the index if there are several files."""
-    files = _plan_files(parameters, max_shard_bytes=max_shard_bytes, dtype=dtype)
+    """Write every parameter, a tied one once, and the index if there are several files of the model."""
+    apart: dict[str, list[str]] = {}
+    for name, each in added.items():
+        if each.apart is not None:
+            apart.setdefault(each.apart.file, []).append(name)
+    rest = {name: tensor for name, tensor in parameters.items() if not any(name in names for names in apart.values())}
+    files = _plan_files(rest, max_shard_bytes=max_shard_bytes, dtype=dtype)
     weight_map, total_size = {}, 0
-    for file, names in files.items():
+    for file, names in (files | apart).items():
         tensors = {}
         for name in names:
             progress()
             tensor = whole(name)
             if _is_main():
-                key = family.file_names.file_key(name)
+                key = (added[name].key if name in added else None) or family.file_names.file_key(name)
                 tensors[key] = tensor.detach().to("cpu", _stored(tensor, dtype)).contiguous()
         progress()
         _on_main(functools.partial(_write_tensors, partial / file, tensors))
-        weight_map.update(dict.fromkeys(tensors, file))
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
+        if file in files:
+            weight_map.update(dict.fromkeys(tensors, file))
+            total_size += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         text = json.dumps(content, indent=2) + "\n"
@@ -261,6 +269,7 @@ def export_hf(
 
     Rank 0 gathers one parameter at a time and writes; the directory appears when it is complete. An earlier export
     there is replaced; a directory with anything else in it is not touched. Without a process group this process writes.
+    Parameters that techniques have added go to the files that they name, frozen ones of pretrained weights to none.
 
     Args:
         model: of a supported family, its parameters plain or DTensor; or, to go with ``whole``, tensors of the shape
@@ -279,9 +288,14 @@ def export_hf(
             point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
+    added: Mapping[str, AddedParameter] = {}
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
-        parameters: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+        added, base = added_parameters(model), base_of(model)
+        everything = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+        parameters: Mapping[str, torch.Tensor] = {
+            name: tensor for name, tensor in everything.items() if base is None or name not in base.names
+        }
         hf_config = model.config if hf_config is None else hf_config
     else:
         parameters = model
@@ -301,10 +315,13 @@ def export_hf(
             generation = getattr(model, "generation_config", None)
             copied = _pretrained_files(tokenizer_dir, generation_dir)
             _write_configs(partial, hf_config, family, generation=generation, dtype=stored, copied=copied)
+            for each in {p.apart.file: p.apart for p in added.values() if p.apart is not None}.values():
+                for name, text in each.beside.items():
+                    (partial / name).write_text(text, encoding="utf-8")
 
         _on_main(prepare)
         _gather_and_write(
-            parameters, whole or (lambda name: _whole(parameters[name])), partial, family,
+            parameters, whole or (lambda name: _whole(parameters[name])), partial, family, added,
             max_shard_bytes=max_shard_bytes, dtype=dtype, progress=progress,
         )  # fmt: skip
         _on_main(lambda: _publish(partial, directory))

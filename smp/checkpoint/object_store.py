@@ -187,9 +187,15 @@ class ObjectStore:
         Raises:
             StoreError: also if it ends before.
         """
-        return (self._range(name, begin, min(begin + _RANGE, end)) for begin in range(start, end, _RANGE))
+        return (self.range(name, *part) for part in self.ranges(start, end))
 
-    def _range(self, name: str, start: int, end: int) -> bytes:
+    @staticmethod
+    def ranges(start: int, end: int) -> list[tuple[int, int]]:
+        """Cut a range of bytes into those of one request each."""
+        return [(begin, min(begin + _RANGE, end)) for begin in range(start, end, _RANGE)]
+
+    def range(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes of an object from ``start`` to ``end``, by one request; raises as :meth:`pieces`."""
         try:
             part = self._call("read", name, lambda path: bytes(self._fs.cat_file(path, start=start, end=end)))
         except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,8 +87,21 @@ class CheckpointReader:
         entry = self.entries[name]
         offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
         sizes = tuple(sizes) if sizes is not None else entry.shape
-        out, filled = torch.empty(sizes, dtype=entry.dtype), 0
-        for chunk in entry.chunks:
+        out = torch.empty(sizes, dtype=entry.dtype)
+        for chunk, begin, here in self.boxes(name, offsets, sizes):
+            self.read_box(name, chunk, begin, out[here])
+        return out
+
+    def boxes(
+        self, name: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> list[tuple[Chunk, list[int], tuple[slice, ...]]]:
+        """Return where a box of a tensor is: chunk, first element in it, and the part of the box that it has.
+
+        Raises:
+            DamagedCheckpointError: the chunks lack a part of it.
+        """
+        found, filled = [], 0
+        for chunk in self.entries[name].chunks:
             # The box in which the wanted part and the chunk meet, in coordinates of the whole.
             begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
             end = [
@@ -97,19 +111,16 @@ class CheckpointReader:
             if any(b >= e for b, e in zip(begin, end, strict=True)):
                 continue
             here = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offsets, strict=True))
-            target = out[here]
-            self._read_box(name, chunk, [b - o for b, o in zip(begin, chunk.offsets, strict=True)], target)
-            filled += target.numel()
-        if filled != out.numel():
+            found.append((chunk, [b - o for b, o in zip(begin, chunk.offsets, strict=True)], here))
+            filled += math.prod(e - b for b, e in zip(begin, end, strict=True))
+        if filled != math.prod(sizes):
             raise DamagedCheckpointError(self._path, [f"{name} is not whole"])
-        return out
+        return found
 
-    def _read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
+    def read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
         """Fill ``target`` from a chunk, from the element ``begin`` of it on; reads whole rows of the first axis."""
         try:
-            if chunk.file not in self._headers:
-                self._headers[chunk.file] = self._files.header(chunk.file)
-            stored = self._headers[chunk.file].get(name)
+            stored = self._header(chunk.file).get(name)
             if stored is None or stored.shape != chunk.sizes or stored.dtype != target.dtype:
                 raise ValueError(f"it does not hold {name} as the manifest says")
             if not stored.shape:
@@ -127,6 +138,15 @@ class CheckpointReader:
             target.copy_(rows[(slice(None), *inner)])
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self._path, [f"{chunk.file} cannot be read ({reason(error)})"]) from None
+
+    def names(self, file: str) -> list[str]:
+        """Return the tensors of a file in their order; raises OSError and ValueError as :class:`Files`."""
+        return sorted(self._header(file), key=lambda name: self._header(file)[name].start)
+
+    def _header(self, file: str) -> dict[str, Stored]:
+        if file not in self._headers:
+            self._headers[file] = self._files.header(file)
+        return self._headers[file]
 
     def close(self) -> None:
         """Close the files."""

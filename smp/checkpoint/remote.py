@@ -6,16 +6,35 @@ last and deleted first.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from smp.checkpoint.layout import Checkpoint, checkpoint_name, step_of
-from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest
+from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
 from smp.checkpoint.object_store import ObjectStore
 from smp.errors import DamagedCheckpointError, UserError
 
 # Manifest of a checkpoint of a branch that is not gone on with: nothing finds it.
 ASIDE = "manifest.aside.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteCheckpoint:
+    """A checkpoint below a URL that is read without a copy."""
+
+    store: ObjectStore
+    name: str
+
+    def __str__(self) -> str:
+        return self.store.at(self.name)
+
+
+def manifest_of(checkpoint: Path | RemoteCheckpoint) -> Manifest:
+    """Return the manifest of a checkpoint; raises as :func:`read_remote`."""
+    if isinstance(checkpoint, Path):
+        return read_manifest(checkpoint)
+    return read_remote(checkpoint.store, checkpoint.name)[0]
 
 
 def find_remote(store: ObjectStore) -> list[Checkpoint]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smp.checkpoint.manifest import Chunk, Manifest
 from smp.checkpoint.object_store import ObjectStore
+from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.safetensors_io import (
     OTHER_DIGEST,
     FileEntry,
@@ -13,6 +23,9 @@ from smp.checkpoint.safetensors_io import (
     parse_header,
     shown,
 )
+from smp.errors import DamagedCheckpointError, RunError, UserError
+
+_AHEAD = 4  # requests of a rank that are under way
 
 
 class RemoteFiles:
@@ -73,3 +86,97 @@ class RemoteFiles:
             return header_problem(parse_header(bytes(beginning[8:needed]), entry.size), expected)
         except ValueError as error:
             return f"cannot be read ({error})"
+
+
+class OnePass:
+    """A file of a checkpoint below a URL, read once from its beginning to its end, and hashed as it comes.
+
+    For :class:`smp.checkpoint.reader.CheckpointReader`, which reads its tensors in their order.
+    """
+
+    def __init__(self, checkpoint: RemoteCheckpoint, name: str, entry: FileEntry):
+        self._entry, self._digest = entry, new_digest()
+        self._parts = _ahead(checkpoint.store, f"{checkpoint.name}/{name}", entry.size)
+        self._part, self._position = memoryview(b""), 0
+
+    def header(self, _name: str) -> dict[str, Stored]:
+        """Return what the file holds; called first."""
+        beginning = bytearray(min(8, self._entry.size))
+        self._take(memoryview(beginning))
+        text = bytearray(header_bytes(beginning, self._entry.size))
+        self._take(memoryview(text))
+        return parse_header(bytes(text), self._entry.size)
+
+    def read(self, _name: str, into: memoryview, start: int) -> None:
+        """Fill ``into`` with the bytes from ``start`` on, which follow what was read before."""
+        self._skip(start)
+        self._take(into)
+
+    def close(self) -> None:
+        """Read what is left.
+
+        Raises:
+            ValueError: the file is not as it was written.
+        """
+        self._skip(self._entry.size)
+        if shown(self._digest) != self._entry.digest:
+            raise ValueError(OTHER_DIGEST)
+
+    def _next(self, most: int) -> memoryview:
+        if not self._part:
+            self._part = memoryview(next(self._parts))
+            self._digest.update(self._part)
+        taken, self._part = self._part[:most], self._part[most:]
+        self._position += len(taken)
+        return taken
+
+    def _skip(self, to: int) -> None:
+        while self._position < to:
+            self._next(to - self._position)
+
+    def _take(self, into: memoryview) -> None:
+        while into:
+            part = self._next(len(into))
+            into[: len(part)] = part
+            into = into[len(part) :]
+
+
+def _ahead(store: ObjectStore, name: str, size: int) -> Iterator[bytes]:
+    """Yield an object in parts, while the next ones are on their way."""
+    pending: deque[Any] = deque()
+    with concurrent.futures.ThreadPoolExecutor(_AHEAD) as pool:
+        for part in store.ranges(0, size):
+            pending.append(pool.submit(store.range, name, *part))
+            if len(pending) > _AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def fill_from(
+    checkpoint: RemoteCheckpoint, manifest: Manifest, wanted: Mapping[str, tuple[torch.Tensor, Sequence[int]]]
+) -> None:
+    """Fill tensors, each the box of a saved one that begins at some offsets; a file is fetched at most once.
+
+    Raises:
+        DamagedCheckpointError: a file is not as it was written; tensors may have been filled.
+    """
+    places = CheckpointReader(str(checkpoint), manifest)
+    by_file: dict[str, list[tuple[str, Chunk, list[int], torch.Tensor]]] = {}
+    for name, (tensor, offsets) in wanted.items():
+        for chunk, begin, here in places.boxes(name, offsets, tensor.shape):
+            by_file.setdefault(chunk.file, []).append((name, chunk, begin, tensor[here]))
+    for file, boxes in by_file.items():
+        try:
+            source = OnePass(checkpoint, file, manifest.files[file])
+            reader = CheckpointReader(str(checkpoint), manifest, source)
+            order = {name: at for at, name in enumerate(reader.names(file))}
+            for name, chunk, begin, target in sorted(boxes, key=lambda box: order.get(box[0], -1)):
+                box = torch.empty(target.shape, dtype=manifest.tensors[name].dtype)
+                reader.read_box(name, chunk, begin, box)
+                target.copy_(box)
+            source.close()
+        except ValueError as error:
+            raise DamagedCheckpointError(checkpoint, [f"{file} {error}"]) from None
+        except RunError as error:  # of the store, before there is anything to lose
+            raise UserError(str(error)) from error

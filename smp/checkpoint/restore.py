@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, zeros
 
 from smp.checkpoint.manifest import Manifest, problems_of_files
 from smp.checkpoint.reader import CheckpointReader
+from smp.checkpoint.remote import RemoteCheckpoint
+from smp.checkpoint.remote_reader import fill_from
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.shards import local_part
 from smp.checkpoint.state import alike, clean_name, model_tensors, parameter_names, plain, state_tensors
@@ -23,6 +25,7 @@ from smp.checkpoint.tagged_json import decode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
 from smp.log import get_logger
+from smp.models.added import base_of
 
 logger = get_logger(__name__)
 
@@ -43,7 +46,7 @@ ARCHITECTURE_KEYS = (
 State = dict[torch.Tensor, dict[str, Any]]
 
 
-def check_architecture(path: Path, saved: dict[str, Any], hf_config: Any) -> None:
+def check_architecture(path: Path | RemoteCheckpoint, saved: dict[str, Any], hf_config: Any) -> None:
     """Refuse a checkpoint of another model.
 
     Args:
@@ -59,6 +62,18 @@ def check_architecture(path: Path, saved: dict[str, Any], hf_config: Any) -> Non
         raise UserError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}; resume with the model it was made with"
         )
+
+
+def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
+    """Refuse a checkpoint without the frozen parameters, where they would be others than those that it was made with.
+
+    Raises:
+        UserError: saying so.
+    """
+    base, theirs = base_of(model), manifest.model.get("base")
+    if base is not None and theirs is not None and base.digest != theirs:
+        raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
+                        f"not hold: start with those it was made with")  # fmt: skip
 
 
 def is_script(run: dict[str, Any]) -> bool:
@@ -93,7 +108,7 @@ def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[st
 class Candidate:
     """A checkpoint to start from, and its manifest; None for a fresh start."""
 
-    checkpoint: Path | None
+    checkpoint: Path | RemoteCheckpoint | None
     saved: Manifest | None
 
 
@@ -114,7 +129,8 @@ def first_whole(candidate: Callable[[set[Path]], Found], *, latest: bool, conten
     damaged: set[Path] = set()
     while True:
         found = candidate(damaged)
-        if found.checkpoint is None or found.saved is None:
+        # What is read from a URL is verified as it comes.
+        if not isinstance(found.checkpoint, Path) or found.saved is None:
             return found
         problems = verify_together(found.checkpoint, found.saved, content=content)
         if not problems:
@@ -130,7 +146,12 @@ def first_whole(candidate: Callable[[set[Path]], Found], *, latest: bool, conten
 
 
 def restore(
-    path: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: str | None
+    path: Path | RemoteCheckpoint,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    seed: str | None,
 ) -> None:
     """Fill model, optimizer and this rank's generators; each rank reads what it holds; collective.
 
@@ -138,31 +159,34 @@ def restore(
     ``optimizer`` stay as they are.
 
     Args:
-        path: of a checkpoint whose files have been verified.
+        path: of a checkpoint whose files have been verified, or one below a URL, which are verified as they come.
         seed: the generators' states are restored at the saved number of ranks and tensor-parallel degree; at another
             they are seeded by this text. None leaves the generators as they are.
 
     Raises:
-        DamagedCheckpointError: a file is not what the manifest says.
+        DamagedCheckpointError: a file is not what the manifest says; one below a URL may have been read in part.
         UserError: it does not fit the model or the optimizer; nothing has been changed.
     """
     model = plain(model)
     run = manifest.run if is_script(manifest.run) else {"optimizer": None, "extra_states": {}}
     settings = run["optimizer"]
+    together(lambda: check_base(path, manifest, model))
     together(lambda: check_optimizer(model, optimizer, settings))
     state = together(lambda: allocate(model, optimizer, manifest, adamw=settings is None))
     tensors = together(lambda: state_tensors(model, optimizer, state))
     together(lambda: check_tensors(path, manifest, tensors))
-    together(lambda: fill(path, manifest, tensors))
+    same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(alike(model)))
+    generators = saved_generators(manifest) if seed is not None and same_layout else {}
+    together(lambda: fill(path, manifest, tensors | generators))
     restore_optimizer(model, optimizer, state, settings)
     restore_extra_states(model, run.get("extra_states", {}))
     if seed is not None:
-        same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(alike(model)))
-        together(lambda: restore_generators(path, manifest, same_layout=same_layout, otherwise=seed))
+        restore_generators([*generators.values()], otherwise=seed)
 
 
-def restore_model(path: Path, manifest: Manifest, model: nn.Module) -> None:
+def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Module) -> None:
     """Fill the model from a checkpoint, whose other tensors are not read; collective. See :func:`restore`."""
+    together(lambda: check_base(path, manifest, model))
     tensors = model_tensors(model)
     saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
     together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))
@@ -235,7 +259,7 @@ def _empty(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, 
     return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
 
 
-def check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
+def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dict[str, torch.Tensor]) -> None:
     """Refuse missing, extra and misshapen tensors, and other dtypes: nothing is converted silently.
 
     Raises:
@@ -256,17 +280,20 @@ def check_tensors(path: Path, manifest: Manifest, wanted: dict[str, torch.Tensor
 
 
 @torch.no_grad()
-def fill(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+def fill(path: Path | RemoteCheckpoint, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
     """Read what this rank holds of each tensor into it.
 
     Raises:
         DamagedCheckpointError: a file is not what the manifest says.
     """
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    wanted = {name: part for name, part in parts.items() if part[0].numel()}
+    if isinstance(path, RemoteCheckpoint):
+        fill_from(path, manifest, wanted)
+        return
     with CheckpointReader(path, manifest) as reader:
-        for name, tensor in tensors.items():
-            local, offsets = local_part(tensor)
-            if local.numel():
-                local.copy_(reader.read(name, offsets, local.shape))
+        for name, (local, offsets) in wanted.items():
+            local.copy_(reader.read(name, offsets, local.shape))
 
 
 def restore_optimizer(
@@ -295,14 +322,20 @@ def restore_extra_states(model: nn.Module, saved: dict[str, Any]) -> None:
             module.set_extra_state(decode(saved[clean_name(name)]))
 
 
-def restore_generators(path: Path, manifest: Manifest, *, same_layout: bool, otherwise: str) -> None:
-    """Give this rank's generators the saved state where the layout is the saved one, else seed them by a text."""
-    rank = dist.get_rank()
-    if same_layout and f"rng.cpu.{rank:05d}" in manifest.tensors:
-        with CheckpointReader(path, manifest) as reader:
-            torch.set_rng_state(reader.read(f"rng.cpu.{rank:05d}"))
-            if torch.cuda.is_available() and f"rng.cuda.{rank:05d}" in manifest.tensors:
-                torch.cuda.set_rng_state(reader.read(f"rng.cuda.{rank:05d}"))
+def saved_generators(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return the saved states of this rank's generators, without values; the CPU's is the first."""
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    names = [f"rng.{kind}.{dist.get_rank():05d}" for kind in kinds]
+    found = {name: manifest.tensors[name] for name in names if name in manifest.tensors}
+    return {name: torch.empty(e.shape, dtype=e.dtype) for name, e in found.items()} if names[0] in found else {}
+
+
+def restore_generators(states: list[torch.Tensor], *, otherwise: str) -> None:
+    """Give this rank's generators their states, the CPU's first; without any seed them by a text."""
+    if states:
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)
     else:
         digest = hashlib.blake2b(otherwise.encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError, a_type
+from smp.models.added import base_of
 from smp.models.file_names import buffers_of, clean_name
 from smp.parallel.sharding import reshard
 
@@ -69,6 +70,12 @@ def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
     return {"name": name, "config": json.loads(text), "hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
+def with_base(entry: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Add to a model's entry the digest of the pretrained weights whose parameters are not saved."""
+    base = base_of(model)
+    return entry if base is None else {**entry, "base": base.digest}
+
+
 def alike(model: nn.Module) -> list[int]:
     """Return the ranks of this one's tensor-parallel group, whose generators must agree; itself alone without one."""
     for parameter in model.parameters():
@@ -100,7 +107,8 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what :func:`state_tensors` does, without the optimizer's."""
     reshard(model)
-    tensors = {f"model.{clean_name(name)}": parameter.detach() for name, parameter in model.named_parameters()}
+    base, parameters = base_of(model), model.named_parameters()
+    tensors = {f"model.{clean_name(n)}": p.detach() for n, p in parameters if base is None or n not in base.names}
     return tensors | {f"model.{name}": buffer for name, buffer in buffers_of(model)}
 
 
@@ -120,6 +128,8 @@ def state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return all tensors that are saved, by name; loading writes into these very tensors.
 
+    Parameters that stay as the pretrained weights have them are not: :func:`smp.models.added.base_of`.
+
     Args:
         state: of the optimizer, instead of what it holds.
 
@@ -136,9 +146,11 @@ def state_tensors(
             f"keep it in extra"
         )
     tensors: dict[str, torch.Tensor] = {}
+    base = base_of(model)
     # In the order of the model, so that a resumed run writes the very files of one that was never stopped.
     for parameter, name in names.items():
-        tensors[f"model.{name}"] = parameter.detach()
+        if base is None or name not in base.names:
+            tensors[f"model.{name}"] = parameter.detach()
         for key, value in held.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optim.{key}.{name}"] = _checked_state(key, name, value, parameter)

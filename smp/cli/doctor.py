@@ -12,8 +12,10 @@ Exit status 0: no problem, though perhaps warnings; 1: a problem was found; 2: n
 from __future__ import annotations
 
 import argparse
+import os
 
 from smp.doctor.check import Request
+from smp.doctor.report import Diagnosis
 from smp.doctor.supervisor import examine_here, examine_rank
 from smp.environment import read_launch
 from smp.environment.threads import set_default_threads
@@ -75,12 +77,17 @@ def run(options: argparse.Namespace) -> int:
     processes = 1 if has_launcher else 2 if options.nproc_per_node is None else options.nproc_per_node
     if not 1 <= processes <= 1024:
         raise UserError(f"--nproc_per_node {processes} is not allowed: give 1 to 1024 processes")
-    if launch.world_size > 1:
-        diagnosis = examine_rank(request, launch)
-    else:
+    if launch.world_size == 1:
         set_default_threads(processes)
-        diagnosis = examine_here(request, processes)
-    if diagnosis is None:
-        return 0
+        return _show(examine_here(request, processes), options)
+    try:
+        diagnosis = examine_rank(request, launch)
+        status = 0 if diagnosis is None else _show(diagnosis, options)
+    except KeyboardInterrupt:
+        status = 130
+    os._exit(status)  # a check that hangs, or a group that was not left in good order, would be waited for
+
+
+def _show(diagnosis: Diagnosis, options: argparse.Namespace) -> int:
     print(diagnosis.as_json() if options.json else diagnosis.as_text(), flush=True)
     return diagnosis.exit_status

@@ -86,6 +86,9 @@ def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[
     Raises:
         UserError: the checkpoint's tensors are not those of its model.
     """
+    if "base" in manifest.model:
+        raise UserError(f"checkpoint {path} does not hold the pretrained weights that its run has frozen: resume it, "
+                        f"and the run exports what it has trained when it ends")  # fmt: skip
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}

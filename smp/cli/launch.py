@@ -1,7 +1,7 @@
 """Write the script that starts a training job: for Slurm, Kubernetes, a file of hosts, or this machine.
 
-The training flags come after `--` and are checked before anything is written. Degrees and micro-batch are chosen from
-the GPUs' memory where they are not given. The script is printed; --output FILE writes it.
+The training flags come after `--` and are checked before anything is written. What `smp plan` chooses of those that are
+not given is added: degrees, micro-batch, recomputation, offloading. The script is printed; --output FILE writes it.
 
     smp launch slurm --model llama70b --nodes 8 --partition gpu -- --training_dir /data/text --max_steps 10000
 """
@@ -9,12 +9,14 @@ the GPUs' memory where they are not given. The script is printed; --output FILE 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from smp.cli.plan import best, device_of
 from smp.errors import UserError
 from smp.launch.command_line import (
     Checked,
@@ -78,7 +80,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="default 8, the slots of --hosts, or the GPUs of this machine; 0 trains on CPUs",
     )  # fmt: skip
     parser.add_argument("--processes_per_node", type=int, metavar="N", help="default: as many as GPUs")
-    parser.add_argument("--gpu_memory_gib", type=float, default=80.0, metavar="GIB", help="of one GPU; default 80")
+    parser.add_argument(
+        "--device", default="h100", metavar="NAME", help="GPU to choose for, as `smp plan`'s; default h100"
+    )
+    parser.add_argument("--gpu_memory_gib", type=float, metavar="GIB", help="of one GPU; default: the device's")
     parser.add_argument("--workdir", metavar="DIR", help="where the job runs, on all nodes; default: here")
     parser.add_argument("--script", metavar="FILE", help="a script to start instead of `-m smp.train`")
     parser.add_argument("--output", metavar="FILE", help="write it there; a file that exists is left as it is")
@@ -152,7 +157,7 @@ def _require_numbers(options: argparse.Namespace) -> None:
         if value is not None and not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
             raise UserError(f"--{name} must be {bound}, got {value}")
-    if not 0 < options.gpu_memory_gib < float("inf"):
+    if options.gpu_memory_gib is not None and not 0 < options.gpu_memory_gib < float("inf"):
         raise UserError(f"--gpu_memory_gib must be above 0, got {options.gpu_memory_gib}")
 
 
@@ -224,19 +229,18 @@ def _job(options: argparse.Namespace, *, nodes: int, slots: int | None = None) -
     chosen: list[str] = []
     if found is None:
         comments = [title + ".", _unchecked(arguments)]
-    elif not gpus:
-        comments = [f"{title}, on CPUs. No sizes were chosen."]
+    elif not gpus or found.settings["evaluate_only"]:
+        comments = [f"{title}{'' if gpus else ', on CPUs'}. No sizes were chosen."]
     else:
-        from smp.launch.sizes import choose_sizes  # brings transformers
-
-        choice = choose_sizes(
-            found.settings, found.given, nodes=nodes, gpus=gpus, gpu_memory_gib=options.gpu_memory_gib
-        )  # fmt: skip
-        chosen, comments = choice.arguments, [f"{title} of {gpus} GPU(s).", *choice.lines]
+        row = device_of(options.device, gpus, memory_gib=options.gpu_memory_gib)
+        with contextlib.chdir(options.workdir if os.path.isdir(options.workdir) else "."):
+            chosen, lines = best(arguments, row, nodes=nodes, local=gpus)
+        comments = [f"{title} of {gpus} GPU(s).", *lines]
     if options.target == "kubernetes" and "output_dir" not in given:
         arguments += ["--output_dir", f"{options.mount_path}/runs/{_name(options, arguments)}"]
     return Job(
-        nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir, program=_program(options),
+        nodes=nodes, gpus=gpus, processes=processes, workdir=options.workdir,
+        program=["-m", "smp.train"] if options.script is None else [options.script],
         arguments=[*arguments, *chosen], resumes=RESUME.removeprefix("--") in given, comments=comments,
         venv=options.venv, conda=options.conda, image=options.image, container=options.container,
         mounts=tuple(options.mount), setup=tuple(options.setup),
@@ -284,10 +288,6 @@ def _processes(options: argparse.Namespace, slots: int | None) -> tuple[int, int
 
 def _flags(arguments: list[str]) -> list[str]:
     return [argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")]
-
-
-def _program(options: argparse.Namespace) -> list[str]:
-    return ["-m", "smp.train"] if options.script is None else [options.script]
 
 
 def _checked(options: argparse.Namespace, arguments: list[str]) -> Checked | None:

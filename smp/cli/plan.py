@@ -26,7 +26,7 @@ from smp.log import is_terminal
 from smp.plan import document, ledger
 from smp.plan.cost import parse_count
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
-from smp.plan.records import GIB, LayoutPlan
+from smp.plan.records import GIB, TOP, LayoutPlan
 from smp.runtime import devices_folder
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", metavar="NAME", help="efa400, efa3200, ib400, or GB/s of each device to other hosts")
     add("--search", type=int, choices=(0, 1), default=1, help="1 (default): choose what is not given; 0: as given")
     add("--global_tokens", metavar="N", help="of a step over all ranks, such as 4Mi; accumulation follows")
-    add("--top", type=int, default=3, metavar="N", help="layouts to show; default 3")
+    add("--top", type=int, default=TOP, metavar="N", help=f"layouts to show; default {TOP}")
     add("--tokens", metavar="N", help="to train on, such as 1T: hours, money")
     add("--price", type=float, metavar="X", help="of a device for an hour")
     add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and its last rank, too")
@@ -65,20 +65,18 @@ def run(options: argparse.Namespace) -> int:
     if options.calibrate:
         return _calibrate(options)
     tokens = _require_options(options)
-    row = _device(options)
-    count = min(available_cores(), _WORKERS) if options.search else 1
-    with open_workers(count, row) as planners, _progress() as tell:
-        from smp.plan import request as requests  # brings transformers, while the workers start
+    row = device_of(
+        options.device, options.gpus_per_node, memory_gib=options.gpu_memory_gib, network=options.network
+    )  # fmt: skip
+    try:
+        request, found = find(
+            options.more, row, nodes=options.nodes, local=options.gpus_per_node, global_tokens=options.global_tokens,
+            top=options.top, searches=bool(options.search), exact=bool(options.exact),
+        )  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError([_nearer(text) for text in error.problems]) from None
+    from smp.plan import request as requests
 
-        try:
-            request = requests.read_request(
-                options.more, row, nodes=options.nodes, local=options.gpus_per_node, global_tokens=options.global_tokens
-            )
-        except ConfigError as error:
-            raise ConfigError([_nearer(text) for text in error.problems]) from None
-        found = requests.answer(
-            request, planners, top=options.top, searches=bool(options.search), exact=bool(options.exact), tell=tell
-        )
     content = requests.as_document(request, found, top=options.top, tokens=tokens, price=options.price)
     if options.json == "-":
         sys.stdout.write(document.as_text(content))
@@ -132,25 +130,68 @@ def _nearer(problem: str) -> str:
     return f"unknown flag {flag}: {says}" if says else problem
 
 
-def _device(options: argparse.Namespace) -> DeviceRow:
-    """Return the device's row, with the memory and the network that were given."""
-    row = device_row(options.device).shared_by(options.gpus_per_node)
-    if options.network is not None:
-        row = dataclasses.replace(row, network=network_share(options.network))
-    if options.gpu_memory_gib is not None:
-        row = dataclasses.replace(row, memory=options.gpu_memory_gib)
+def device_of(name: str, local: int, *, memory_gib: float | None, network: str | None = None) -> DeviceRow:
+    """Return the device's row, with the memory and the network that were given.
+
+    Args:
+        local: devices of a host.
+    """
+    row = device_row(name).shared_by(local)
+    if network is not None:
+        row = dataclasses.replace(row, network=network_share(network))
+    if memory_gib is not None:
+        row = dataclasses.replace(row, memory=memory_gib)
     elif not row.is_gpu:
         from smp.memory.limits import installed_memory
 
-        row = dataclasses.replace(row, memory=installed_memory() / options.gpus_per_node / GIB)
+        row = dataclasses.replace(row, memory=installed_memory() / local / GIB)
     return row
+
+
+def find(
+    words: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None, top: int = TOP,
+    searches: bool = True, exact: bool = False,
+) -> tuple[Request, Found]:  # fmt: skip
+    """Answer a request by processes that plan; see :func:`smp.plan.request.answer`."""
+    count = min(available_cores(), _WORKERS) if searches else 1
+    with open_workers(count, row) as planners, _progress() as tell:
+        from smp.plan import request as requests  # brings transformers, while the workers start
+
+        request = requests.read_request(words, row, nodes=nodes, local=local, global_tokens=global_tokens)
+        return request, requests.answer(request, planners, top=top, searches=searches, exact=exact, tell=tell)
+
+
+def best(words: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[list[str], list[str]]:
+    """Return the flags of the best layout, and what is to be said of it.
+
+    Raises:
+        UserError: none is legal, or none fits.
+    """
+    request, found = find(words, row, nodes=nodes, local=local)
+    from smp.plan import tables
+    from smp.plan.request import more_devices
+
+    title = f"{request.model.name} on {nodes} x {local} {row.name}: "
+    if not found.plans:
+        assert found.nearest is not None
+        says = tables.verdict(found.nearest.memory)
+        raise UserError(f"{title}{says}. {more_devices(request, alone=found.legal == 1)}")
+    layout, plan = found.plans[0]
+    lines = [title + tables.verdict(plan.memory), tables.title_of(layout), *tables.ranking(found, TOP, request.devices)]
+    return tables.words_of(layout.flags), lines
 
 
 @contextlib.contextmanager
 def open_workers(count: int, row: DeviceRow) -> Iterator[list[Callable[..., LayoutPlan]]]:
-    """Start processes that plan layouts; yields the ``plan`` of each."""
+    """Start processes that plan layouts; yields the ``plan`` of each. Without a compiler the closed form plans."""
+    from smp.plan.shim import compiler
     from smp.plan.worker import Worker
 
+    if row.is_gpu and compiler() is None:
+        from smp.plan.request import closed_plan
+
+        yield [closed_plan]
+        return
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker()) for _ in range(count)]
         for worker in workers:

@@ -6,25 +6,33 @@ import json
 import logging
 from typing import Any
 
-from smp.compat.names import FLAGS, KEYS
 from smp.compat.other_trainers import OURS, nearest
 from smp.config import flag_text
 
 logger = logging.getLogger(__name__)
 
 _LLAMA = ("llama_v2", "llama_v3")
-# Settings that SMP v2's script used for some values of --model_type only.
-APPLIED_TO: dict[str, tuple[str, ...]] = {
-    "resid_pdrop": ("gpt2",),
-    "embd_pdrop": ("gpt2",),
-    "attn_pdrop": ("gpt2",),
-    "rotary_pct": ("gpt_neox",),
-    "rotary_emb_base": ("gpt_neox", *_LLAMA),
-    "llama_intermediate_size": _LLAMA,
-    "intermediate_size": ("mistral", "mixtral"),
-    "initializer_range": ("gpt2", "gpt_neox", "mistral", "mixtral", *_LLAMA),
+# Settings that SMP v2's script used for some values of --model_type only: its default, and these values.
+APPLIED_TO: dict[str, tuple[object, tuple[str, ...]]] = {
+    "resid_pdrop": (0.1, ("gpt2",)),
+    "embd_pdrop": (0.1, ("gpt2",)),
+    "attn_pdrop": (0.1, ("gpt2",)),
+    "rotary_pct": (0.25, ("gpt_neox",)),
+    "rotary_emb_base": (10000, ("gpt_neox", *_LLAMA)),
+    "llama_intermediate_size": (11008, _LLAMA),
+    "intermediate_size": (14336, ("mistral", "mixtral")),
+    "initializer_range": (0.02, ("gpt2", "gpt_neox", "mistral", "mixtral", *_LLAMA)),
+    # With --rope_scaling_type llama3, whatever the model.
+    "rope_scaling_factor": (8.0, ()),
+    "rope_scaling_high_freq_factor": (4.0, ()),
+    "rope_scaling_low_freq_factor": (1.0, ()),
+    "rope_scaling_original_max_position_embeddings": (8192, ()),
 }
-_LLAMA3_ROPE = tuple(name for name in FLAGS if name.startswith("rope_scaling_") and name != "rope_scaling_type")
+_KEYS = (
+    "hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+    "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
+    "random_seed",
+)  # fmt: skip
 
 
 def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
@@ -42,18 +50,17 @@ def read_mp_parameters(text: str, problems: list[str]) -> dict[str, str]:
     except (ValueError, RecursionError):
         problems.append(f"--mp_parameters takes key=value,key=value or a JSON object, got {text[:80]!r}")
         return {}
-    defaults = {key.name: key.default for key in KEYS}
     found = {}
     for key, value in ((str(key).strip(), str(value).strip()) for key, value in pairs.items()):
-        if key not in defaults:
-            near = nearest(key, defaults)
-            hint = f"did you mean {near}?" if near else f"give {', '.join(defaults)}, and anything else as a flag"
+        if key not in _KEYS:
+            near = nearest(key, _KEYS)
+            hint = f"did you mean {near}?" if near else f"give {', '.join(_KEYS)}, and anything else as a flag"
             problems.append(f"--mp_parameters: unknown key {key}: {hint}")
         elif key == "allow_empty_shards":
             logger.info("--mp_parameters: %s has no effect: empty shards are always allowed", key)
         elif key != "random_seed":
             found[OURS.get(key, key)] = value
-        elif value != str(defaults[key]):
+        elif value != "0":
             problems.append(f"--mp_parameters: random_seed {value} is not available: --seed is the job's one seed")
     return found
 
@@ -74,20 +81,20 @@ def drop_unapplied_defaults(given: dict[str, Any]) -> list[str]:
     if kind is None:
         return []
     found = []
-    for name in [*APPLIED_TO, *_LLAMA3_ROPE]:
-        if name not in given or given[name] != FLAGS[name]:
+    for name, (default, kinds) in APPLIED_TO.items():
+        if name not in given or given[name] != default:
             continue
         if finetunes:
             why = "which it did not use when finetuning: the model's own value stays"
-        elif name in _LLAMA3_ROPE:
+        elif not kinds:
             why = "which needs --rope_scaling_type llama3" if given.get("rope_scaling_type") != "llama3" else ""
-        elif kind in APPLIED_TO[name] or (
+        elif kind in kinds or (
             # Which is Llama 3 8B's width, too: it counts for Llama unless SMP v2's own flag gives one.
             name == "intermediate_size" and kind in _LLAMA and "llama_intermediate_size" not in given
         ):
             why = ""
         else:
-            why = f"which it used for {' and '.join(APPLIED_TO[name])} only"
+            why = f"which it used for {' and '.join(kinds)} only"
         if why:
             found.append(f"--{name} {flag_text(given.pop(name))} has no effect: it is SMP v2's default, {why}")
     return found

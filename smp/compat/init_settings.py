@@ -7,12 +7,10 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from smp.axes import AXES
 from smp.config import ParallelConfig
 from smp.errors import UserError, a_type
 from smp.json_input import from_text, read_json
-
-# The mesh's own names of settings.
-_SHORT = {"dp_shard": "hybrid_shard_degree", "tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
 
 # SMP v2's keys that are no settings of ParallelConfig: the values that are accepted, and what to do about others.
 _SMP_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -71,7 +69,8 @@ def read_settings(values: dict[str, Any], keywords: dict[str, Any], preset: dict
     Raises:
         UserError: a key is not known, or there are two values for one setting.
     """
-    known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")} | _SHORT
+    known = {key: key for key in (*_SMP_KEYS, *_SMP_NUMBERS, "dp_replicate")}
+    known |= {"dp_shard": "hybrid_shard_degree"} | {axis.name: axis.flag for axis in AXES}  # the mesh's own names
     for field in dataclasses.fields(ParallelConfig):
         known |= dict.fromkeys((field.name, *field.metadata["aliases"]), field.name)
     given: dict[str, str] = {}  # as it is called there, by the field's name

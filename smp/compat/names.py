@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Name(NamedTuple):
@@ -27,10 +27,9 @@ _SAVER, _UTILS, _S3 = (
     f"{_CHECKPOINT}.state_dict_utils",
     f"{_CHECKPOINT}.s3_filesystem",
 )
-_FILES = "smp.Checkpointer takes a URL, and --checkpoint_dir does, as s3://bucket/run; s3fs reads and writes"
-_NO_MOE = "mixture-of-experts models are out of scope for now"
-_ATTENTION = "the model code is Hugging Face's: choose with attn_implementation, or --attn_implementation"
-_LOCAL = "smp.Checkpointer needs no context, and so no type such as SM_LOCAL_STATE_DICT"
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_TRANSFORMER = "torch.sagemaker.tensor_parallel.transformer"
+_MODULES = "torch.sagemaker.utils.module_utils"
 
 
 def _helpers(module: str, *names: str, note: str = "") -> tuple[Name, ...]:
@@ -38,302 +37,160 @@ def _helpers(module: str, *names: str, note: str = "") -> tuple[Name, ...]:
     return tuple(Name(f"{module}.{name}", f"smp.compat.stand_ins.{name}", True, note) for name in names)
 
 
+def _same(ours: str, module: str, *names: str, note: str = "") -> tuple[Name, ...]:
+    """Return entries of names that work as they are, by ours; ``{name}`` in that is the name itself."""
+    return tuple(Name(f"{module}.{name}", ours.format(name=name), True, note) for name in names)
+
+
+def _gone(ours: str, module: str, *names: str, note: str) -> tuple[Name, ...]:
+    """Return entries of names that are refused with a note on what to use instead; ``ours`` may be empty."""
+    return tuple(Name(f"{module}.{name}", ours, False, note) for name in names)
+
+
 NAMES = (
-    Name(
-        "torch.sagemaker.init",
-        "smp.sagemaker.init",
-        True,
-        "after the process group, as there; the estimator's parameters (SM_HP_MP_PARAMETERS) go before its argument's",
+    *_same(
+        "smp.sagemaker.init", "torch.sagemaker", "init",
+        note="after the process group, as there; the estimator's parameters (SM_HP_MP_PARAMETERS) go before its "
+        "argument's",
     ),
-    Name("torch.sagemaker.is_initialized", "smp.is_initialized", True, ""),
-    Name(
-        "torch.sagemaker.transform",
-        "smp.sagemaker.transform",
-        True,
-        "splits Hugging Face's own modules in place; no MoEConfig. As smp.transform, but the model also takes batches "
-        "as scripts cut them for context parallelism",
+    *_same("smp.is_initialized", "torch.sagemaker", "is_initialized"),
+    *_same(
+        "smp.sagemaker.transform", "torch.sagemaker", "transform",
+        note="splits Hugging Face's own modules in place; no MoEConfig. As smp.transform, but the model also takes "
+        "batches as scripts cut them for context parallelism",
     ),
-    Name(
-        "torch.sagemaker.state",
-        "smp.state",
-        True,
-        "the same fields, and reset(); before init degrees are 1 or what was set, which init takes",
+    *_same(
+        "smp.state", "torch.sagemaker", "state",
+        note="the same fields, and reset(); before init degrees are 1 or what was set, which init takes",
     ),
-    Name("torch.sagemaker.state_handler.state", "smp.state", True, "the same"),
-    Name("torch.sagemaker.grad_norm.clip_grad_norm_", "smp.clip_grad_norm_", True, "0 only measures"),
-    Name(
-        "torch.sagemaker.delayed_param.DelayedParamIniter",
-        "smp.DelayedParamIniter",
-        True,
-        "values do not depend on the layout",
+    *_same("smp.state", "torch.sagemaker.state_handler", "state", note="the same"),
+    *_same("smp.clip_grad_norm_", "torch.sagemaker.grad_norm", "clip_grad_norm_", note="0 only measures"),
+    *_same(
+        "smp.DelayedParamIniter", "torch.sagemaker.delayed_param", "DelayedParamIniter",
+        note="values do not depend on the layout",
     ),
-    Name(
-        "torch.distributed.fsdp.FullyShardedDataParallel",
-        "smp.FullyShardedDataParallel",
-        True,
-        "the same arguments, and SMP's post_param_init_fn; see from_fsdp1.md. torch's own stays in "
+    *_same(
+        "smp.FullyShardedDataParallel", "torch.distributed.fsdp", "FullyShardedDataParallel",
+        note="the same arguments, and SMP's post_param_init_fn; see from_fsdp1.md. torch's own stays in "
         "torch.distributed.fsdp.fully_sharded_data_parallel",
     ),
-    Name(
-        "torch.distributed.fsdp.FullStateDictConfig",
-        "smp.FullStateDictConfig",
-        True,
-        "takes translate_on_save=True: names are always Hugging Face's; smp.export_hf writes them",
+    *_same(
+        "smp.FullStateDictConfig", "torch.distributed.fsdp", "FullStateDictConfig",
+        note="takes translate_on_save=True: names are always Hugging Face's; smp.export_hf writes them",
     ),
-    *(
-        Name(
-            f"torch.distributed.checkpoint.{name}",
-            "smp.compat.stand_ins.load_sharded_optimizer_state_dict",
-            True,
-            "DTensors, as smp.FSDP has them; takes process_group",
-        )
-        for name in ("optimizer.load_sharded_optimizer_state_dict", "load_sharded_optimizer_state_dict")
+    *_same(
+        "smp.compat.stand_ins.load_sharded_optimizer_state_dict", "torch.distributed.checkpoint",
+        "optimizer.load_sharded_optimizer_state_dict", "load_sharded_optimizer_state_dict",
+        note="DTensors, as smp.FSDP has them; takes process_group",
     ),
-    *(
-        Name(
-            f"torch.distributed.checkpoint.{name}",
-            f"smp.compat.group_checkpoints.{name}",
-            True,
-            "by a process group of some axes of the mesh, too, such as a tensor-parallel rank's folder",
-        )
-        for name in ("save_state_dict", "load_state_dict")
+    *_same(
+        "smp.compat.group_checkpoints.{name}", "torch.distributed.checkpoint", "save_state_dict", "load_state_dict",
+        note="by a process group of some axes of the mesh, too, such as a tensor-parallel rank's folder",
     ),
-    Name(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.offload_wrapper",
-        "smp.offload_wrapper",
-        False,
-        "of checkpointed blocks, with prefetch, in place; torch's own works, too, and waits for every copy",
+    *_gone(
+        "smp.offload_wrapper", _WRAPPERS, "offload_wrapper",
+        note="of checkpointed blocks, with prefetch, in place; torch's own works, too, and waits for every copy",
     ),
-    Name(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing",
-        "smp.apply_activation_checkpointing",
-        False,
-        "torch's own works, too, but smp.offload_wrapper needs this one",
+    *_gone(
+        "smp.apply_activation_checkpointing", _WRAPPERS, "apply_activation_checkpointing",
+        note="torch's own works, too, but smp.offload_wrapper needs this one",
     ),
     *_helpers("torch.sagemaker.logger", "get_logger"),
     *_helpers("torch.sagemaker.utils.utils", "timeit", note="logs seconds on rank 0"),
     *_helpers(
-        "torch.sagemaker.checkpoint.utils",
-        "limit_num_subdirs",
+        "torch.sagemaker.checkpoint.utils", "limit_num_subdirs",
         note="deletes folders alone, on the rank with log=True; smp.Checkpointer(keep=...) counts complete ones",
     ),
-    Name("torch.sagemaker.checkpoint.utils.SORT_BY_LAST_INT", "smp.compat.stand_ins.last_int", True, ""),
-    Name("torch.sagemaker.checkpoint.constants.SMP_IS_LOAD_INFO_KEY", "", False, "a checkpoint has no such key"),
-    Name("torch.sagemaker.checkpoint.constants.SMP_IS_PARTIAL_KEY", "", False, "a checkpoint has no such key"),
-    Name(f"{_SAVER}.save", "smp.Checkpointer.save", False, "smp.Checkpointer(directory, model, optimizer).save(step)"),
-    Name(f"{_SAVER}.async_save", "smp.Checkpointer.save", False, "smp.Checkpointer(...).save(step, wait=False)"),
-    Name(f"{_SAVER}.maybe_finalize_async_calls", "smp.Checkpointer.finish", False, "smp.Checkpointer(...).finish()"),
-    Name(
-        f"{_SAVER}.PyTorchDistSaveShardedStrategy",
-        "smp.Checkpointer.save",
-        False,
-        "smp.Checkpointer(...).save(step, wait=False)",
+    *_same("smp.compat.stand_ins.last_int", "torch.sagemaker.checkpoint.utils", "SORT_BY_LAST_INT"),
+    *_gone(
+        "", "torch.sagemaker.checkpoint.constants", "SMP_IS_LOAD_INFO_KEY", "SMP_IS_PARTIAL_KEY",
+        note="a checkpoint has no such key",
     ),
-    Name(
-        f"{_CHECKPOINT}.state_dict_loader.load",
-        "smp.Checkpointer.load",
-        False,
-        "smp.Checkpointer(...).load(): verified, at any number of ranks",
+    *_gone(
+        "smp.Checkpointer.save", _SAVER, "save", note="smp.Checkpointer(directory, model, optimizer).save(step)"
     ),
-    Name(f"{_UTILS}.sm_state_dict_type", "smp.Checkpointer", False, _LOCAL),
-    Name(f"{_UTILS}.SMStateDictType", "smp.Checkpointer", False, _LOCAL),
-    Name(
-        f"{_UTILS}.init_optim_state",
-        "smp.Checkpointer",
-        False,
-        "smp.Checkpointer(...).load() makes the optimizer's state",
+    *_gone("smp.Checkpointer.save", _SAVER, "async_save", note="smp.Checkpointer(...).save(step, wait=False)"),
+    *_gone(
+        "smp.Checkpointer.finish", _SAVER, "maybe_finalize_async_calls", note="smp.Checkpointer(...).finish()"
     ),
-    Name(f"{_UTILS}.compute_auto_checkpoint_interval", "", False, "--checkpoint_freq auto"),
-    Name(f"{_UTILS}._Interval", "", False, "--checkpoint_freq auto"),
-    Name(
-        f"{_CHECKPOINT}.filesystem.DistributedFileSystemReader",
-        "smp.Checkpointer",
-        False,
-        "smp.Checkpointer reads and writes; plain torch reads the files with HuggingFaceStorageReader",
+    *_gone(
+        "smp.Checkpointer.save", _SAVER, "PyTorchDistSaveShardedStrategy",
+        note="smp.Checkpointer(...).save(step, wait=False)",
     ),
-    Name(
-        f"{_CHECKPOINT}.filesystem.DistributedFileSystemWriter",
-        "smp.Checkpointer",
-        False,
-        "smp.Checkpointer reads and writes",
+    *_gone(
+        "smp.Checkpointer.load", f"{_CHECKPOINT}.state_dict_loader", "load",
+        note="smp.Checkpointer(...).load(): verified, at any number of ranks",
+    ),
+    *_gone(
+        "smp.Checkpointer", _UTILS, "sm_state_dict_type", "SMStateDictType",
+        note="smp.Checkpointer needs no context, and so no type such as SM_LOCAL_STATE_DICT",
+    ),
+    *_gone(
+        "smp.Checkpointer", _UTILS, "init_optim_state",
+        note="smp.Checkpointer(...).load() makes the optimizer's state",
+    ),
+    *_gone("", _UTILS, "compute_auto_checkpoint_interval", "_Interval", note="--checkpoint_freq auto"),
+    *_gone(
+        "smp.Checkpointer", f"{_CHECKPOINT}.filesystem", "DistributedFileSystemReader",
+        note="smp.Checkpointer reads and writes; plain torch reads the files with HuggingFaceStorageReader",
+    ),
+    *_gone(
+        "smp.Checkpointer", f"{_CHECKPOINT}.filesystem", "DistributedFileSystemWriter",
+        note="smp.Checkpointer reads and writes",
     ),
     *_helpers(f"{_CHECKPOINT}.filesystem", "path_to_file_system", note="torch's own, over fsspec for s3://"),
-    Name(f"{_S3}.S3FileSystem", "smp.Checkpointer", False, _FILES),
+    *_gone(
+        "smp.Checkpointer", _S3, "S3FileSystem",
+        note="smp.Checkpointer takes a URL, and --checkpoint_dir does, as s3://bucket/run; s3fs reads and writes",
+    ),
     *_helpers(_S3, "is_s3_uri", "parse_s3_uri", "format_s3_path", "retry_with_jitter"),
     *_helpers(_S3, "get_s3_region_from_uri", note="needs s3fs"),
-    Name(
-        f"{_CHECKPOINT}.async_utils.AsyncCallsQueue",
-        "smp.Checkpointer",
-        False,
-        "smp.Checkpointer(...).save(step, wait=False) holds its one write itself",
+    *_gone(
+        "smp.Checkpointer", f"{_CHECKPOINT}.async_utils", "AsyncCallsQueue",
+        note="smp.Checkpointer(...).save(step, wait=False) holds its one write itself",
     ),
     *_helpers(
-        "torch.sagemaker.distributed.fsdp.checkpoint",
-        "save_model_checkpoint",
-        "load_model_checkpoint",
-        "EXPORT_KEY_MODEL",
-        "EXPORT_KEY_OPTIMIZER",
-        "EXPORT_KEY_SCHEDULER",
-        "EXPORT_KEY_IDENTITY",
+        "torch.sagemaker.distributed.fsdp.checkpoint", "save_model_checkpoint", "load_model_checkpoint",
+        "EXPORT_KEY_MODEL", "EXPORT_KEY_OPTIMIZER", "EXPORT_KEY_SCHEDULER", "EXPORT_KEY_IDENTITY",
         note="one folder of torch.distributed.checkpoint, loaded at any degrees",
     ),
     *_helpers(
-        "torch.sagemaker.distributed.fsdp.fully_sharded_data_parallel",
-        "register_tp_processing_pre_comm_hook",
+        "torch.sagemaker.distributed.fsdp.fully_sharded_data_parallel", "register_tp_processing_pre_comm_hook",
         note="does nothing: gradients of a split model need no hook",
     ),
-    Name("torch.sagemaker.moe.moe_config.MoEConfig", "", False, _NO_MOE),
-    Name("torch.sagemaker.moe.moe_layer.MoELayer", "", False, _NO_MOE),
-    Name("torch.sagemaker.nn.attn.FlashSelfAttention", "", False, _ATTENTION),
-    Name("torch.sagemaker.nn.attn.FlashGroupedQueryAttention", "", False, _ATTENTION),
-    Name("torch.sagemaker.nn.huggingface.llama_flashattn.LlamaFlashAttention", "", False, _ATTENTION),
-    *(
-        Name(
-            f"torch.sagemaker.tensor_parallel.transformer.{name}",
-            "smp.compat.stand_ins.TransformerLayer",
-            True,
-            "for isinstance, as wrapping and recomputation ask: true for every block of transformers' decoders",
-        )
-        for name in ("TransformerLayer", "TETransformerLayer")
+    *_gone(
+        "", "torch.sagemaker", "moe.moe_config.MoEConfig", "moe.moe_layer.MoELayer",
+        note="mixture-of-experts models are out of scope for now",
     ),
-    Name(
-        "torch.sagemaker.tensor_parallel.transformer.TransformerLMHead",
-        "",
-        False,
-        "models stay Hugging Face's: use its class, such as LlamaForCausalLM",
+    *_gone(
+        "", "torch.sagemaker.nn", "attn.FlashSelfAttention", "attn.FlashGroupedQueryAttention",
+        "huggingface.llama_flashattn.LlamaFlashAttention",
+        note="the model code is Hugging Face's: choose with attn_implementation, or --attn_implementation",
     ),
-    Name("torch.sagemaker.utils.module_utils.empty_module_params", "", False, "torch's module.to_empty(device=...)"),
-    Name("torch.sagemaker.utils.module_utils.move_buffers_to_device", "", False, "torch's module.to(device)"),
-    Name(
-        "torch.sagemaker.utils.process_group_utils.get_global_ranks",
-        "torch.distributed.get_process_group_ranks",
-        True,
-        "",
+    *_same(
+        "smp.compat.stand_ins.TransformerLayer", _TRANSFORMER, "TransformerLayer", "TETransformerLayer",
+        note="for isinstance, as wrapping and recomputation ask: true for every block of transformers' decoders",
     ),
-    Name(
-        "torch.sagemaker.context_parallel.utils.setup_transformer_engine_cp_groups",
-        "smp.transform",
-        False,
-        "smp.transform does it: leave the call out, and cut batches with smp.shard_sequence",
+    *_gone(
+        "", _TRANSFORMER, "TransformerLMHead",
+        note="models stay Hugging Face's: use its class, such as LlamaForCausalLM",
     ),
-    Name(
-        "train_lib.get_batch_for_cp_rank",
-        "smp.shard_sequence",
-        False,
-        "a script's own works, too; model(**smp.shard_sequence(batch)) takes any sequence length, and documents",
+    *_gone("", _MODULES, "empty_module_params", note="torch's module.to_empty(device=...)"),
+    *_gone("", _MODULES, "move_buffers_to_device", note="torch's module.to(device)"),
+    *_same(
+        "torch.distributed.get_process_group_ranks", "torch.sagemaker.utils.process_group_utils", "get_global_ranks"
     ),
-    Name("smdistributed.dataparallel.torch.torch_smddp", "smp.comm", True, "registers the backend smddp"),
-    Name(
-        "smdistributed.modelparallel",
-        "",
-        False,
-        "SMP v1's, with pipelines and microbatches: write the script for FSDP, as docs/smp_v2.md shows",
+    *_gone(
+        "smp.transform", "torch.sagemaker.context_parallel.utils", "setup_transformer_engine_cp_groups",
+        note="smp.transform does it: leave the call out, and cut batches with smp.shard_sequence",
     ),
-)
-
-
-class Key(NamedTuple):
-    """A key of SMP v2's ``init({...})``; ``given`` is a value to try, ``refused`` whether it is refused."""
-
-    name: str
-    default: Any
-    given: Any
-    refused: bool
-    note: str
-
-
-KEYS = (
-    Key("hybrid_shard_degree", 0, 2, False, "the same rules for 0, 1 and k"),
-    Key("tensor_parallel_degree", 1, 2, False, "most dense decoders (docs/models.md); others by a plan of five lines"),
-    Key(
-        "context_parallel_degree",
-        1,
-        2,
-        False,
-        "counted in hybrid_shard_degree, as there; decoders that attend through transformers' functions "
-        "(docs/models.md)",
+    *_gone(
+        "smp.shard_sequence", "train_lib", "get_batch_for_cp_rank",
+        note="a script's own works, too; model(**smp.shard_sequence(batch)) takes any sequence length, and documents",
     ),
-    Key("expert_parallel_degree", 1, 2, True, "out of scope for now; 1 is accepted"),
-    Key(
-        "sm_activation_offloading",
-        True,
-        True,
-        False,
-        "told by smp.state, False unless it is given, which init logs; an offload_wrapper is what offloads, as there",
+    *_same("smp.comm", "smdistributed.dataparallel.torch", "torch_smddp", note="registers the backend smddp"),
+    *_gone(
+        "", "smdistributed", "modelparallel",
+        note="SMP v1's, with pipelines and microbatches: write the script for FSDP, as docs/smp_v2.md shows",
     ),
-    Key("activation_loading_horizon", 2, 4, False, "the same"),
-    Key("fsdp_cache_flush_warnings", True, False, False, "the same, on GPUs"),
-    Key("allow_empty_shards", False, True, False, "either: empty shards are always allowed"),
-    Key(
-        "random_seed",
-        0,
-        1234,
-        False,
-        "the same; given, it also decides the initial values, else torch.manual_seed does",
-    ),
-)
-
-
-class Variable(NamedTuple):
-    """An environment variable of SMDDP's or of SageMaker's."""
-
-    name: str
-    ours: str
-    note: str
-
-
-VARIABLES = (
-    Variable(
-        "SM_HP_MP_PARAMETERS",
-        "SM_HP_MP_PARAMETERS",
-        "the estimator's parameters: torch.sagemaker.init takes and logs them, before those that it is given",
-    ),
-    Variable(
-        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
-        "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES",
-        "staging memory of a rank in a group, 4 MiB (16 there); larger messages go in chunks, none falls back",
-    ),
-    Variable(
-        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
-        "SMDDP_AG_SORT_BUFFER_SIZE_BYTES",
-        "most memory of a host for the shared buffers of one group, 64 GiB, 8 on a GPU; beyond, staging memory is used",
-    ),
-    Variable(
-        "SMDATAPARALLEL_OPTIMIZE_SDP", "", "no switch: all-gather and all-reduce are both served, by any launcher"
-    ),
-    Variable("SMDATAPARALLEL_SERVER_ADDR, SMDATAPARALLEL_SERVER_PORT", "", "no server: MASTER_ADDR and MASTER_PORT"),
-    Variable("SMDATAPARALLEL_USE_HOMOGENEOUS, SMDATAPARALLEL_USE_SINGLENODE", "", "found out from the processes"),
-    Variable("SM_CHANNEL_TRAIN, SM_CHANNEL_TEST", "SM_CHANNEL_", "defaults of --training_dir and --test_dir, as there"),
-)
-
-# Every flag of the last public train_lib.py, of the version before it, and of the guides, with its default there.
-FLAGS: dict[str, Any] = {
-    "train_batch_size": 2, "max_steps": 5000, "max_training_steps": 5000, "epochs": 3, "seed": 12345, "same_seed": 0,
-    "bf16": 1, "fp8": 1, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "grad_clip": 1.0,
-    "weight_decay": 0.2, "beta1": 0.9, "beta2": 0.95,
-    "lr": 1e-4, "lr_decay_style": "cosine", "lr_decay_iters": 47683, "min_lr": 1e-5, "warmup": 0.0032, "plateau": 0.0,
-    "activation_checkpointing": 1, "patch_neox_rope": 1, "delayed_param": 1, "enable_memory_profiling": 0,
-    "clean_cache": 0, "offload_activations": 0, "activation_loading_horizon": 2,
-    "logging_freq": 1, "logging_freq_for_avg": 50, "log_reduced_training_loss": 0, "tensorboard_dir": None,
-    "num_kept_checkpoints": 2, "checkpoint_freq": 1000, "checkpoint_dir": "/opt/ml/checkpoints",
-    "resume_from_checkpoint": None, "checkpoint_type": "sharded", "model_dir": None, "save_final_model": 0,
-    "dataset_type": "gpt_jsonl", "data_num_workers": 0, "data_type": "gpt", "use_synthetic_data": 0, "zipped_data": 1,
-    "training_dir": "$SM_CHANNEL_TRAIN", "test_dir": "$SM_CHANNEL_TEST",
-    "hf_pretrained_model_name_or_dir": None, "max_context_width": 2048, "vocab_size": 50432, "hidden_width": 768,
-    "num_layers": 12, "num_heads": 12, "num_key_value_heads": None, "llama_intermediate_size": 11008,
-    "intermediate_size": 14336, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "summary_first_pdrop": 0.1,
-    "initializer_range": 0.02, "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000,
-    "rope_scaling_type": None, "rope_scaling_factor": 8.0, "rope_scaling_high_freq_factor": 4.0,
-    "rope_scaling_low_freq_factor": 1.0, "rope_scaling_original_max_position_embeddings": 8192, "sliding_window": None,
-    "use_smp_flash_attn": 1, "use_smp_implementation": 0, "tensor_parallel_degree": 1, "context_parallel_degree": 1,
-    "expert_parallel_degree": 1, "cp_comm_type": "p2p", "moe": 0, "num_experts_per_tok": 2, "num_local_experts": 8,
-    "moe_load_balancing": "sinkhorn", "global_token_shuffle": 0, "moe_all_to_all_dispatcher": 1,
-    "moe_fp8_checkpoint_attn": 1, "moe_fp8_checkpoint_moe": 1,
-    "sharding_strategy": "hybrid_shard", "shard_degree": None, "hybrid_shard_degree": 0, "limit_all_gathers": 1,
-    "forward_prefetch": 1, "use_orig_params": 0, "backward_fetch_policy": "backward_pre",
-    "auto_wrap_policy": "transformer_auto_wrap_policy",
-    "validation_freq": None, "validation_batches": 10, "val_batch_size": 4, "fast_validation": 1,
-    "preserve_np_state": 0,
-    "distributed_backend": "smddp", "nccl_test_log": "", "profile_nsys": 0, "framework": "fsdp",
-    "finetune": "", "pretrained_model_name": "", "pretrained_checkpoint_file": "", "finetune_checkpoint_load_dir": "",
-}  # fmt: skip
+)  # fmt: skip

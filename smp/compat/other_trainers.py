@@ -26,7 +26,7 @@ SAME: Mapping[str, str] = {
     "rotary_emb_base": "rope_theta rotary_base",
     "attn_implementation": "attn_impl flash_attention flash_attn use_flash_attn use_flash_attention "
     "use_flash_attention_2",
-    "training_dir": "dataset dataset_name dataset_path dataset_dir datasets data data_dir data_path train_file "
+    "training_dir": "dataset dataset_path dataset_dir datasets data data_dir data_path train_file "
     "train_data train_data_path",
     "test_dir": "validation_file eval_dataset eval_data eval_dir val_data valid_data_path",
     "tokenizer_name_or_dir": "tokenizer tokenizer_name tokenizer_path tokenizer_model",
@@ -78,6 +78,9 @@ SAME: Mapping[str, str] = {
     "compile": "torch_compile compile.enable use_compile",
     "distributed_backend": "ddp_backend dist_backend",
     "distributed_timeout": "ddp_timeout train_timeout_seconds",
+    "lora_rank": "lora_r lora_dim",
+    "lora_target_modules": "target_modules lora_modules lora_target lora_target_linear",
+    "adapter_path": "adapter_name_or_path lora_model_dir lora_weights",
     "config": "config_file job.config_file",
 }
 
@@ -101,6 +104,7 @@ OTHERWISE: Mapping[str, str] = {
     "leave it out: blocks are found; --auto_wrap_policy wraps by size": "fsdp_transformer_layer_cls_to_wrap",
     "replicas are what is left: all processes / (--hybrid_shard_degree x --tensor_parallel_degree)": "dp_replicate "
     "dp_replicate_size data_parallel_replicate_degree",
+    "--lora_rank N trains adapters of that rank": "use_peft use_lora lora peft peft_type adapter finetuning_type",
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
     "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",
     "code of a model's directory is never run: leave it out": "trust_remote_code",
@@ -112,8 +116,8 @@ OTHERWISE: Mapping[str, str] = {
 
 # What this version has not -> a pattern of its names.
 MISSING: Mapping[str, str] = {
-    "LoRA and other adapters are not in this version: all parameters are trained": r"(q|do)?lora(_\w+)?|"
-    r"(use_)?peft(_\w+)?|adapter(_\w+)?|load_in_[48]bit",
+    "weights of 4 or 8 bits and adapters other than LoRA are not in this version: --lora_rank": r"(q|do)lora(_\w+)?|"
+    r"use_dora|load_in_[48]bit|adapter_type",
     "pipeline parallelism is not in this version: --sharding_strategy full_shard and --tensor_parallel_degree split a "
     "model": r"pp(_\w+)?|pipeline\w*|num_virtual_stages\w*",
     "mixtures of experts are not in this version": r"ep(_\w+)?|expert\w*|(num|n)_experts\w*|moe\w*",

@@ -65,6 +65,15 @@ def _degree(name: str, of_mesh: Callable[[Mesh], int], doc: str) -> property:
     return property(read, write, doc=doc)
 
 
+def _of_mesh(read: Callable[[Mesh], Any], doc: str, before: Any = None) -> property:
+    """Return a field of the mesh; before ``init``, ``before`` or, where there is none, a refusal."""
+
+    def value(state: State) -> Any:
+        return before if before is not None and not state.initialized else read(state._mesh)
+
+    return property(value, doc=doc)
+
+
 class State:
     """The public fields of SMP v2's ``torch.sagemaker.state``; before :func:`smp.init` degrees are 1 or what was set.
 
@@ -124,11 +133,7 @@ class State:
         self._current()
         return dist.group.WORLD
 
-    @property
-    def hybrid_shard_degree(self) -> int:
-        """Ranks of a sharding group."""
-        return self._mesh.shard.size
-
+    hybrid_shard_degree = _of_mesh(lambda mesh: mesh.shard.size, "Ranks of a sharding group.")
     tensor_parallel_degree = _degree(
         "tensor_parallel_degree", lambda mesh: mesh.tp.size, "Ranks of a tensor-parallel group."
     )
@@ -138,40 +143,17 @@ class State:
     )
     tp_size, cp_size, ep_size = tensor_parallel_degree, context_parallel_degree, expert_parallel_degree
 
-    @property
-    def tp_rank(self) -> int:
-        """This process's rank in its tensor-parallel group; 0 before ``init``."""
-        return self._mesh.tp.rank if self.initialized else 0
-
-    @property
-    def tp_process_group(self) -> dist.ProcessGroup:
-        """Its tensor-parallel group."""
-        return self._mesh.tp.group
-
-    @property
-    def rep_rank_process_group(self) -> dist.ProcessGroup:
-        """The ranks that hold replicas of this one's shard."""
-        return self._mesh.replicas.group
-
-    @property
-    def ranker(self) -> Ranker:
-        """Which ranks hold replicas of the same shard."""
-        return Ranker(self._mesh)
-
-    @property
-    def cp_rank(self) -> int:
-        """This process's rank among those of its sequence; 0 before ``init``."""
-        return self._mesh.cp.rank if self.initialized else 0
-
-    @property
-    def cp_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks of its sequence; None: it is not split."""
-        return self._mesh.cp.group if self._mesh.cp.size > 1 else None
-
-    @property
-    def ep_rank(self) -> int:
-        """Always 0."""
-        return 0
+    tp_rank = _of_mesh(lambda mesh: mesh.tp.rank, "This process's rank in its tensor-parallel group.", 0)
+    tp_process_group = _of_mesh(lambda mesh: mesh.tp.group, "Its tensor-parallel group.")
+    cp_rank = _of_mesh(lambda mesh: mesh.cp.rank, "This process's rank among those of its sequence.", 0)
+    cp_process_group = _of_mesh(
+        lambda mesh: mesh.cp.group if mesh.cp.size > 1 else None, "The ranks of its sequence; None: it is not split."
+    )
+    ep_rank = _of_mesh(lambda mesh: 0, "Always 0.", 0)
+    rep_rank_process_group = _of_mesh(
+        lambda mesh: mesh.replicas.group, "The ranks that hold replicas of this one's shard."
+    )
+    ranker = _of_mesh(Ranker, "Which ranks hold replicas of the same shard.")
 
     @property
     def sm_activation_offloading(self) -> bool:

@@ -11,106 +11,28 @@ import os
 import time
 from collections.abc import Iterator
 from multiprocessing.queues import Queue
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from smp.config import AUTO, Section, setting
+from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
-from smp.data.source import find_data, open_rows
+from smp.data.source import find_data, find_named, open_rows
 from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
 from smp.errors import RunError, UserError
 from smp.log import say
+from smp.microbatch import Microbatch
 
-Split = Literal["train", "validation"]
 LOOKED_UP_AT_ONCE = 1024
 FEWEST_WORKERS_ALLOWED = 8
 NOT_SHARED = 3  # exit status of a data worker
 WORKER_END_SECONDS = 0.2  # from the first sign of a worker's end to its status
 log = logging.getLogger("smp.data")
-
-NO_DATA = "no training data: set --training_dir, or --use_synthetic_data 1 for random tokens"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
-    """Sources of samples and their loading."""
-
-    dataset_type: Literal["auto", "gpt_jsonl", "hf", "text"] = setting(
-        AUTO,
-        "Files to read: JSON lines; a saved Hugging Face dataset, parquet or Arrow; text. auto: whatever is there.",
-    )
-    data_type: Literal["gpt", "bert"] = setting(
-        "gpt", "SMP v2's kind of model.", no_effect="SMP v2 never passed it on; --dataset_type chooses the files"
-    )
-    use_synthetic_data: bool = setting(False, "Train on random tokens; no data is read.")
-    synthetic_samples: int = setting(100_000, "Samples per epoch of random tokens.", minimum=1, maximum=1 << 40)
-    training_dir: str | None = setting(
-        None, "Training data: a folder, a file, a glob, or a URL such as s3://bucket/folder."
-    )
-    test_dir: str | None = setting(None, "Validation data, as --training_dir.")
-    zipped_data: bool | None = setting(
-        None, "Which files of a folder to read: 1 only .gz, 0 only uncompressed. Default: both (SMP v2: only .gz)."
-    )
-    tokenizer_name_or_dir: str | None = setting(
-        None, "Local tokenizer directory, for text and --document_mask 1. Default: the model directory's."
-    )
-    text_document_separator: str | None = setting(
-        None, "Line that separates documents in a text file; '' is a blank line. Default: a file is one document."
-    )
-    data_cache_dir: str | None = setting(
-        None, "Folder of the converted, memory-mapped token files. Default: ~/.cache/smp/tokens."
-    )
-    data_num_workers: int = setting(0, "Processes that prepare training batches. 0: the training process.", minimum=0)
-    shuffle_data: bool = setting(
-        True, "Visit the training samples in another order each epoch. 0: in the data's order, as SMP v2."
-    )
-    document_mask: bool = setting(
-        False, "Keep packed documents apart: attention and positions restart after each end-of-sequence token."
-    )
-    validation_freq: int | None = setting(
-        None, "Steps between validations; the first is before training. Default: none.", minimum=1
-    )
-    validation_batches: int | None = setting(
-        None, "Batches per validation. Default: 10; with --evaluate_only 1 all.", minimum=1
-    )
-    val_batch_size: int = setting(4, "Validation samples per data rank and batch.", minimum=1)
-    fast_validation: bool | None = setting(
-        None, "Validate on the last file of --test_dir only. Default: 1; with --evaluate_only 1 0."
-    )
-    evaluate_only: bool = setting(
-        False, "Print loss and perplexity of the model, or of --resume_from_checkpoint, on all of --test_dir, and stop."
-    )
-    preserve_np_state: bool = setting(
-        False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
-    )
-
-    def problems(self) -> list[str]:
-        """Add settings that contradict each other."""
-        found = super().problems()
-        if self.use_synthetic_data:
-            return found
-        if self.dataset_type not in (AUTO, "text") and self.text_document_separator is not None:
-            found.append(f"--text_document_separator is for text, not --dataset_type {self.dataset_type}: leave it out")
-        return found
-
-    def missing(self) -> list[str]:
-        """Name data that is needed and not given, which hides no other problem."""
-        found: list[str] = []
-        if self.use_synthetic_data:
-            return found
-        if self.training_dir is None and not self.evaluate_only:
-            found.append(NO_DATA)
-        if self.test_dir is None and (self.evaluate_only or self.validation_freq is not None):
-            flag = "--evaluate_only 1" if self.evaluate_only else f"--validation_freq {self.validation_freq}"
-            found.append(f"{flag} needs validation data: set --test_dir")
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,12 +73,11 @@ class StepBatch:
     """One rank's share of one optimizer step.
 
     Attributes:
-        microbatches: see :class:`smp.data.packing.Collator`, each with ``sample_ids`` (B,), the stream positions of its
-            rows, -1 for a padding row. Their number is the same on every rank.
+        microbatches: their number is the same on every rank.
         sample_ids: (k,) int64, the stream positions this rank consumes, without padding rows.
     """
 
-    microbatches: list[dict[str, Tensor]]
+    microbatches: list[Microbatch]
     sample_ids: Tensor
 
 
@@ -170,7 +91,7 @@ class _Microbatches(Dataset):
     source: RowSource
     collate: Collator
 
-    def __getitem__(self, index: Positions) -> dict[str, Tensor]:
+    def __getitem__(self, index: Positions) -> Microbatch:
         positions, samples = index
         # Padding rows are alone in their micro-batch.
         rows: list[Row | None] = [*self.source.rows(samples)] if len(samples) else [None]
@@ -218,7 +139,7 @@ def _end_worker(error: Exception, _batch: object) -> None:
     os._exit(NOT_SHARED)
 
 
-def _consumed(microbatches: list[dict[str, Tensor]]) -> Tensor:
+def _consumed(microbatches: list[Microbatch]) -> Tensor:
     """Return the stream positions of a step's rows, without padding rows."""
     ids = torch.cat([each["sample_ids"] for each in microbatches])
     return ids[ids != PADDING]
@@ -286,7 +207,7 @@ class DataPipeline:
                 microbatches = []
 
     @staticmethod
-    def _served(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
+    def _served(loader: DataLoader) -> Iterator[Microbatch]:
         iterator = iter(loader)
         try:
             yield from iterator
@@ -367,11 +288,14 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
     directory = config.tokenizer_name_or_dir or batch.tokenizer_dir
     flag = "training_dir" if split == "train" else "test_dir"
     path = config.training_dir if split == "train" else config.test_dir
+    named = config.dataset_name if path is None else None
 
     @functools.cache
     def tokenizer() -> TextTokenizer:
         if directory is None:
-            raise UserError(f"{path} is text: set --tokenizer_name_or_dir, a local tokenizer directory, to convert it")
+            raise UserError(
+                f"{path or named} is text: set --tokenizer_name_or_dir, a local tokenizer directory, to convert it"
+            )
         return TextTokenizer(directory)
 
     eos = tokenizer().eos_token_id if config.document_mask and directory is not None else None
@@ -380,10 +304,13 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
             log.info("--use_synthetic_data 1: %s is not read", path)
         rows = SyntheticRows(config.synthetic_samples, length, vocab_size=vocab, seed=batch.seed, stream=split)
         return rows, eos
-    if path is None:
-        raise UserError(f"no {split} data: set --{flag}")
     fast = not config.evaluate_only if config.fast_validation is None else config.fast_validation
-    found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
+    if named is not None:
+        found = find_named(named, config.dataset_config_name, config.dataset_split if split == "train" else None, split)
+    elif path is not None:
+        found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
+    else:
+        raise UserError(f"no {split} data: set --{flag}")
     if split == "validation" and fast and not found.saved:
         found = dataclasses.replace(found, files=found.files[-1:])
     source = open_rows(

@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from smp.data.token_cache import IGNORED, Columns
 from smp.errors import UserError
+from smp.microbatch import Microbatch
 
 BLOCK = 1 << 22  # values of a column that are looked at at once
 
@@ -152,17 +152,15 @@ class Collator:
     pad_token_id: int
     document_end: int | None = None
 
-    def __call__(self, rows: list[Row | None]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row | None]) -> Microbatch:
         """Pad and stack.
 
         Args:
             rows: B rows; None is a padding row, without labels.
 
         Returns:
-            input_ids (B, S) int64 and labels (B, S) int64, not shifted, -100 outside of the loss; attention_mask (B, S)
-            only where some row has a masked token before a real one (causal attention needs none for padding on the
-            right); with ``document_end`` instead position_ids (B, S), which restart at each document, and
-            document_bounds (documents + 1,) int32, where they begin in the flattened batch, and its end.
+            input_ids and targets; attention_mask only where some row has a masked token before a real one (causal
+            attention needs none for padding on the right); with ``document_end`` instead what is known of documents.
         """
         shape = (len(rows), self.sequence_length)
         ids, labels = np.full(shape, self.pad_token_id, np.int64), np.full(shape, IGNORED, np.int64)
@@ -171,14 +169,15 @@ class Collator:
                 n = len(row.tokens)
                 ids[b, :n] = row.tokens
                 labels[b, :n] = ids[b, :n] if row.labels is None else row.labels
-        batch = {"input_ids": ids, "labels": labels}
+        masks: Microbatch = {}
         if self.document_end is not None or any(row is not None and row.mask is not None for row in rows):
-            self._apply_masks(batch, rows)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+            masks = self._apply_masks(ids, labels, rows)
+        targets = np.full(shape, IGNORED, np.int64)
+        targets[:, :-1] = labels[:, 1:]
+        return {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets), **masks}
 
-    def _apply_masks(self, batch: dict[str, np.ndarray], rows: list[Row | None]) -> None:
-        """Ignore the labels of masked tokens and of documents' first tokens; add the attention mask or positions."""
-        ids, labels = batch["input_ids"], batch["labels"]
+    def _apply_masks(self, ids: np.ndarray, labels: np.ndarray, rows: list[Row | None]) -> Microbatch:
+        """Ignore the labels of masked tokens and of documents' first tokens; return the attention mask or documents."""
         real = np.zeros(ids.shape, bool)
         for b, row in enumerate(rows):
             if row is not None:
@@ -193,9 +192,14 @@ class Collator:
             labels[starts] = IGNORED
             columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
             positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
-            batch["position_ids"] = positions
-            batch["document_bounds"] = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-        elif after_masked.any():
-            # A query without any key gives NaN: a padding row is left unmasked.
-            real[~real.any(axis=1)] = True
-            batch["attention_mask"] = real.astype(np.int64)
+            bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+            return {
+                "position_ids": torch.from_numpy(positions),
+                "document_bounds": torch.from_numpy(bounds),
+                "longest_document": int(np.diff(bounds).max()),
+            }
+        if not after_masked.any():
+            return {}
+        # A query without any key gives NaN: a padding row is left unmasked.
+        real[~real.any(axis=1)] = True
+        return {"attention_mask": torch.from_numpy(real.astype(np.int64))}

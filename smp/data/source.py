@@ -6,17 +6,19 @@ import collections
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from smp.data.hf import TableText, column_names, open_converted, open_mapped, saved_files
-from smp.data.jsonl import JsonText, open_jsonl, read_objects, refuse_unread
+from smp.data.hf import TABLES, named_files, open_mapped, saved_files
+from smp.data.jsonl import LINES
 from smp.data.packing import PackedRows, WindowRows
-from smp.data.storage import ARROW, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
+from smp.data.rows import COLUMNS, Reader, Texts, open_ids, refuse_unread
+from smp.data.storage import ARROW, CSV, GLOB_CHARACTERS, JSONL, PARQUET, TEXT, DataFile, list_files
 from smp.data.text import TextFiles, TextTokenizer, open_text
 from smp.errors import UserError
 
-KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW}
-OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow"), "text": ("text",)}
+KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW, "CSV": CSV}
+OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow", "CSV"), "text": ("text",)}
 
 # As `datasets` has them, which takes such files of a folder for other splits.
 HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
@@ -30,13 +32,32 @@ class Found:
     Attributes:
         path: as the user gave it.
         kind: a key of ``KINDS``.
-        saved: they are a folder of ``save_to_disk``, which is one unit.
+        saved: they are a dataset by name or a folder of ``save_to_disk``, which is one unit.
     """
 
     path: str
     kind: str
     files: list[DataFile]
     saved: bool = False
+
+    @property
+    def reader(self) -> Reader:
+        """Return what reads the examples of the files, which are no text files."""
+        return LINES if self.kind == "JSON lines" else TABLES
+
+    def examples(self, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (file and row for messages, example by column) of all files, which are no text files, in order.
+
+        Args:
+            columns: that are needed, the first of them in every row; more may come.
+        """
+        for file in self.files:
+            yield from self.reader.read(file, columns)
+
+
+def find_named(name: str, config: str | None, split: str | None, part: str) -> Found:
+    """Find the files of a dataset by name; see :func:`smp.data.hf.named_files`."""
+    return Found(name, "Arrow", named_files(name, config, split, part), saved=True)
 
 
 def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", zipped: bool | None = None) -> Found:
@@ -57,6 +78,9 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
     extensions = tuple(extension for kind in kinds for extension in KINDS[kind])
     files = [file for path in paths for file in list_files(path, extensions=extensions, zipped=zipped)]
     counts = collections.Counter(_kind(file, kinds) for file in files)
+    if dataset_type == "auto" and len(counts) > 1 and (tables := counts.pop("CSV", 0)):
+        log.warning("%s: %d CSV file(s) not read beside others: --dataset_type hf reads them", shown, tables)
+        files = [file for file in files if _kind(file, kinds) != "CSV"]
     if len(counts) > 1:
         held = " and ".join(f"{count} {kind} file(s)" for kind, count in sorted(counts.items()))
         rarest = KINDS[min(counts, key=lambda kind: counts[kind])][0]
@@ -113,21 +137,25 @@ def open_rows(
     Raises:
         UserError: a file is unusable, the tokenizer is missing, or an id is not in the vocabulary.
     """
-    files, ids = found.files, {"sequence_length": sequence_length, "vocab_size": vocab_size, "cache_dir": cache_dir}
+    files = found.files
     if found.kind != "text" and separator is not None:
         raise UserError(
             f"--text_document_separator is for text files, and {found.path} holds {found.kind}: leave it out"
         )
     if found.kind != "text" and not _is_text(found, text_key):
-        if found.kind == "JSON lines":
-            return open_jsonl(files, what=what, **ids)  # type: ignore[arg-type]
-        if found.kind == "Arrow" and not any("://" in file.url or file.zipped for file in files):
-            return open_mapped(files, sequence_length, vocab_size, cache_dir)
-        return open_converted(files, what=what, **ids)  # type: ignore[arg-type]
+        is_local = not any("://" in file.url or file.zipped for file in files)
+        if (
+            found.kind == "Arrow"
+            and is_local
+            and (mapped := open_mapped(files, sequence_length, vocab_size, cache_dir))
+        ):
+            return mapped
+        return open_ids(
+            files, found.reader, sequence_length=sequence_length, vocab_size=vocab_size, cache_dir=cache_dir, what=what
+        )
     words = tokenizer()
     words.require_below(vocab_size)
-    forms = {"text": TextFiles(words, separator), "JSON lines": JsonText(words, text_key)}
-    form = forms.get(found.kind, TableText(words, text_key))
+    form = TextFiles(words, separator) if found.kind == "text" else Texts(found.reader, words, text_key)
     return open_text(files, form, sequence_length=sequence_length, cache_dir=cache_dir, what=what)
 
 
@@ -137,11 +165,7 @@ def _is_text(found: Found, text_key: str) -> bool:
     Raises:
         UserError: it has ids, and beside them what is not read; also of files that earlier versions have converted.
     """
-    first = found.files[0]
-    if found.kind == "JSON lines":
-        where, row = next(read_objects(first), (first.url, {}))
-    else:
-        where, row = first.url, dict.fromkeys(column_names(first), True)
+    where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
         return text_key in row
     refuse_unread(row, where)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from smp.errors import UserError, hub_advice
 
-JSONL, TEXT, PARQUET, ARROW = (".json", ".jsonl", ".ndjson"), (".txt",), (".parquet",), (".arrow",)
+JSONL, TEXT, PARQUET, ARROW, CSV = (".json", ".jsonl", ".ndjson"), (".txt",), (".parquet",), (".arrow",), (".csv",)
 GLOB_CHARACTERS = "*?["
 COMPRESSED = (".zst", ".zstd", ".bz2", ".xz", ".lz4")
 INDEXED = (".bin", ".idx")
@@ -127,7 +127,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
     for file in files:
         if file.size == 0:
             raise UserError(f"{file.url} is empty: remove it, or write it again")
-        if file.ends_with((*COMPRESSED, *OTHER_FORMATS)):
+        if file.ends_with((*COMPRESSED, *OTHER_FORMATS)) and not file.ends_with(extensions):
             raise UserError(f"{file.url} is not read: {_CONVERT}")
         if file.ends_with(INDEXED):
             raise UserError(f"{file.url} is not read: {_INDEXED}")
@@ -136,7 +136,7 @@ def list_files(path: str, *, extensions: tuple[str, ...], zipped: bool | None = 
 
 _CONVERT = (
     "decompress what is compressed (.gz is read as it is), and write another format as JSON lines, for example with "
-    "datasets.load_dataset('csv', data_files='F.csv')['train'].to_json('F.jsonl')"
+    "datasets.load_dataset('csv', data_files='F.tsv', sep='\\t')['train'].to_json('F.jsonl')"
 )
 _INDEXED = "token files of Megatron-LM and NeMo, .bin with .idx, are written as JSON lines by the lines in docs/data.md"
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from smp.data.progress import SECONDS_BETWEEN_LINES
 from smp.environment import cache_folder, read_launch
@@ -80,8 +81,6 @@ class TokenFile(Columns):
             KeyError, TypeError: ``meta.json`` is malformed.
             OSError: a file is missing.
         """
-        import pyarrow as pa
-
         meta = read_object(folder / "meta.json")
         dtypes = {"tokens": meta["dtype"], "rows": "int64", "mask": "uint8", "labels": "int32"}
         counts = {name: meta["counts"][name] for name in dtypes if name in meta["counts"]}
@@ -91,8 +90,7 @@ class TokenFile(Columns):
         for part, count in counts.items():
             if (folder / f"{part}.bin").stat().st_size != count * np.dtype(dtypes[part]).itemsize:
                 raise ValueError(f"{folder / part}.bin is damaged")
-            with pa.memory_map(str(folder / f"{part}.bin")) as file:  # Python's mmap would keep a descriptor
-                parts[part] = np.frombuffer(file.read_buffer(), dtype=dtypes[part])
+            parts[part] = _mapped(folder / f"{part}.bin", np.dtype(dtypes[part]), count)
         tokens, rows, mask, labels = parts["tokens"], parts["rows"], parts.get("mask"), parts.get("labels")
         besides = [len(part) for part in (mask, labels) if part is not None]
         if not len(rows) or rows[0] != 0 or rows[-1] > len(tokens) or besides != [len(tokens)] * len(besides):
@@ -105,6 +103,15 @@ class TokenFile(Columns):
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
         return TokenFile.open, (self.folder,)
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """Map a file through torch, as Python's mmap would keep a descriptor for each."""
+    if not count:
+        return np.empty(0, dtype)
+    mapped = torch.from_file(str(path), shared=False, size=count * dtype.itemsize, dtype=torch.uint8).numpy()
+    mapped.flags.writeable = False
+    return mapped.view(dtype)
 
 
 class TokenWriter:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from smp.data.data_pipeline import NO_DATA
+from smp.data.config import NO_DATA
 from smp.doctor.report import Finding, Report, Status
 from smp.errors import ConfigError, UserError
 from smp.runtime import Launch, choose_device
@@ -71,11 +71,10 @@ class CheckContext:
         request: what to examine.
         launch: this rank and its job's size.
         report: takes findings and measurements.
-        publish: called after each of them.
     """
 
-    def __init__(self, request: Request, launch: Launch, report: Report, publish: Callable[[], object]):
-        self.request, self.launch, self.report, self._publish = request, launch, report, publish
+    def __init__(self, request: Request, launch: Launch, report: Report):
+        self.request, self.launch, self.report = request, launch, report
         self.state: dict[str, Any] = {}  # what a check leaves for the next ones in this process
 
     @functools.cached_property
@@ -89,7 +88,6 @@ class CheckContext:
     def add(self, status: Status, message: str, **data: Any) -> None:
         """Add a finding: one sentence, and the numbers behind it."""
         self.report.findings.append(Finding(self.report.check, status, message, (self.launch.rank,), data))
-        self._publish()
 
     def ok(self, message: str, **data: Any) -> None:
         """Add a finding of what is well."""
@@ -106,7 +104,6 @@ class CheckContext:
     def measure(self, name: str, value: Any) -> None:
         """Keep a measurement of this rank, which JSON can hold."""
         self.report.measurements[name] = value
-        self._publish()
 
     def read(self, path: str) -> str | None:
         """Return a small file of the system, stripped; None where it is not there or not readable.

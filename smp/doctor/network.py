@@ -41,8 +41,6 @@ def check_start(ctx: CheckContext) -> None:
     """Wait for all ranks, and start a process group."""
     launch, limit = ctx.launch, ctx.request.timeout
     backend = choose_backend(ctx.request.config.comm, ctx.device)
-    if ctx.device.type == "cuda":
-        torch.cuda.set_device(ctx.device)
     store: dist.Store = dist.HashStore()
     if launch.world_size > 1:
         base, _ = open_store(launch, datetime.timedelta(seconds=limit))
@@ -155,7 +153,7 @@ def _seconds(ctx: CheckContext, run: Callable[[], Any]) -> float:
         started = time.perf_counter()
         run()
         if ctx.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(ctx.device)
         return time.perf_counter() - started
 
     once()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from smp.log import redact
+from smp.runtime import Launch
 
 Status = Literal["ok", "warning", "problem"]
 # Measured once for the whole job, by rank 0.
@@ -53,7 +56,7 @@ class Report:
     """The state of a rank's checks.
 
     Attributes:
-        rank, local_rank, host, pid: of its child process.
+        rank, local_rank, host, pid: of its process; 0 before it has come.
         state: ``runs``, ``done``, or how it ended before its time.
         check: the one that runs.
         findings, measurements: so far.
@@ -67,6 +70,11 @@ class Report:
     check: str = ""
     findings: list[Finding] = dataclasses.field(default_factory=list)
     measurements: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, launch: Launch) -> Report:
+        """Return the report of this process."""
+        return cls(launch.rank, launch.local_rank, socket.gethostname(), os.getpid())
 
     @property
     def failed(self) -> bool:

@@ -1,150 +1,39 @@
-"""Watch the ranks' child processes, and bring their reports together on rank 0."""
+"""Run the ranks' checks, each with a time limit, and bring the ranks' reports together."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
+import logging
 import multiprocessing
+import multiprocessing.connection
+import os
 import pkgutil
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from smp.doctor.check import Check, Request
+from smp.doctor.check import Check, CheckContext, Request
 from smp.doctor.network import STORE
 from smp.doctor.report import Diagnosis, Report, diagnose
+from smp.doctor.system import set_variables
 from smp.errors import RankError
-from smp.runtime import Launch, environment_with, open_store
+from smp.runtime import Launch, open_store
 
 CHECKS = "smp.doctor.checks:CHECKS"
 _POLL_SECONDS = 0.05
-_IMPORT_SECONDS = 60.0  # for a child's own start, beside --timeout
-_GRACE_SECONDS = 5.0  # from the end of a child's pipe to its own
-_SILENT_SECONDS = 15.0  # without a sign of life, after which a rank is lost
-_LAST_SECONDS = 3.0  # to hear what the others have found, once this process has been told to end
+_LAST_SECONDS = 1.0  # to hear what the others have found, once the launcher ends this process
 
 
-class Worker:
-    """The checks of one rank, run one after the other in a child process.
-
-    A check of the rank alone that outlives its time, or ends its process, is left out in the next process. One of the
-    whole job ends this rank's part: the others have lost it.
-
-    Args:
-        request: what to examine.
-        launch: the rank and its job's size.
-        checks: where the checks are, as ``module:name``.
-        environment: changes of the child's environment.
-    """
-
-    def __init__(self, request: Request, launch: Launch, checks: str, environment: Mapping[str, str]):
-        self.report = Report(launch.rank, launch.local_rank, socket.gethostname())
-        self._request, self._launch, self._checks = request, launch, checks
-        # The store is served by a supervisor or the launcher, never by a child.
-        self._environment = environment_with({**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-        self._left: list[Check] = [
-            check for check in pkgutil.resolve_name(checks) if check.scope != "host" or launch.local_rank == 0
-        ]
-        self._start()
-
-    def _start(self) -> None:
-        """Start a child for the checks that are left; the report goes on from where it is."""
-        if not self._left:
-            self.report.check, self.report.state = "", "done"
-            return
-        self._pipe, theirs = multiprocessing.Pipe()
-        with theirs:
-            descriptor = theirs.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "smp.doctor", str(descriptor)],
-                pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=2, env=self._environment,
-            )  # fmt: skip
-        names = [check.name for check in self._left]
-        self.report.check, self.report.pid = names[0], self._process.pid
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as the next poll finds
-            self._pipe.send((self._request, self._launch, self._checks, names, self.report))
-        self._since = time.monotonic() + _IMPORT_SECONDS
-
-    def poll(self) -> None:
-        """Take the child's latest report, and act on its end and on time that is over; wait for nothing."""
-        while self.report.state == "runs" and self._pipe.poll():
-            try:
-                self.report = self._pipe.recv()
-            except (EOFError, OSError):
-                self._fail(self._how_it_ended())
-                return
-            self._since = time.monotonic()
-            while self._left and self._left[0].name != self.report.check:
-                del self._left[0]
-        if self.report.state == "runs":
-            limit = self._request.timeout * self._left[0].share
-            if time.monotonic() - self._since > limit:
-                self._fail(f"did not end within {limit:g} s")
-
-    def stop(self, why: str = "") -> None:
-        """End the child at once; ``why`` goes into the report where checks are left."""
-        if self.report.state == "runs":
-            self.poll()
-        if self.report.state == "runs":
-            self._process.kill()
-            self.report.fail(f"{why}: this check and those after it were not done; see which process failed first")
-
-    def _how_it_ended(self) -> str:
-        try:
-            status = self._process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "has closed its pipe"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-    def _fail(self, how: str) -> None:
-        """Report how the child's check failed, and go on with those that are left where they can do without it."""
-        self._process.kill()  # one in a call to a disk or a device that does not answer is not waited for
-        check, pid = self._left.pop(0), self._process.pid
-        message = f"the check's process (pid {pid}) {how}: a training process would too, see what it does there"
-        self.report.fail(message, pid=pid)
-        self.report.state = f"{how} in check {check.name!r}"
-        if check.scope != "job":
-            self.report.state = "runs"
-            self._start()
-
-
-@contextlib.contextmanager
-def _watched(workers: Sequence[Worker]) -> Iterator[None]:
-    """Leave no child behind."""
-    try:
-        yield
-    finally:
-        for worker in workers:
-            worker.stop("was interrupted")
-
-
-def _names(checks: str) -> list[str]:
-    return [check.name for check in pkgutil.resolve_name(checks)]
-
-
-def examine_here(request: Request, processes: int, checks: str = CHECKS) -> Diagnosis:
-    """Run all checks in ``processes`` processes of this machine."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    launches = [Launch(rank, processes, rank, processes) for rank in range(processes)]
-    workers = [Worker(request, launch, checks, address) for launch in launches]
-    with _watched(workers):
-        while any(worker.report.state == "runs" for worker in workers):
-            for worker in workers:
-                worker.poll()
-            if any(worker.report.failed for worker in workers):
-                _tell_lost(PrefixStore("attempt0", store), launches[0])  # as open_store names it in the children
-            time.sleep(_POLL_SECONDS)
-    return diagnose([worker.report for worker in workers], _names(checks))
-
-
-# --- ranks of a launcher's job
+class _ToldToEnd(BaseException):
+    """The launcher ends the job: another rank has failed."""
 
 
 class Board:
@@ -152,61 +41,170 @@ class Board:
 
     Args:
         store: the job's.
-        size: ranks.
-        patience: seconds in which a rank must have come.
+        launch: a rank of it.
     """
 
-    def __init__(self, store: Store, size: int, patience: float):
-        self._store, self._patience = store, patience
-        self._published = ""
-        self._seen = {rank: ("", time.monotonic()) for rank in range(size)}  # a rank's latest text, and since when
+    def __init__(self, store: Store, launch: Launch):
+        self._store, self._size = PrefixStore(f"{STORE}/{launch.restart}", store), launch.world_size
 
     def publish(self, report: Report) -> None:
-        """Set a rank's report where it has changed, and once a second as a sign of life."""
-        text = f"{time.monotonic():.0f} {report.as_json()}"
-        if text != self._published:
-            self._store.set(f"report{report.rank}", text)
-            self._published = text
+        """Set a rank's report; where the rank has failed, also tell those who wait for it at the start."""
+        self._store.set(f"report{report.rank}", report.as_json())
+        if report.failed:
+            self._store.set("lost", "1")
 
     def read(self) -> list[Report]:
-        """Return every rank's report; one that has not come or no longer answers has failed, with a finding."""
-        return [self._read(rank) for rank in self._seen]
+        """Return every rank's report, an empty one of a rank that has not come."""
+        keys = [f"report{rank}" for rank in range(self._size)]
+        return [
+            Report.from_json(self._store.get(key).decode()) if self._store.check([key]) else Report(rank)
+            for rank, key in enumerate(keys)
+        ]
 
-    def _read(self, rank: int) -> Report:
-        key = f"report{rank}"
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
-        if text != self._seen[rank][0]:
-            self._seen[rank] = text, time.monotonic()
-        silence = time.monotonic() - self._seen[rank][1]
-        report = Report.from_json(text.partition(" ")[2]) if text else Report(rank)
-        if not text and silence > self._patience:
-            report.fail(f"rank {rank} has not come within {self._patience:.0f} s: see whether it was started")
-        if text and report.state == "runs" and silence > _SILENT_SECONDS:
-            lose(report, f"has not answered for {_SILENT_SECONDS:.0f} s")
-        return report
-
-
-def lose(report: Report, what: str) -> None:
-    """Add to a report that the rank's own process is gone."""
-    who = f"rank {report.rank}" + (f" (host {report.host}, pid {report.pid})" if report.pid else "")
-    where = f" in check {report.check!r}" if report.check else ""
-    report.fail(f"{who} {what}{where}: see whether it was killed, for memory first, and whether its host lives")
+    def wait(self, seconds: float) -> list[Report]:
+        """Return every rank's report as soon as all that have come have ended, or after ``seconds``."""
+        end = time.monotonic() + seconds
+        while True:
+            reports = self.read()
+            if not any(each.pid and each.state == "runs" for each in reports) or time.monotonic() > end:
+                return reports
+            time.sleep(_POLL_SECONDS)
 
 
-def _tell_lost(store: Store, launch: Launch) -> None:
-    """Tell those who wait at the start that not all will come."""
-    PrefixStore(f"{STORE}/{launch.restart}", store).set("lost", "1")
+def run_checks(request: Request, launch: Launch, checks: Sequence[Check], report: Report, board: Board) -> None:
+    """Run a rank's checks one after the other, each in a thread: one that outlives its time is left behind.
+
+    A check of the whole job that fails ends this rank's part: the others have lost it.
+    """
+    logging.getLogger("smp").addHandler(logging.NullHandler())
+    logging.getLogger("smp").propagate = False
+    torch.set_num_threads(1)
+    ctx = CheckContext(request, launch, report)
+    for check in checks:
+        if check.scope == "host" and launch.local_rank:
+            continue
+        report.check = check.name
+        board.publish(report)
+        goes_on: list[bool] = []
+        thread = threading.Thread(target=_run, args=(check, ctx, goes_on), daemon=True)
+        limit = request.timeout * check.share
+        thread.start()
+        thread.join(limit)
+        if thread.is_alive():
+            behind, ctx = ctx, CheckContext(request, launch, report)
+            behind.report = copy.deepcopy(report)  # what it still finds is not the next check's
+            ctx.problem(f"did not end within {limit:g} s: a training process would hang, too; see what it does there")
+            goes_on = [check.scope != "job"]
+        if goes_on != [True]:
+            report.state = f"failed in check {check.name!r}"
+            break
+    else:
+        report.check, report.state = "", "done"
+    board.publish(report)
+
+
+def _run(check: Check, ctx: CheckContext, goes_on: list[bool]) -> None:
+    if check.scope == "job" and ctx.device.type == "cuda":
+        torch.cuda.set_device(ctx.device)  # which each thread has its own of
+    goes_on.append(check.run(ctx))
+
+
+# --- processes of this machine
+
+
+def _child(request: Request, launch: Launch, checks: str, variables: Mapping[str, str]) -> None:
+    """Run the checks of one rank, which ends with its parent."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent ends this process
+    os.dup2(2, 1)
+    set_variables(variables)
+    store, _ = open_store(launch, datetime.timedelta(seconds=request.timeout))
+    run_checks(request, launch, pkgutil.resolve_name(checks), Report.of(launch), Board(store, launch))
+    os._exit(0)  # a check left behind, or a group that was not left in good order, would be waited for
+
+
+def _end_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def examine_here(request: Request, processes: int, checks: str = CHECKS) -> Diagnosis:
+    """Run all checks in ``processes`` processes of this machine."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launches = [Launch(rank, processes, rank, processes) for rank in range(processes)]
+    board = Board(PrefixStore("attempt0", store), launches[0])  # as open_store names it in the children
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=_child, args=(request, each, checks, variables)) for each in launches]
+    try:
+        for child in children:
+            child.start()
+        running: dict[Any, int] = {child.sentinel: rank for rank, child in enumerate(children)}
+        while running:
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                rank = running.pop(sentinel)
+                children[rank].join()
+                _note_end(board, rank, children[rank].exitcode or 0)
+    finally:
+        for child in children:
+            if child.is_alive():
+                child.kill()
+    return diagnose(board.read(), _names(checks))
+
+
+def _note_end(board: Board, rank: int, status: int) -> None:
+    """Add to the report of a process that has ended before its time how it did."""
+    report = board.read()[rank]
+    if report.state == "runs":
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        report.fail(f"the check's process (pid {report.pid}) {how}: a training process would, too")
+        board.publish(report)
+
+
+def _names(checks: str) -> list[str]:
+    return [check.name for check in pkgutil.resolve_name(checks)]
+
+
+# --- ranks of a launcher's job
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM sets, which the launcher sends when another rank has failed."""
-    told = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: told.set())
+def _printing_to_stderr() -> Iterator[None]:
+    """Send what the checks print to standard error: the diagnosis alone goes to standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
     try:
-        yield told
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Raise where the main thread waits when SIGTERM comes, which a launcher sends when another rank has failed."""
+
+    def end(*unused: object) -> None:
+        raise _ToldToEnd
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _lose(report: Report) -> None:
+    """Add to the report of a rank that has not ended that it is lost."""
+    if report.pid:
+        who = f"rank {report.rank} (host {report.host}, pid {report.pid})"
+        report.fail(f"{who} has not ended: see whether it was killed, for memory first, and whether its host lives")
+    else:
+        report.fail(f"rank {report.rank} has not come: see whether it was started")
 
 
 def examine_rank(request: Request, launch: Launch, checks: str = CHECKS) -> Diagnosis | None:
@@ -219,32 +217,24 @@ def examine_rank(request: Request, launch: Launch, checks: str = CHECKS) -> Diag
         RankError: the others cannot be reached, or not any more.
     """
     store, where = open_store(launch, datetime.timedelta(seconds=request.timeout))
-    board = Board(PrefixStore(f"{STORE}/{launch.restart}", store), launch.world_size, request.timeout)
-    worker = Worker(request, launch, checks, {})
-    last = float("inf")
-    with _told_to_end() as told, _watched([worker]):
+    board, report = Board(store, launch), Report.of(launch)
+    try:
         try:
-            while True:
-                worker.poll()
-                if told.is_set() and last == float("inf"):
-                    worker.stop("was told to end by its launcher")
-                    last = time.monotonic() + _LAST_SECONDS
-                board.publish(worker.report)
-                reports = [worker.report] if launch.rank else board.read()
-                if launch.rank == 0 and any(report.failed for report in reports):
-                    _tell_lost(store, launch)
-                left = [report for report in reports if report.state == "runs"]
-                if not left or time.monotonic() > last:
-                    break
-                time.sleep(_POLL_SECONDS)
-        except RuntimeError as error:
-            first = (str(error).splitlines() or [""])[0]
-            raise RankError(
-                f"rank {launch.rank} has lost the job's store at {where} ({first}): see why the process that serves it "
-                f"has ended"
-            ) from None
-    if launch.rank:
-        return None
-    for report in left:
-        lose(report, "had not finished when the launcher ended the job")
-    return diagnose(reports, _names(checks))
+            with _printing_to_stderr(), _told_to_end():
+                run_checks(request, launch, pkgutil.resolve_name(checks), report, board)
+                reports = [] if launch.rank else board.wait(request.timeout)
+        except _ToldToEnd:
+            if report.state == "runs":
+                report.fail("was told to end by its launcher: see which process failed first")
+            board.publish(report)
+            reports = [] if launch.rank else board.wait(_LAST_SECONDS)
+    except RuntimeError as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise RankError(
+            f"rank {launch.rank} has lost the job's store at {where} ({first}): see why the process that serves it has "
+            f"ended"
+        ) from None
+    for each in reports:
+        if each.state == "runs":
+            _lose(each)
+    return None if launch.rank else diagnose(reports, _names(checks))

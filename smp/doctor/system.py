@@ -114,6 +114,11 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process's environment."""
+    os.environ.update(values)
+
+
 def interfaces() -> list[str]:
     """Return the names of this host's network interfaces."""
     return [name for _, name in socket.if_nameindex()]

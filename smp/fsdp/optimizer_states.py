@@ -9,16 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from smp.errors import UserError
 from smp.fsdp.meshes import require_process_group
-from smp.fsdp.optimizer_groups import Group, State, numbered_groups
 from smp.fsdp.state_dicts import get_state_dict_type, refuse_sharded_tensor
 from smp.fsdp.units import clean_name, reshard_below, units_below, whole_tensor
+from smp.log import get_logger
 from smp.parallel.optimizers import local_part
+
+_logger = get_logger("smp.fsdp")
+
+State = dict[str, Any]
+Group = dict[str, nn.Parameter]  # a parameter group of an optimizer, by the plain model's names
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -26,13 +31,9 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
 
 
-def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None, optim_input: Any = None) -> list[Group]:
-    """Return the optimizer's parameter groups; without an optimizer one group of all parameters."""
-    if optim_input is not None:
-        raise UserError("FSDP: optim_input is not available: give the optimizer itself as optim")
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Group]:
+    """Return the optimizer's parameter groups."""
     names = _names(model)
-    if optimizer is None:
-        return [{name: parameter for parameter, name in names.items()}]
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in names:
             raise UserError(
@@ -89,33 +90,29 @@ def _agree(own: dict[str, State], parameters: dict[str, nn.Parameter]) -> None:
                     )
 
 
-def _gather(
+def optim_state_dict(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: State | None = None,
-    *,
-    full: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    optim_input: Any = None,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: State | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; collective if ``full``.
+    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` of the chosen type.
+
+    Collective where that is FULL_STATE_DICT; with ``rank0_only`` the other ranks get ``{}``.
 
     Args:
         model: whose parameters the optimizer holds.
-        optimizer: made from them after wrapping.
-        state: the result of ``optimizer.state_dict()``; None calls it.
-        full: whole tensors instead of DTensors.
-        rank0_only: only on the first rank; ``{}`` on the others.
-        offload_to_cpu: tensors on the CPU.
-        optim_input: an older argument of FSDP1: refused.
+        optim: made from them after wrapping.
+        optim_state_dict: the result of ``optim.state_dict()``; None calls it.
         group: whose first rank ``rank0_only`` means; None: the model's.
     """
-    groups = _groups(model, optimizer, optim_input)
+    chosen = get_state_dict_type(model)
+    config = chosen.optim_state_dict_config
+    full = chosen.state_dict_type == StateDictType.FULL_STATE_DICT
+    keep = not (full and getattr(config, "rank0_only", False)) or _is_first_rank(model, group)
+    groups = _groups(model, optim)
     names = [name for own in groups for name in own]
-    state = optimizer.state_dict() if state is None else state
-    keep = not rank0_only or _is_first_rank(model, group)
+    state = optim.state_dict() if optim_state_dict is None else optim_state_dict
     # Numbers of the optimizer's parameters; of a named optimizer their names.
     by_name = {names[key] if isinstance(key, int) else clean_name(key): own for key, own in state["state"].items()}
     parameters = {name: parameter for parameter, name in _names(model).items()}
@@ -132,7 +129,7 @@ def _gather(
             if isinstance(value, torch.Tensor):
                 # A copy in any case: the optimizer changes its state in place.
                 value = whole_tensor(value) if full and isinstance(value, DTensor) else value.detach().clone()
-                value = value.cpu() if offload_to_cpu else value
+                value = value.cpu() if config.offload_to_cpu else value
             if keep:
                 entries[entry] = value
     if not keep:
@@ -143,51 +140,54 @@ def _gather(
     return {"state": found, "param_groups": [{**copy.deepcopy(saved), "params": list(own)} for saved, own in pairs]}
 
 
-def _to_load(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    saved: State | None,
-    *,
-    from_first_rank: bool = False,
-    named: bool = False,
-    optim_input: Any = None,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """Return a state by names as ``optimizer.load_state_dict`` takes it.
+def _numbered_groups(
+    saved: list[State], groups: list[Group], keys: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> list[State]:
+    """Return the saved groups in the order of the optimizer's, with its keys of the parameters."""
+    by_members = {frozenset(group["params"]): group for group in saved}
+    members = [frozenset(own) for own in groups]
+    if len(saved) != len(groups) or any(own not in by_members for own in members):
+        other = sorted({name for group in groups for name in group} - frozenset().union(*by_members))
+        if other:
+            raise UserError(
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, whose "
+                f"'params' lack {other[0]}: add it to those of one, and it begins without a state"
+            )
+        by_members = dict(zip(members, _regrouped(saved, groups, optimizer), strict=True))
+    return [
+        {**copy.deepcopy(by_members[own]), "params": [keys[name] for name in group]}
+        for own, group in zip(members, groups, strict=True)
+    ]
 
-    Args:
-        model: whose parameters the optimizer holds.
-        optimizer: None: one that holds all of the model's parameters in one group.
-        saved: by names; whole tensors or DTensors.
-        from_first_rank: only the group's first rank has ``saved``; collective then.
-        named: the optimizer's own keys are names, and not numbers.
-        optim_input: an older argument of FSDP1: refused.
-        group: None: all ranks.
+
+def _regrouped(saved: list[State], groups: list[Group], optimizer: torch.optim.Optimizer) -> list[State]:
+    """Return the optimizer's own groups with what all of them have in common as it was saved.
+
+    FSDP1 with ``use_orig_params=False`` has whole units in its groups, and so all parameters in one.
 
     Raises:
-        UserError: names or shapes are not the model's.
+        UserError: the saved groups do not say which learning rate a group goes on with.
     """
-    groups = _groups(model, optimizer, optim_input)
-    parameters = {name: parameter for own in groups for name, parameter in own.items()}
-    if from_first_rank:
-        _check_group(group)
-        saved = _broadcast(saved, group or _all_ranks(parameters.values()))
-    if not isinstance(saved, dict) or "state" not in saved:
-        raise UserError(
-            "FSDP: the optimizer's state has no 'state': give what FSDP.optim_state_dict returned, on every rank, or "
-            "use a configuration with rank0_only=True"
-        )
-    if unknown := [name for name in saved["state"] if name not in parameters]:
-        raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the optimizer")
-    keys: dict[str, Any] = {name: name if named else number for number, name in enumerate(parameters)}
-    result: State = {"state": {}}
-    for name in sorted(saved["state"]):  # in one order on all ranks: what is sharded otherwise is gathered
-        entries = sorted(saved["state"][name].items(), key=lambda item: str(item[0]))
-        own = {entry: _shard(value, parameters[name], f"{entry} of {name}") for entry, value in entries}
-        result["state"][keys[name]] = own
-    if "param_groups" in saved:
-        result["param_groups"] = numbered_groups(saved["param_groups"], groups, keys, optimizer)
-    return result
+    filled = [group for group in saved if group["params"]]
+    kept, found = set(), [dict(group) for group in optimizer.param_groups]
+    for option in [option for group in filled[:1] for option in group if option != "params"]:
+        values = [group[option] for group in filled if option in group]
+        own = [group[option] for group in found if option in group]
+        if all(value == own[0] for value in own) and all(value == values[0] for value in values):
+            for group in found:
+                group[option] = values[0]
+        elif option in ("lr", "initial_lr"):
+            raise UserError(
+                f"FSDP: the optimizer's {len(groups)} parameter groups are not the {len(saved)} saved ones, and their "
+                f"{option} differs: make groups of the same parameters"
+            )
+        else:
+            kept.add(option)
+    _logger.info(
+        "FSDP: the optimizer's %d parameter groups are not the %d saved ones: states go by the parameters' names%s",
+        len(groups), len(saved), f", and {', '.join(sorted(kept))} stays the optimizer's own" if kept else "",
+    )  # fmt: skip
+    return found
 
 
 def _shard(value: Any, parameter: nn.Parameter, what: str) -> Any:
@@ -243,36 +243,49 @@ def _broadcast(saved: State | None, group: dist.ProcessGroup) -> State:
     return {**outline, "state": {name: from_first(own and own["state"][name]) for name in outline["state"]}}
 
 
-def optim_state_dict(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    optim_state_dict: State | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """Return the optimizer's state by names, of the chosen type; with ``rank0_only`` on the group's first rank."""
-    chosen = get_state_dict_type(model)
-    config = chosen.optim_state_dict_config
-    full = chosen.state_dict_type == StateDictType.FULL_STATE_DICT
-    rank0_only = full and getattr(config, "rank0_only", False)
-    cpu = config.offload_to_cpu
-    return _gather(model, optim, optim_state_dict, full=full, rank0_only=rank0_only, offload_to_cpu=cpu, group=group)
-
-
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    optim_state_dict: State,
+    optim_state_dict: State | None,
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> State:
-    """Return the argument of ``optim.load_state_dict``; ``load_directly`` calls it.
+    """Return a state by names as ``optim.load_state_dict`` takes it.
 
-    With ``rank0_only`` of the chosen type, the state of the group's first rank is taken; collective then.
+    Args:
+        model: whose parameters the optimizer holds.
+        optim: the optimizer.
+        optim_state_dict: by names; whole tensors or DTensors.
+        is_named_optimizer: the optimizer's own keys are names, and not numbers.
+        load_directly: call ``optim.load_state_dict``.
+        group: whose first rank's state is taken, with ``rank0_only`` of the chosen type, collective then; None: all
+            ranks.
+
+    Raises:
+        UserError: names or shapes are not the model's.
     """
-    rank0_only = getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False)
-    own: dict[str, Any] = {"named": is_named_optimizer, "group": group}
-    result = _to_load(model, optim, optim_state_dict, from_first_rank=rank0_only, **own)
+    groups = _groups(model, optim)
+    parameters = {name: parameter for own in groups for name, parameter in own.items()}
+    saved = optim_state_dict
+    if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
+        _check_group(group)
+        saved = _broadcast(saved, group or _all_ranks(parameters.values()))
+    if not isinstance(saved, dict) or "state" not in saved:
+        raise UserError(
+            "FSDP: the optimizer's state has no 'state': give what FSDP.optim_state_dict returned, on every rank, or "
+            "use a configuration with rank0_only=True"
+        )
+    if unknown := [name for name in saved["state"] if name not in parameters]:
+        raise UserError(f"FSDP: the optimizer's state of {unknown[0]} belongs to no parameter of the optimizer")
+    keys: dict[str, Any] = {name: name if is_named_optimizer else number for number, name in enumerate(parameters)}
+    result: State = {"state": {}}
+    for name in sorted(saved["state"]):  # in one order on all ranks: what is sharded otherwise is gathered
+        entries = sorted(saved["state"][name].items(), key=lambda item: str(item[0]))
+        own = {entry: _shard(value, parameters[name], f"{entry} of {name}") for entry, value in entries}
+        result["state"][keys[name]] = own
+    if "param_groups" in saved:
+        result["param_groups"] = _numbered_groups(saved["param_groups"], groups, keys, optim)
     if load_directly:
         if "param_groups" not in result:
             raise UserError(
@@ -281,78 +294,3 @@ def optim_state_dict_to_load(
             )
         optim.load_state_dict(result)
     return result
-
-
-def full_optim_state_dict(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    optim_input: Any = None,
-    rank0_only: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """Return the whole state on the CPU, on the group's first rank or all; FSDP1's older name."""
-    own: dict[str, Any] = {"optim_input": optim_input, "group": group}
-    return _gather(model, optim, full=True, rank0_only=rank0_only, offload_to_cpu=True, **own)
-
-
-def sharded_optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-) -> State:
-    """Return the state as DTensors, by names; FSDP1's older name. Nothing is gathered, so ``group`` has no effect."""
-    return _gather(model, optim, full=False, rank0_only=False, offload_to_cpu=True)
-
-
-def shard_full_optim_state_dict(
-    full_optim_state_dict: State,
-    model: nn.Module,
-    optim_input: Any = None,
-    optim: torch.optim.Optimizer | None = None,
-) -> State:
-    """Return the argument of ``optim.load_state_dict``, from a whole state that every rank has."""
-    return _to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
-
-
-def flatten_sharded_optim_state_dict(
-    sharded_optim_state_dict: State, model: nn.Module, optim: torch.optim.Optimizer
-) -> State:
-    """Return the argument of ``optim.load_state_dict``, from DTensors."""
-    return _to_load(model, optim, sharded_optim_state_dict)
-
-
-def scatter_full_optim_state_dict(
-    full_optim_state_dict: State | None,
-    model: nn.Module,
-    optim_input: Any = None,
-    optim: torch.optim.Optimizer | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """Return the argument of ``optim.load_state_dict``, from a whole state that the group's first rank has."""
-    return _to_load(model, optim, full_optim_state_dict, from_first_rank=True, optim_input=optim_input, group=group)
-
-
-def rekey_optim_state_dict(
-    optim_state_dict: State,
-    optim_state_key_type: OptimStateKeyType,
-    model: nn.Module,
-    optim_input: Iterable[Any] | None = None,
-    optim: torch.optim.Optimizer | None = None,
-) -> State:
-    """Replace numbers by names or the reverse, for a model that is not wrapped."""
-    if not isinstance(optim_state_key_type, OptimStateKeyType):
-        raise UserError(
-            f"FSDP.rekey_optim_state_dict: the key type is a {type(optim_state_key_type).__name__}: give "
-            f"OptimStateKeyType.PARAM_NAME or OptimStateKeyType.PARAM_ID"
-        )
-    names = [name for own in _groups(model, optim, optim_input) for name in own]
-    keys = list(optim_state_dict["state"])
-    named = all(isinstance(key, str) for key in keys)
-    if not named and not all(isinstance(key, int) for key in keys):
-        raise UserError(f"FSDP.rekey_optim_state_dict: keys are neither all names nor all numbers: {keys[:4]}")
-    if named == (optim_state_key_type == OptimStateKeyType.PARAM_NAME):
-        return optim_state_dict
-    new: dict[Any, Any] = {name: number for number, name in enumerate(names)} if named else dict(enumerate(names))
-    rekeyed = {**optim_state_dict, "state": {new[key]: value for key, value in optim_state_dict["state"].items()}}
-    if "param_groups" in rekeyed:
-        groups = copy.deepcopy(rekeyed["param_groups"])
-        rekeyed["param_groups"] = [{**g, "params": sorted(new[key] for key in g["params"])} for g in groups]
-    return rekeyed

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from smp.errors import UserError
 from smp.fsdp import attributes, full_params, optimizer_states, param_group, state_dicts
@@ -86,6 +87,17 @@ def _shard(
     if options.forward_prefetch and not container:
         prefetch_in_forward(module)
     return module
+
+
+def _deprecated(name: str, instead: str, kind: str = "") -> staticmethod:
+    """Return a method that refuses a name that torch has deprecated; ``kind`` is the type that gives its result."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        config = ", None, FullOptimStateDictConfig(rank0_only=True)" if kind == "FULL_STATE_DICT" else ""
+        where = f", inside FSDP.state_dict_type(model, StateDictType.{kind}{config})" if kind else ""
+        raise UserError(f"FSDP.{name} is not available: call FSDP.{instead}{where}, as torch advises")
+
+    return staticmethod(refuse)
 
 
 class FullyShardedDataParallel(FSDPModule):
@@ -277,9 +289,11 @@ class FullyShardedDataParallel(FSDPModule):
     summon_full_params = staticmethod(full_params.summon_full_params)
     optim_state_dict = staticmethod(optimizer_states.optim_state_dict)
     optim_state_dict_to_load = staticmethod(optimizer_states.optim_state_dict_to_load)
-    rekey_optim_state_dict = staticmethod(optimizer_states.rekey_optim_state_dict)
-    full_optim_state_dict = staticmethod(optimizer_states.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optimizer_states.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optimizer_states.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optimizer_states.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optimizer_states.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(TorchFSDP.rekey_optim_state_dict)
+    full_optim_state_dict = _deprecated("full_optim_state_dict", "optim_state_dict", "FULL_STATE_DICT")
+    sharded_optim_state_dict = _deprecated("sharded_optim_state_dict", "optim_state_dict", "SHARDED_STATE_DICT")
+    shard_full_optim_state_dict = _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    flatten_sharded_optim_state_dict = _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+    scatter_full_optim_state_dict = _deprecated(
+        "scatter_full_optim_state_dict", "optim_state_dict_to_load", "FULL_STATE_DICT"
+    )

@@ -1,4 +1,4 @@
-"""Advice when memory runs out: the flags that would save most, by prediction."""
+"""What else could be set so that a rank needs less memory: for the search of layouts, a refusal, and out of memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from smp.axes import AXES
 from smp.config import ActivationConfig, LossConfig, flag_text
 from smp.memory.plan import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 
 _MIB = 1024**2
+
+# Settings by name, those that take least time first.
+RECOMPUTATION: tuple[dict[str, Any], ...] = (
+    {"activation_checkpointing": False},
+    {"activation_checkpointing": True, "activation_checkpointing_mode": "selective"},
+    {"activation_checkpointing": True, "activation_checkpointing_mode": "full"},
+)
+OFFLOADING: dict[str, Any] = {"offload_activations": True}
+# What a search does not vary.
+_OTHERS: tuple[dict[str, Any], ...] = (
+    {"activation_checkpointing_every": 1},
+    {"loss_chunk_tokens": 1024},
+    {**OFFLOADING, "activation_loading_horizon": 1},
+    {"cpu_offload": True},
+)
 
 
 class Change(NamedTuple):
@@ -38,10 +54,9 @@ def changes_that_help(
         legal: tells whether the model can be laid out over a mesh.
     """
     now = peak_bytes(shape, mesh, work)
-    candidates = _candidates(mesh, work, accumulation)
     found = [
         Change(flags, now - peak_bytes(shape, other, changed))
-        for flags, other, changed in candidates
+        for flags, other, changed in _alternatives(mesh, work, accumulation)
         if other == mesh or legal(other)
     ]
     # Less than a hundredth is not worth a restart.
@@ -57,10 +72,14 @@ def advice_text(changes: list[Change]) -> str:
     return "\n".join([*lines, *(f"{change.saving / _MIB:12.1f} MiB  {change.flags}" for change in changes)])
 
 
-def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:
+def _alternatives(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterator[tuple[str, Mesh, Workload]]:
     """Yield flags, and the layout and workload that they make."""
     on_cpu = work.device_type == "cpu"
-    for flags in _settings_that_save(work):
+    now = vars(work.settings[ActivationConfig]) | vars(work.settings[LossConfig])
+    for settings in (*RECOMPUTATION, *_OTHERS):
+        flags = {name: value for name, value in settings.items() if now[name] != value}
+        if on_cpu and "cpu_offload" in flags:
+            continue
         note = " --offload_dir DIRECTORY_ON_FAST_DISK" if on_cpu and "offload_activations" in flags else ""
         text = " ".join(f"--{name} {flag_text(value)}" for name, value in flags.items())
         yield text + note, mesh, work.changed(**flags)
@@ -71,30 +90,11 @@ def _candidates(mesh: Mesh, work: Workload, accumulation: int | None) -> Iterato
         yield f"--train_batch_size {half}{steps}", mesh, dataclasses.replace(work, micro_batch_size=half)
     if mesh.replicas.size > 1 or not mesh.reshard_after_forward:
         yield "--sharding_strategy full_shard --hybrid_shard_degree 0", mesh.fully_sharded(), work
-    if twice := mesh.with_tensor_parallelism(2 * mesh.tp.size):
-        yield f"--tensor_parallel_degree {twice.tp.size}", twice, work
-    if longer := mesh.with_context_parallelism(2 * mesh.cp.size):
-        split = longer.cp.size
-        yield f"--context_parallel_degree {split}", longer, work.changed(context_parallel_degree=split)
+    for axis in reversed(AXES):
+        if split := mesh.with_degree(axis.name, twice := 2 * mesh.degree(axis.name)):
+            yield f"--{axis.flag} {twice}", split, work
     if not on_cpu:  # processes of one host share its memory
         twice_as_many = mesh.fully_sharded(data=2 * mesh.data.size)
         yield "twice as many processes and --sharding_strategy full_shard", twice_as_many, work
     shorter = dataclasses.replace(work, sequence_length=length // 2)
     yield f"--max_context_width {length // 2} (trains on shorter sequences)", mesh, shorter
-
-
-def _settings_that_save(work: Workload) -> Iterator[dict[str, Any]]:
-    """Yield settings of the techniques, by name, that would take less memory."""
-    activation = work.settings[ActivationConfig]
-    if not activation.activation_checkpointing:
-        yield {"activation_checkpointing": True}
-    elif activation.activation_checkpointing_mode == "selective":
-        yield {"activation_checkpointing_mode": "full"}
-    if activation.activation_checkpointing and activation.activation_checkpointing_every > 1:
-        yield {"activation_checkpointing_every": 1}
-    if work.settings[LossConfig].loss_chunk_tokens not in range(1, 1025):
-        yield {"loss_chunk_tokens": 1024}
-    if not activation.offload_activations:
-        yield {"offload_activations": True, "activation_loading_horizon": 1}
-    if work.device_type != "cpu" and not activation.cpu_offload:
-        yield {"cpu_offload": True}

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from smp.errors import UserError
+from smp.memory.categories import CATEGORIES
+from smp.memory.limits import CONTEXT_BYTES
 from smp.memory.shape import ModelShape, Moment, Workload, block_bytes
 from smp.mesh import Mesh
 from smp.parallel import parallelize
+from smp.parallel.technique import member
 
 GIB = 1024**3
 
-# The rest of a GPU is taken by CUDA, NCCL and fragmentation.
-USABLE = 0.92
+# On a GPU, of what the caching allocator reserves for a step's tensors, the part that they fill.
+_FILLED = 0.92
+# Each communicator of NCCL, outside of the caching allocator. Not measured with a GPU.
+_COMMUNICATOR_BYTES = int(0.3 * GIB)
 
-# A process on a GPU, without a model. Not measured with a GPU.
+# Host memory of a process on a GPU, without a model. Not measured with a GPU.
 BASE_HOST_BYTES = int(0.45 * GIB)
 
 # A process on CPUs, without a model: interpreter, torch and transformers after a step. Measured on Linux, CPU build,
 # with malloc as the launcher sets it, 0.375 to 0.39 GiB by processor: 0.13 of it in the heap.
 BASE_CPU_BYTES = int(0.39 * GIB)
-
-# In the order of the table; other categories of techniques come after them.
-CATEGORIES = (
-    "parameters", "gradients", "optimizer state", "checkpoint copy", "gathered parameters",
-    "gradients before reduction", "communication buffers", "activations", "logits and loss",
-)  # fmt: skip
 
 
 def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
@@ -39,38 +37,41 @@ def estimate_memory(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, 
 
 
 def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Predict the bytes of one rank, by category, at the workload's moment: the sum of the techniques' costs."""
-    needed = dict.fromkeys(CATEGORIES, 0)
+    """Predict the bytes of one rank, by category, at the workload's moment: the sum of the techniques' costs.
+
+    Beside the tensors these are free blocks that the allocator keeps, and what the process takes without a model.
+    """
+    needed = dict.fromkeys(CATEGORIES[:-1], 0)  # of other tensors nothing is known
     for technique in parallelize.TECHNIQUES:
-        for category, size in technique.cost(shape, mesh, work).items():
+        for category, size in member(technique, "cost")(shape, mesh, work).items():
             needed[category] = needed.get(category, 0) + size
     if work.forward_only:  # of activations, those of one block at a time
         needed |= dict.fromkeys(("gradients", "optimizer state", "gradients before reduction"), 0)
         needed["activations"] = min(needed["activations"], sum(block_bytes(shape, mesh, work)))
     if work.checkpoint_copy:
-        needed["checkpoint copy"] = needed["parameters"] + needed["optimizer state"]
-    if work.unused_heap:
-        needed["free blocks of the heap"] = int(work.unused_heap * sum(needed.values()))
-    return {**needed, "process": BASE_CPU_BYTES if work.device_type == "cpu" else BASE_HOST_BYTES}
+        needed["checkpoint copy"] = needed["optimizer state"] * 3 // 2  # with the trained parameters
+    share = work.unused_heap if work.device_type == "cpu" else 1 / _FILLED - 1
+    unused = {free_blocks(work): int(share * sum(needed.values()))} if share else {}
+    return {**needed, **unused, "process": process_bytes(mesh, work.device_type)}
+
+
+def free_blocks(work: Workload) -> str:
+    """Name the category of the blocks that are free and still held."""
+    return f"free blocks of the {'heap' if work.device_type == 'cpu' else 'allocator'}"
+
+
+def process_bytes(mesh: Mesh, device_type: str) -> int:
+    """Return the bytes of the device without a model: on a CPU the process, on a GPU context and communicators."""
+    if device_type == "cpu":
+        return BASE_CPU_BYTES
+    axes = [mesh.loss, mesh.tp, mesh.replicas, mesh.shard, mesh.cp]
+    communicators = sum(role.size > 1 for role in axes) + (mesh.loss.size < mesh.world_size)
+    return CONTEXT_BYTES + _COMMUNICATOR_BYTES * communicators
 
 
 def peak_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Predict the peak bytes of one rank."""
+    """Predict the bytes of the device that one rank needs: a job fits where it has as many."""
     return sum(estimate_memory(shape, mesh, work).values())
-
-
-def check_fits(needed: dict[str, int], available: int, *, model: str, processes: int, advice: str) -> None:
-    """Refuse a job whose predicted peak is more than the available memory.
-
-    Raises:
-        UserError: with the memory that each process needs and has, and ``advice``.
-    """
-    total = sum(needed.values())
-    if total > available:
-        raise UserError(
-            f"{model} on {processes} process(es) needs about {total / GIB:.1f} GiB in each process and there are "
-            f"{available / GIB:.1f} GiB for each: {advice}"
-        )
 
 
 def processes_that_fit(shape: ModelShape, mesh: Mesh, work: Workload, available: int) -> int | None:
@@ -88,4 +89,6 @@ def memory_table(needed: dict[str, int], available: int | None) -> str:
     lines.append(f"{'sum':>28} {sum(needed.values()) / GIB:10.3f} GiB")
     if available is not None:
         lines.append(f"{'available here':>28} {available / GIB:10.3f} GiB")
+        room = available - sum(needed.values())
+        lines.append(f"{'room' if room >= 0 else 'missing':>28} {abs(room) / GIB:10.3f} GiB")
     return "\n".join(lines)

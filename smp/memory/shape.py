@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,15 @@ from smp.models.model_config import ResolvedModel
 from smp.models.projection import projection_size
 from smp.models.registry import build_model
 from smp.models.saved import saved_bytes
+
+
+class Trained(NamedTuple):
+    """Parameters that are trained, where others are frozen: all, the embedding's, the last unit's, and a block's."""
+
+    parameters: int
+    table: int
+    last: int
+    block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +46,16 @@ class ModelShape:
     attention: int = 0  # width of all heads together; 0: as hidden
     saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
     sizes: tuple[int, ...] = ()  # elements of each parameter; tied ones once
+    frozen_but: Trained | None = None  # None: all are trained
+
+    def unit_sizes(self, tp: int) -> Trained:
+        """Count a tensor-parallel rank's parameters, trained or not."""
+        of_blocks = ((self.parameters, self.layers), (self.table, 0), (self.last_unit, 0), (self.block, 1))
+        return Trained(*(self.of_rank(count, blocks, tp) for count, blocks in of_blocks))
+
+    def trained(self, tp: int) -> Trained:
+        """Count a tensor-parallel rank's parameters that are trained, of which all may be its own."""
+        return self.unit_sizes(tp) if self.frozen_but is None else self.frozen_but
 
     def of_rank(self, parameters: int, blocks: int, tp: int) -> int:
         """Count a tensor-parallel rank's share of ``parameters``, which contain so many blocks.
@@ -106,20 +125,16 @@ class Workload:
     accumulation: int = 1
     moment: Moment = Moment.LAST_BLOCK
 
-    @functools.cached_property
-    def columns(self) -> int:
-        """Tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
-        parallel = self.settings[ParallelConfig]
-        ranks = parallel.context_parallel_degree
-        if ranks == 1:
+    def columns(self, mesh: Mesh) -> int:
+        """Count the tokens of a sample on one rank: all, or its part, with padding, where ranks split a sequence."""
+        if mesh.cp.size == 1:
             return self.sequence_length
-        own = (2 if parallel.cp_load_balance else 1) * parallel.tensor_parallel_degree
-        return -(-self.sequence_length // (ranks * own)) * own
+        own = (2 if self.settings[ParallelConfig].cp_load_balance else 1) * mesh.tp.size
+        return -(-self.sequence_length // (mesh.cp.size * own)) * own
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the forward pass on one rank."""
-        return self.micro_batch_size * self.columns
+    def tokens(self, mesh: Mesh) -> int:
+        """Count the tokens of the forward pass on one rank."""
+        return self.micro_batch_size * self.columns(mesh)
 
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""
@@ -152,8 +167,7 @@ def workload(
         compute_bytes=compute_bytes,
         settings=settings,
         device_type=device_type,
-        # Ranks that split a sequence have kernels of their own.
-        attention_matrix=model.attn_implementation == "eager" and settings[ParallelConfig].context_parallel_degree == 1,
+        attention_matrix=model.attn_implementation == "eager",
         forward_only=forward_only,
         checkpoint_copy=is_async and on_cpu and not forward_only,
         unused_heap=unused_heap(recomputes=settings[ActivationConfig].activation_checkpointing) if on_cpu else 0.0,
@@ -175,17 +189,23 @@ def _is_gated(block: torch.nn.Module, width: int) -> bool:
     return outputs.count(width) > 1 or 2 * width in outputs
 
 
-def model_shape(model: ResolvedModel) -> ModelShape:
-    """Count the parameters of a model on the meta device."""
+def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = lambda model: None) -> ModelShape:
+    """Count the parameters of a model on the meta device.
 
-    def count(module: torch.nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
+    Args:
+        add: adds the techniques' parameters, and freezes what they freeze.
+    """
+
+    def count(module: torch.nn.Module, *, trained: bool = False) -> int:
+        return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
     family, config = model.family, model.hf_config
     with torch.device("meta"):
         built = build_model(config, attn_implementation=model.attn_implementation)
-    total = count(built)
     blocks = list(built.get_submodule(family.blocks).children())
+    saved = [saved_bytes(built, max(blocks, key=count), dtype) for dtype in (torch.bfloat16, torch.float32)]
+    add(built)
+    total = count(built)
     block_counts = [count(block) for block in blocks]
     largest = blocks[block_counts.index(max(block_counts))]
     intermediate = _mlp_width(largest, config)
@@ -193,7 +213,10 @@ def model_shape(model: ResolvedModel) -> ModelShape:
     heads = getattr(config, "num_attention_heads", None) or 1  # recurrent models have none
     key_value_heads = getattr(config, "num_key_value_heads", 0) or 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    saved = [saved_bytes(built, largest, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    trained = [count(each, trained=True) for each in (built, built.get_submodule(family.embedding), *blocks)]
+    frozen_but = None
+    if trained[0] < total:
+        frozen_but = Trained(trained[0], trained[1], trained[0] - trained[1] - sum(trained[2:]), max(trained[2:]))
     return ModelShape(
         parameters=total,
         largest_unit=max(table, max(block_counts), total - table - sum(block_counts)),
@@ -210,6 +233,7 @@ def model_shape(model: ResolvedModel) -> ModelShape:
         attention=heads * head_dim,
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
         sizes=tuple(p.numel() for p in built.parameters()),
+        frozen_but=frozen_but,
     )
 
 
@@ -232,14 +256,16 @@ def block_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> BlockBytes:
     does not store.
     """
     split = splits_tokens(mesh, work)
-    inside = work.tokens * _saved_values(shape, work, tp=mesh.tp.size, split=split) * work.compute_bytes
-    if shape.saved and not work.attention_matrix:  # what was counted, split as the formula splits
+    tokens = work.tokens(mesh)
+    matrices = work.attention_matrix and mesh.cp.size == 1  # ranks that split a sequence have kernels of their own
+    inside = tokens * _saved_values(shape, work, tp=mesh.tp.size, split=split) * work.compute_bytes
+    if shape.saved and not matrices:  # what was counted, split as the formula splits
         whole = _saved_values(shape, work, tp=1, split=False) * work.compute_bytes
         inside = inside * shape.saved[work.compute_bytes >= 4] // whole
-    if work.attention_matrix:
+    if matrices:
         matrix = work.micro_batch_size * shape.heads * work.sequence_length**2
         inside += 3 * matrix * work.compute_bytes // mesh.tp.size
-    return BlockBytes(work.tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
+    return BlockBytes(tokens * shape.hidden * work.compute_bytes // (mesh.tp.size if split else 1), inside)
 
 
 def _saved_values(shape: ModelShape, work: Workload, *, tp: int, split: bool) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,11 @@ class InitRule:
             else:
                 step.operation(part)  # type: ignore[misc]
         return values
+
+
+def drawn(draw: Callable[..., torch.Tensor]) -> InitRule:
+    """Return the rule of values that ``draw(values, generator=...)`` fills in."""
+    return InitRule((Step(0, sys.maxsize, "draw", draw),))
 
 
 def _draw_normal(values: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 import re
 
@@ -11,7 +12,9 @@ from smp.json_input import read_object, strict_json
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 _NAMES = ("model.safetensors", INDEX)  # in transformers' order: its save_pretrained leaves an older index beside a file
+_SAMPLES, _SAMPLE = 64, 1 << 14  # of a file, and bytes of one
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
@@ -47,10 +50,9 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
         if path.suffix not in (".safetensors", ".json"):
             raise UserError(f"{path} is no weights file: give a .safetensors file, its .index.json or their directory")
         return path
-    if (path / "adapter_config.json").is_file():  # from_pretrained would add it to the weights
+    if (path / ADAPTER_CONFIG).is_file():  # from_pretrained would add it to the weights
         raise UserError(
-            f"{path} holds an adapter (adapter_config.json), which is not read: give a directory with the model that "
-            f"peft's merge_and_unload makes of it"
+            f"{path} holds an adapter ({ADAPTER_CONFIG}): give its base model here, and {path} by --adapter_path"
         )
     if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
         return path / named
@@ -160,3 +162,20 @@ def tokenizer_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
 def generation_dir_of(*directories: pathlib.Path | None) -> pathlib.Path | None:
     """Return the first directory that holds a ``generation_config.json``."""
     return _first_with(("generation_config.json",), directories)
+
+
+def digest_of(path: pathlib.Path) -> str:
+    """Return a digest of weights by samples of their bytes: other weights of the same shapes have another one.
+
+    Args:
+        path: as for :func:`find_weights`.
+    """
+    found = hashlib.sha256()
+    for file in sorted(set(weight_map(path).values())):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                content.seek(start)
+                found.update(content.read(_SAMPLE))
+    return found.hexdigest()

@@ -16,10 +16,10 @@ from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_t
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import splits_sequences
-from smp.parallel.technique import Setup, draws, model_blocks, no_problems
+from smp.parallel.linear import is_main_product
+from smp.parallel.technique import Setup, draws, model_blocks
 
 Config = ActivationConfig
-problems = no_problems
 
 Mode = Literal["full", "selective"]
 _MARK = "_smp_block"
@@ -69,7 +69,7 @@ def _policy(*, attention: bool = True) -> Callable[..., CheckpointPolicy]:
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operation.name()
-        if name in _PRODUCTS:
+        if name in _PRODUCTS and is_main_product():
             products[context.is_recompute] += 1
             keep = bool(products[context.is_recompute] % 2)
         else:
@@ -175,11 +175,11 @@ def _recomputed(shape: ModelShape, config: ActivationConfig) -> int:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the saved activations, those of the block that is recomputed, and the gradients that pass through it."""
     config, moment = work.settings[Config], work.moment
-    state = work.tokens * shape.hidden * work.compute_bytes
+    state = work.tokens(mesh) * shape.hidden * work.compute_bytes
     if moment is Moment.UPDATE:
         return {}
     # Tokens, labels and positions, 8 bytes each, and two tables of rotary angles in fp32.
-    inputs = 3 * 8 * work.tokens + 2 * 4 * work.columns * (shape.attention or shape.hidden) // shape.heads
+    inputs = 3 * 8 * work.tokens(mesh) + 2 * 4 * work.columns(mesh) * (shape.attention or shape.hidden) // shape.heads
     if moment is Moment.EMBEDDING:
         return {"activations": 2 * state + inputs}
     blocks = 1 if moment in (Moment.FIRST_BLOCK, Moment.FIRST_REDUCTION) else shape.layers
@@ -199,9 +199,9 @@ def _running_bytes(shape: ModelShape, mesh: Mesh, work: Workload, *, selective: 
     Measured: four widths of the MLP and of the hidden states where nothing is recomputed, two of the MLP where all is.
     With ``selective``, what is recomputed leaves out what was kept, which makes up for them.
     """
-    inner = work.tokens * shape.intermediate * work.compute_bytes // mesh.tp.size
+    inner = work.tokens(mesh) * shape.intermediate * work.compute_bytes // mesh.tp.size
     if not work.settings[Config].activation_checkpointing:
-        return 4 * (inner + work.tokens * shape.hidden * work.compute_bytes)
+        return 4 * (inner + work.tokens(mesh) * shape.hidden * work.compute_bytes)
     return block_bytes(shape, mesh, work).inside + (0 if selective else 2 * inner)
 
 
@@ -218,4 +218,4 @@ def _kept_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     attention = 0 if mesh.cp.size > 1 else shape.hidden * work.compute_bytes + 4 * shape.heads
     split = products * work.compute_bytes + attention
     reduced = 2 * shape.hidden // (tp if splits_tokens(mesh, work) else 1) * work.compute_bytes if tp > 1 else 0
-    return work.tokens * (split // tp + reduced)
+    return work.tokens(mesh) * (split // tp + reduced)

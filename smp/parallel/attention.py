@@ -30,10 +30,9 @@ from smp.models.attention_support import (
 from smp.models.model_config import ModelConfig
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.documents import document_index, mixes_tokens, no_documents, told
-from smp.parallel.technique import Setup, no_cost
+from smp.parallel.technique import Setup
 
 Config = ModelConfig
-cost = no_cost
 
 # Names in transformers' registry of attention functions. They have no mask function there, so that transformers makes
 # no mask.

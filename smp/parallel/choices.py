@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from smp.config import Settings, flag_text
+from smp.mesh import Mesh, lay_out
 
 # Settings whose choice was shown to be right and faster, each with the line of a result that shows it: page of
 # benchmarks/results/gpu, date, device. The others keep their plain value.
@@ -39,6 +40,7 @@ class Situation:
         accumulation: micro-batches of a step.
         fits: tells whether the job's predicted peak fits into every rank's memory with these settings, and with
             others that are given by name.
+        mesh: of the job.
     """
 
     hf_config: Any
@@ -46,6 +48,7 @@ class Situation:
     device_type: str
     accumulation: int
     fits: Callable[..., bool]
+    mesh: Mesh = lay_out()  # frozen
 
 
 Chooser = Callable[[Situation], Iterator[Choice]]

@@ -17,11 +17,9 @@ from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.log import get_logger
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.technique import Setup, model_blocks, no_cost, no_problems
+from smp.parallel.technique import Setup, model_blocks
 
 Config = ActivationConfig
-problems = no_problems
-cost = no_cost
 
 logger = get_logger(__name__)
 

@@ -1,25 +1,29 @@
 """The product of a linear layer: torch's, or the one that a technique has put in its place.
 
-Tensor parallelism decides a rank's slice of the weight and the collective that follows; the product with the slice is
-computed here alone, so that low precision, adapters and quantised weights work at any layout.
+Tensor parallelism decides a rank's slice of the weight and the collectives around the product; the product with the
+slice and its gradients are computed here alone, so that low precision, adapters and quantised weights work at any
+layout, in exactly the collectives of the plain product.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# (layer, input, weight, bias) -> output. Weight and bias are this rank's; the layer gives other settings.
-Product = Callable[[nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+from smp.errors import UserError, a_type
 
 _PRODUCT = "_smp_product"
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
+
+# Whether the layer that is being computed has had its product with the weight; None outside of other products.
+_multiplied: bool | None = None
 
 
 def local_tensor(tensor: T) -> T:
@@ -27,26 +31,234 @@ def local_tensor(tensor: T) -> T:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def replace_product(module: nn.Linear, product: Product) -> None:
-    """Let a layer compute ``product``, in place; before or after the layer is split.
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether the weight of a linear layer is ``(inputs, outputs)``: transformers' ``Conv1D``."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D)
+
+
+def by_rows(layer: nn.Module, weight: T) -> T:
+    """Return the weight of a linear layer as ``(outputs, inputs)``."""
+    return weight.t() if weight is not None and is_transposed(layer) else weight
+
+
+def by_token(tensor: torch.Tensor) -> torch.Tensor:
+    """Reshape to ``(tokens, features)``."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+class Product:
+    """The product of a linear layer, and its gradients: torch's, where a subclass has no other.
+
+    All tensors are of this rank's part of the layer: some of its outputs (column parallel, the replicated head), or
+    some of its inputs, then without bias (row parallel). Nothing here is recorded by autograd, or does collectives.
+
+    Attributes:
+        own: parameters of the layer beside weight and bias, by name: which of the layer's axes their first
+            (``outputs``) or last one (``inputs``) is, and so which part of them a rank has; None: all of them. They are
+            handed to each method in this order.
+    """
+
+    own: Mapping[str, Literal["outputs", "inputs"] | None] = {}
+
+    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what is multiplied with, ``(outputs, inputs)``; its gradient goes to ``weight``."""
+        return weight
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor,
+        product: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the layer's output ``(..., outputs)``.
+
+        Args:
+            x: ``(..., inputs)``.
+            weight: ``(outputs, inputs)``.
+            product: of ``x`` and the matrix, where an overlapped collective has computed it.
+        """
+        if product is None:
+            return F.linear(x, self.matrix(weight), bias)
+        return product if bias is None else product + bias
+
+    def input_gradient(
+        self, gradient: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, into: torch.Tensor | None = None,
+        product: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the gradient of the input ``(tokens, inputs)``.
+
+        Args:
+            gradient: of the output, ``(tokens, outputs)``.
+            into: gradient by other layers of the input, to which this one is added in place.
+            product: of ``gradient`` and the matrix, where an overlapped collective has computed it; may be changed.
+        """
+        if product is not None:
+            return product
+        matrix = self.matrix(weight)
+        return gradient @ matrix if into is None else into.addmm_(gradient, matrix)
+
+    def parameter_gradients(
+        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the weight and of ``own``, None where ``needs`` is false.
+
+        Args:
+            gradient: of the output, ``(tokens, outputs)``.
+            x: ``(tokens, inputs)``.
+            needs: of the weight, and of each of ``own``.
+        """
+        return [gradient.T @ x if needs[0] else None]
+
+    def as_one(self, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(tokens, n)`` and ``(outputs, n)`` whose one product is the output, for an overlapped collective."""
+        return x, self.matrix(weight)
+
+
+PLAIN = Product()
+
+
+@contextlib.contextmanager
+def _one_product(*, multiplied: bool) -> Iterator[None]:
+    global _multiplied
+    _multiplied = multiplied
+    try:
+        yield
+    finally:
+        _multiplied = None
+
+
+def one_product(product: Product, *, multiplied: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Let all that ``product`` multiplies inside count as one product; see :func:`is_main_product`.
 
     Args:
-        module: the layer.
-        product: called with the layer, its input ``(..., inputs)``, the weight ``(outputs, inputs)`` and the bias or
-            None; returns ``(..., outputs)``, differentiable by autograd. A rank may hold some of the outputs (column
-            parallel) or of the inputs (row parallel, without bias).
+        multiplied: the product with the weight was computed before.
     """
+    plain = product is PLAIN or torch.compiler.is_compiling()
+    return contextlib.nullcontext() if plain else _one_product(multiplied=multiplied)
+
+
+def is_main_product() -> bool:
+    """Return whether the operator that multiplies now does so with a layer's weight, and not beside it.
+
+    Selective recomputation keeps every other product of a block, which is to be the same with another product.
+    """
+    global _multiplied
+    if _multiplied is None:
+        return True
+    before, _multiplied = _multiplied, True
+    return not before
+
+
+def replace_product(module: nn.Linear, product: Product) -> None:
+    """Let a layer compute ``product``, in place, at any layout.
+
+    Args:
+        module: the layer, split or not; one whose product has parameters of its own, which it must have by now, is not
+            split yet.
+        product: its methods; one may serve several layers.
+
+    Raises:
+        UserError: ``product`` is no :class:`Product`, or the layer lacks its parameters or is split already.
+    """
+    if not isinstance(product, Product):
+        raise UserError(f"replace_product takes a smp.parallel.linear.Product, got {a_type(product)}: derive a class "
+                        f"from it that has the gradients, too")  # fmt: skip
+    if missing := [name for name in product.own if module._parameters.get(name) is None]:
+        raise UserError(f"replace_product: the layer has no parameter {missing[0]}: register it before")
+    if product.own and isinstance(module.weight, DTensor):
+        raise UserError("replace_product: the layer is split or sharded already, and the parameters of the product "
+                        "with it: call it before smp.transform and smp.parallelize")  # fmt: skip
     setattr(module, _PRODUCT, product)
     if "forward" not in vars(module):  # a split layer calls linear() itself
         module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
 
 
-def has_product(module: nn.Module) -> bool:
-    """Return whether :func:`replace_product` was applied to the layer."""
-    return hasattr(module, _PRODUCT)
+def product_of(module: nn.Module) -> Product:
+    """Return the layer's product: that of :func:`replace_product`, or torch's."""
+    return getattr(module, _PRODUCT, PLAIN)
 
 
-def linear(module: nn.Linear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+class Linears(torch.autograd.Function):
+    """Linear layers of one input, whose gradients their products compute.
+
+    Args (of ``apply``):
+        tp: the group whose ranks have some of each layer's outputs, or None.
+        products: of each layer.
+        whole: the input of all tokens, outside autograd.
+        part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
+        tensors: of each layer, the weight ``(outputs, inputs)``, the bias or None, and the product's own parameters; at
+            the end, the layers' products with their weights if they are computed already.
+
+    Returns:
+        The layers' outputs ``(batch, sequence, outputs)``.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tp: Any, products: Sequence[Product], *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
+        whole, part, *others = tensors
+        layers, given = _by_layer(products, others)
+        ctx.tp, ctx.products, ctx.given = tp, products, len(given)
+        ctx.regather = tp is not None and tp.sequence_parallel and not tp.save_gathered
+        kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
+        ctx.save_for_backward(part if ctx.regather else whole, *kept)
+        outputs = []
+        for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
+            with one_product(product, multiplied=bool(given)):
+                outputs.append(product.forward(whole, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        tp, products = ctx.tp, ctx.products
+        whole, *kept = ctx.saved_tensors
+        parameters = [[kept.pop(0) for _ in range(1 + len(product.own))] for product in products]
+        overlap = whole.is_cuda
+        gathering = reducing = None
+        needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
+        if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
+            whole, gathering = tp.gather(whole, async_op=overlap)
+        flat = [by_token(g) for g in gradients]
+        input_gradient = partial = None
+        if needs_input:
+            for product, gradient, own in zip(products, flat, parameters, strict=True):
+                partial = product.input_gradient(gradient, *own, into=partial)
+            assert partial is not None
+            partial = partial.view(*gradients[0].shape[:-1], -1)
+            _wait(gathering)  # one collective after the other: both are of one group
+            gathering = None
+            input_gradient, reducing = (partial, None) if tp is None else tp.reduce(partial, async_op=overlap)
+        _wait(gathering)
+        tokens = by_token(whole)
+        found: list[torch.Tensor | None] = []
+        for product, gradient, own, (weight, bias, *others) in zip(products, flat, parameters, needs, strict=True):
+            of_weight: list[torch.Tensor | None] = [None] * len(own)
+            if weight or any(others):
+                of_weight = product.parameter_gradients(gradient, tokens, *own, needs=[weight, *others])
+            found += [of_weight[0], gradient.sum(0) if bias else None, *of_weight[1:]]
+        _wait(reducing)
+        return None, None, None, input_gradient, *found, *([None] * ctx.given)
+
+
+def _by_layer(products: Sequence[Product], values: Sequence[Any]) -> tuple[list[Sequence[Any]], Sequence[Any]]:
+    """Return the values of each layer's weight, bias and own parameters, and those that are left."""
+    found, start = [], 0
+    for product in products:
+        found.append(values[start : start + 2 + len(product.own)])
+        start += len(found[-1])
+    return found, values[start:]
+
+
+def linear(
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor
+) -> torch.Tensor:
     """Compute the layer's product with this rank's part of its parameters.
 
     Args:
@@ -54,10 +266,15 @@ def linear(module: nn.Linear, x: torch.Tensor, weight: torch.Tensor, bias: torch
         x: ``(..., inputs)``.
         weight: ``(outputs, inputs)``.
         bias: ``(outputs,)`` or None.
+        own: parameters of its product.
     """
-    product: Product | None = getattr(module, _PRODUCT, None)
-    return F.linear(x, weight, bias) if product is None else product(module, x, weight, bias)
+    product = product_of(module)
+    if product is PLAIN:
+        return F.linear(x, weight, bias)
+    return Linears.apply(None, (product,), x.detach(), x, weight, bias, *own)[0]
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(module, x, module.weight, module.bias)
+    own = [local_tensor(getattr(module, name)) for name in product_of(module).own]
+    weight = by_rows(module, local_tensor(module.weight))  # type: ignore[type-var]
+    return linear(module, x, weight, local_tensor(module.bias), *own)

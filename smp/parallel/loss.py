@@ -24,15 +24,16 @@ from smp.config import LossConfig
 from smp.errors import UserError
 from smp.host_copies import to_device
 from smp.log import get_logger
-from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_, shift_labels
+from smp.loss import IGNORE_INDEX, causal_lm_loss_sum, check_labels, loss_sum_
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
 from smp.models.family import LogitTransform
 from smp.models.logits import find_logits
 from smp.models.registry import build_model
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.linear import has_product, local_tensor
-from smp.parallel.targets import Targets, targets_of
+from smp.parallel.linear import PLAIN, local_tensor, product_of
+from smp.parallel.targets import Targets, chosen_tokens, targets_of
 from smp.parallel.technique import Setup
 
 logger = get_logger("model")
@@ -225,7 +226,7 @@ def linear_cross_entropy(
         UserError: ``chunk_tokens`` below 1.
     """
     _check_chunk(chunk_tokens)
-    targets = labels if isinstance(labels, Targets) else targets_of(labels, hidden.device)
+    targets = targets_of(labels).to(hidden.device)
     check_labels(targets.labels, vocabulary or weight.shape[0])
     if not torch.is_grad_enabled():  # autograd asks a function for the gradients of parameters all the same
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -265,12 +266,12 @@ def chunk_loss(
     projection = model.get_submodule(head)
     transform = find_logits(model.get_submodule(head.rpartition(".")[0]), projection) if logits is None else logits
     forward, project = model.forward, projection.forward
-    asked: list[torch.Tensor | Targets] = []  # the labels, while a forward with labels runs
+    asked: list[Targets] = []  # while a forward with labels runs
 
     def project_or_lose(hidden: torch.Tensor) -> torch.Tensor:
         if not asked:
             return project(hidden)
-        if has_product(projection) or type(projection).forward is not nn.Linear.forward:
+        if product_of(projection) is not PLAIN or type(projection).forward is not nn.Linear.forward:
             raise UserError(
                 f"{head} multiplies by a product of its own, which the loss in chunks does not know: use "
                 f"--loss_chunk_tokens 0, or leave {head} out of the layers whose product is replaced"
@@ -287,10 +288,9 @@ def chunk_loss(
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if shift_labels is not None:
-            labels = targets_of(shift_labels, shift_labels.device, shifted=True)
-        if labels is None:
+        if labels is None and shift_labels is None:
             return forward(*args, **kwargs)
+        targets = targets_of(labels, shift_labels)
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = kwargs.pop("return_dict", True) is False
         taken: list[torch.Tensor] = []
@@ -299,7 +299,7 @@ def chunk_loss(
             taken.append(loss)
             return inputs[0].new_empty(1, 0, 1)  # logits of no token, with which the model may do what it does
 
-        asked.append(labels)
+        asked.append(targets)
         # The last of the head's hooks: those of fully_shard are to see the loss, which is what backward starts from.
         hook = projection.register_forward_hook(set_aside)
         try:
@@ -313,7 +313,7 @@ def chunk_loss(
                 f"--loss_chunk_tokens 0"
             )
         if items is None:
-            items = _count(labels)
+            items = (targets.labels != IGNORE_INDEX).sum()
         # A new object: an attribute that is set later would come last in a tuple.
         found = type(found)(**{**found, "loss": taken[0] / items, "logits": None})
         return found.to_tuple() if as_tuple else found
@@ -324,29 +324,24 @@ def chunk_loss(
     return model
 
 
-def _count(labels: torch.Tensor | Targets) -> torch.Tensor:
-    """Count the valid tokens, 0-d."""
-    return ((labels.labels if isinstance(labels, Targets) else shift_labels(labels)) != IGNORE_INDEX).sum()
-
-
 def model_loss_sum(
-    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, *, shifted: bool = False
+    model: nn.Module, inputs: Mapping[str, Any], targets: torch.Tensor, chosen: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the sum of the token losses of a micro-batch, in chunks if :func:`chunk_loss` was applied.
 
     Args:
         model: a causal language model of Hugging Face.
         inputs: its inputs by name, without labels.
-        labels: as for :func:`linear_cross_entropy`.
-        shifted: each token's label is what it predicts.
+        targets: ``(batch, sequence)``, what each token predicts, on the host or the device.
+        chosen: the tokens that get logits, as :func:`chosen_tokens`'s, where the loss is in chunks; None: all.
     """
     device = inputs["input_ids"].device
     if hasattr(model, _MARK):
         # Made before the call: fully_shard copies all tensors that the model is given to the GPU, and waits for them.
-        targets = targets_of(labels, device, shifted=shifted)
-        return model(**inputs, labels=targets, num_items_in_batch=1, use_cache=False).loss
-    labels = to_device(labels, device)
-    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, labels, shifted=shifted)
+        labels = Targets.at(targets, chosen).to(device)
+        return model(**inputs, labels=labels, num_items_in_batch=1, use_cache=False).loss
+    targets = to_device(targets, device)
+    return causal_lm_loss_sum(model(**inputs, use_cache=False).logits, targets, shifted=True)
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
@@ -378,19 +373,27 @@ def apply(model: nn.Module, setup: Setup) -> None:
         chunk_loss(model, head=setup.family.head, chunk_tokens=chunk, z_loss=config.z_loss, logits=setup.family.logits)
 
 
+def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
+    """Choose the tokens that get logits."""
+    if not setup.settings[Config].loss_chunk_tokens:
+        return microbatch
+    chosen = chosen_tokens(microbatch["targets"], part=setup.mesh.cp.size > 1)
+    return microbatch if chosen is None else {**microbatch, "chosen": chosen}
+
+
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count logits, their log-softmax and gradient, in fp32; a chunk's gradient overwrites its logits."""
     fp32, chunk = 4, cast(int, work.settings[Config].loss_chunk_tokens)
     low = work.compute_bytes if work.compute_bytes < fp32 else 0
     of_logit = (fp32 + low if chunk else 3 * fp32) + (fp32 if shape.capped_logits else 0)
     columns = -(-shape.vocabulary // mesh.tp.size)
-    gradient = columns * shape.hidden
+    gradient = columns * shape.hidden if shape.trained(mesh.tp.size).last else 0
     if work.moment is Moment.HEAD:  # without chunks, the gradient of the logits; with them, as yet that of the head
-        slopes = {"logits and loss": work.tokens * columns * (fp32 + low)}
+        slopes = {"logits and loss": work.tokens(mesh) * columns * (fp32 + low)}
         return {"gradients before reduction": gradient * low} if chunk else slopes
     if work.moment is not Moment.LOSS:
         return {}
-    needed = {"logits and loss": min(work.tokens, chunk or work.tokens) * columns * of_logit}
+    needed = {"logits and loss": min(work.tokens(mesh), chunk or work.tokens(mesh)) * columns * of_logit}
     if chunk:  # in fp32, and on a CPU a part of the product in bf16, and what is added of it in fp32
         part = min(columns, _ROWS) * shape.hidden * (low + fp32) if low and work.device_type == "cpu" else 0
         needed["gradients before reduction"] = gradient * fp32 + part

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
-from smp.delayed_init import build_on_meta, initialize_, materialize_
+from smp.delayed_init import build_on_meta, fill_added_, initialize_, materialize_
 from smp.errors import ConfigError, UserError
+from smp.memory.shape import ModelShape, model_shape
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
+from smp.models import added
 from smp.models.family import Family
 from smp.models.init_rules import init_rules
 from smp.models.model_config import ModelConfig, ResolvedModel
@@ -25,17 +28,19 @@ from smp.parallel import (
     attention,
     compile_blocks,
     context,
+    lora,
     loss,
     offload,
     sharding,
     tensor,
 )
 from smp.parallel.choices import Chooser
-from smp.parallel.technique import Setup, Technique
+from smp.parallel.technique import Setup, Technique, follow_steps, member
 from smp.pretrained import load_pretrained_
 
 # In the order in which they are applied: the only place that knows it. A new technique is its own file and a line here.
 TECHNIQUES: list[Technique] = [
+    lora,
     context,
     attention,
     tensor,
@@ -69,7 +74,7 @@ def compute_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dty
 
 def find_problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return one sentence for each reason why a technique cannot be applied."""
-    return [problem for technique in TECHNIQUES for problem in technique.problems(hf_config, setup)]
+    return [problem for each in TECHNIQUES for problem in member(each, "problems")(hf_config, setup)]
 
 
 def left_padding_misfit(setup: Setup) -> str | None:
@@ -85,7 +90,7 @@ def left_padding_misfit(setup: Setup) -> str | None:
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
     """Build the techniques' sections from all settings by name."""
-    kinds = dict.fromkeys(technique.Config for technique in TECHNIQUES)
+    kinds = dict.fromkeys(each.Config for each in TECHNIQUES)
     names = {kind: {field.name for field in dataclasses.fields(kind)} & values.keys() for kind in kinds}
     return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 
@@ -98,6 +103,21 @@ def _check_modules(model: nn.Module, family: Family) -> None:
                 f"the model ({type(model).__name__}) has no {path}, as {family.name} models of transformers have: "
                 f"describe it with smp.register_family, under a model_type of its own"
             )
+
+
+def add_parameters(model: nn.Module, family: Family, settings: Settings) -> None:
+    """Add the techniques' parameters, with values unless the model is on the meta device."""
+    for technique in TECHNIQUES:
+        own = member(technique, "parameters")(model, family, settings)
+        if own.added or own.freezes:
+            added.add_parameters(model, own.added, freezes=own.freezes)
+    if not next(model.parameters()).is_meta:
+        fill_added_(model, seed=0)
+
+
+def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:
+    """Count the parameters of a model, with those that the techniques add."""
+    return model_shape(resolved, lambda model: add_parameters(model, resolved.family, settings))
 
 
 def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
@@ -115,9 +135,18 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
     if problems := find_problems(model.config, setup):
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice
-    for technique in TECHNIQUES:
-        technique.apply(model, setup)
+    add_parameters(model, setup.family, setup.settings)
+    for each in TECHNIQUES:
+        each.apply(model, setup)
+    follow_steps(model, TECHNIQUES, setup)
     return model
+
+
+def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
+    """Return what this rank computes of a micro-batch: what each technique in order takes of it."""
+    for each in TECHNIQUES:
+        microbatch = member(each, "own_part")(microbatch, setup)
+    return microbatch
 
 
 def parallelize(
@@ -163,7 +192,8 @@ def prepare_model(
         settings: of the techniques.
         dtype: dtype to compute in; parameters are fp32.
         seed: of the initial values.
-        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values.
+        load_weights: fill from ``resolved.weights`` (when it has any) instead of drawing initial values; where a
+            technique has frozen the model, that is done at any rate, as checkpoints have only the others.
         record: called with the name of each phase, for the memory tracker.
     """
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
@@ -177,7 +207,7 @@ def prepare_model(
         device=device,
         cpu_offload=settings[ActivationConfig].cpu_offload,
         seed=seed,
-        weights=resolved.weights if load_weights else None,
+        weights=resolved.weights if load_weights or added.is_frozen(model) else None,
     )
     record("After FSDP wrapper")
     return model.train()
@@ -206,5 +236,8 @@ def fill_model(
                 module._buffers[name] = buffer.to(device)
     if weights is not None:
         load_pretrained_(model, weights, hf_config=hf_config)
+        fill_added_(model, seed=seed)
+        added.leave_out_frozen(model, weights)
     else:
-        initialize_(model, init_rules(hf_config, seed=seed), seed=seed)
+        own, rules = added.added_parameters(model), init_rules(hf_config, seed=seed)
+        initialize_(model, lambda name: own[name].initial if name in own else rules(name), seed=seed)

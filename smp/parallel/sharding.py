@@ -23,10 +23,9 @@ from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.technique import Setup, model_blocks, no_problems
+from smp.parallel.technique import Setup, model_blocks
 
 Config = ParallelConfig
-problems = no_problems
 
 # FSDP1's size_based_auto_wrap_policy used this default.
 MIN_UNIT_PARAMETERS = 100_000_000
@@ -264,18 +263,18 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the sharded states, the gathered units, and the gradients that are being reduced.
 
-    Parameters, gradients and AdamW's two moments are fp32, and sharded over sharding and tensor-parallel ranks; also in
-    a group of one gathering is a copy. Backward gathers a block while the one above it is computed, and reduces each
-    unit from a copy of its gradients, which lives until the next unit's are reduced.
+    Parameters and, of those that are trained, gradients and AdamW's two moments are fp32, and sharded over sharding and
+    tensor-parallel ranks; also in a group of one gathering is a copy. Backward gathers a block while the one above it
+    is computed, and reduces each unit from a copy of its gradients, which lives until the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
-    held, table, last, block = _unit_sizes(shape, mesh)
+    held, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     shards = 0 if in_host_memory else fp32
-    reduced = _reduced(shape, moment, last=last, block=block, held=held)
+    reduced = _reduced(shape, moment, last=last, block=block, held=trained)
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
-    gradients = held if accumulated and not deferred else reduced
+    gradients = trained if accumulated and not deferred else reduced
     unreduced = {
         Moment.LOSS: 0,  # the head's gradient is in what the loss counts
         Moment.HEAD: last,
@@ -295,23 +294,15 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     elif work.device_type == "cpu" and mesh.loss.size > 1 and copied == unreduced:
         parts += 1  # gloo's receive buffers
     if deferred:
-        unreduced = max(unreduced, held - reduced)
+        unreduced = max(unreduced, trained - reduced)
     return {
         "parameters": -(-held // mesh.shard.size) * shards,
         "gradients": -(-gradients // mesh.shard.size) * shards,
-        "optimizer state": -(-held // mesh.shard.size) * 2 * shards,
+        "optimizer state": -(-trained // mesh.shard.size) * 2 * shards,
         "gathered parameters": _gathered(shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
         "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work),
     }
-
-
-def _unit_sizes(shape: ModelShape, mesh: Mesh) -> tuple[int, int, int, int]:
-    """Return a tensor-parallel rank's parameters: all, of the embedding, of the last unit, and of a block."""
-    tp = mesh.tp.size
-    of_blocks = ((shape.parameters, shape.layers), (shape.table, 0), (shape.last_unit, 0), (shape.block, 1))
-    held, table, last, block = (shape.of_rank(count, blocks, tp) for count, blocks in of_blocks)
-    return held, table, last, block
 
 
 def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, held: int) -> int:
@@ -325,7 +316,7 @@ def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, held: 
 
 def _gathered(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     """Count the gathered parameters; the embedding's, unless tied, are freed after its forward."""
-    moment, (held, _, last, block) = work.moment, _unit_sizes(shape, mesh)
+    moment, (held, _, last, block) = work.moment, shape.unit_sizes(mesh.tp.size)
     keeps = not (mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches)
     if not work.settings[Config].reshard_between_microbatches and (work.accumulation > 1 or moment is Moment.LOSS):
         return 0 if moment is Moment.UPDATE else held
@@ -346,7 +337,7 @@ def _buffer_bytes(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
     ranks share: an arena for each group, taking all ranks to be on one host, and a gathered unit.
     """
     backend, parallel = work.settings[CommConfig].distributed_backend, work.settings[Config]
-    gathered = _unit_sizes(shape, mesh)[2] * work.compute_bytes if mesh.shard.size > 1 else 0
+    gathered = shape.unit_sizes(mesh.tp.size).last * work.compute_bytes if mesh.shard.size > 1 else 0
     if backend == "smddp" and work.device_type == "cpu":
         # Measured: under tensor parallelism two groups of its ranks have one.
         gathers = parallel.cp_comm_type == "all_gather"  # gloo does the others

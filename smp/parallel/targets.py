@@ -1,8 +1,8 @@
-"""What the loss compares with: labels, and where they leave out tokens the others."""
+"""What the loss compares with, and which tokens it is computed of."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -11,7 +11,7 @@ from smp.loss import IGNORE_INDEX, shift_labels
 
 
 class Targets(NamedTuple):
-    """What the loss compares with, on the device.
+    """What the loss compares with.
 
     Attributes:
         labels: shifted, ``(batch, sequence)``; or of the chosen tokens, ``(tokens,)``.
@@ -21,19 +21,37 @@ class Targets(NamedTuple):
     labels: torch.Tensor
     chosen: torch.Tensor | None = None
 
+    @classmethod
+    def at(cls, targets: torch.Tensor, chosen: torch.Tensor | None) -> Targets:
+        """Return those of the chosen tokens of ``targets``, ``(batch, sequence)``."""
+        return cls(targets if chosen is None else targets[tuple(chosen)], chosen)
 
-def targets_of(labels: torch.Tensor, device: torch.device, *, shifted: bool = False) -> Targets:
-    """Choose the tokens that need logits, where that is known without asking a GPU: where ``labels`` are on the host.
+    def to(self, device: torch.device) -> Targets:
+        """Return them on a device, for which the host does not wait."""
+        return Targets(to_device(self.labels, device), None if self.chosen is None else to_device(self.chosen, device))
 
-    Where no label is ignored nothing is chosen: the last token of each sequence is not worth a copy of the others.
+
+def chosen_tokens(targets: torch.Tensor, *, part: bool) -> torch.Tensor | None:
+    """Choose the tokens that need logits, where that is known without asking a GPU: where ``targets`` are on the host.
+
+    Where none is ignored nothing is chosen: the last token of each sequence is not worth a copy of the others.
 
     Args:
-        labels: ``(batch, sequence)`` in Hugging Face's convention.
-        device: where the loss is computed.
-        shifted: each token's label is what it predicts.
+        targets: ``(batch, sequence)``, what each token predicts.
+        part: rows may go on elsewhere: their last token counts as the others.
+
+    Returns:
+        Row and column of each, ``(2, tokens)``; None: all tokens.
     """
-    predicted = labels if shifted else shift_labels(labels)
-    if labels.device.type != "cpu" or not (predicted[:, : None if shifted else -1] == IGNORE_INDEX).any():
-        return Targets(to_device(predicted, device))
-    chosen = (predicted != IGNORE_INDEX).nonzero().T.contiguous()
-    return Targets(to_device(predicted[tuple(chosen)], device), to_device(chosen, device))
+    valid = targets != IGNORE_INDEX
+    if targets.device.type != "cpu" or valid[:, : None if part else -1].all():
+        return None
+    return valid.nonzero().T.contiguous()
+
+
+def targets_of(labels: torch.Tensor | Targets | None, shifted: torch.Tensor | None = None) -> Targets:
+    """Return what Hugging Face's arguments ``labels`` or ``shift_labels`` name, each ``(batch, sequence)``."""
+    if isinstance(labels, Targets):
+        return labels
+    targets = shift_labels(cast(torch.Tensor, labels)) if shifted is None else shifted
+    return Targets.at(targets, chosen_tokens(targets, part=shifted is not None))

@@ -1,9 +1,13 @@
-"""Techniques: files or folders of this package with the four members of :class:`Technique`."""
+"""Techniques: files or folders of this package with the members of :class:`Technique`.
+
+Those of :class:`OptionalMembers` may be left out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -11,6 +15,8 @@ from torch import nn
 from smp.config import Section, Settings
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
+from smp.models.added import AddedParameter
 from smp.models.attention_support import random_rates
 from smp.models.family import Family
 
@@ -41,24 +47,76 @@ class Technique(Protocol):
     def Config(self) -> type[Section]:  # noqa: N802
         """Section of its settings."""
 
-    def problems(self, hf_config: Any, setup: Setup, /) -> list[str]:
-        """Return one sentence for each reason why it cannot be applied; nothing is built yet."""
-
     def apply(self, model: nn.Module, setup: Setup, /) -> None:
         """Apply it in place, if its settings ask for it; the model is real or on the meta device."""
 
-    def cost(self, shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
+
+class Parameters(NamedTuple):
+    """Parameters that a technique adds to a model; ``freezes``: the model's others are not trained."""
+
+    added: Sequence[AddedParameter] = ()
+    freezes: bool = False
+
+
+class OptionalMembers:
+    """Members that a technique may have besides, and what they do where it has not."""
+
+    @staticmethod
+    def problems(hf_config: Any, setup: Setup, /) -> list[str]:
+        """Return one sentence for each reason why it cannot be applied; nothing is built yet."""
+        return []
+
+    @staticmethod
+    def cost(shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
         """Return the bytes that it adds on a rank at ``work.moment``, by category; negative: that it saves."""
+        return {}
+
+    @staticmethod
+    def parameters(model: nn.Module, family: Family, settings: Settings, /) -> Parameters:
+        """Return what it adds, by its settings; the model is as it was built, real or on the meta device."""
+        return Parameters()
+
+    @staticmethod
+    def own_part(microbatch: Microbatch, setup: Setup, /) -> Microbatch:
+        """Return what this rank computes of a micro-batch, which is not changed."""
+        return microbatch
+
+    @staticmethod
+    def extra_loss(model: nn.Module, setup: Setup, /) -> torch.Tensor | None:
+        """Return what the last forward adds to the sum of this rank's token losses, 0-d; it is not logged."""
+        return None
+
+    @staticmethod
+    def after_update(model: nn.Module, setup: Setup, skipped: torch.Tensor, /) -> None:
+        """Change what follows from a step; ``skipped``, 0-d bool on the device: the update was left out."""
 
 
-def no_problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Implement ``problems`` of a technique that fits any model and mesh."""
-    return []
+def member(technique: Technique, name: str) -> Any:
+    """Return a member of a technique, or what :class:`OptionalMembers` has in its place."""
+    return getattr(technique, name, None) or getattr(OptionalMembers, name)
 
 
-def no_cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Implement ``cost`` of a technique with negligible memory."""
-    return {}
+_IN_STEPS = "_smp_in_steps"
+
+
+def follow_steps(model: nn.Module, techniques: Sequence[Technique], setup: Setup) -> None:
+    """Let :func:`extra_loss` and :func:`after_update` of the model call the techniques'."""
+    found = [(member(each, "extra_loss"), member(each, "after_update"), setup) for each in techniques]
+    setattr(model, _IN_STEPS, found)
+
+
+def extra_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the forward that has just run, with what the techniques add."""
+    for add, _, setup in getattr(model, _IN_STEPS, ()):
+        if (extra := add(model, setup)) is not None:
+            loss = loss + extra
+    return loss
+
+
+def after_update(model: nn.Module, skipped: torch.Tensor) -> None:
+    """Call the techniques' ``after_update``."""
+    for _, follow, setup in getattr(model, _IN_STEPS, ()):
+        follow(model, setup, skipped)
 
 
 def model_blocks(model: nn.Module, family: Family) -> list[nn.Module]:

@@ -84,7 +84,7 @@ def disk_bytes(
 ) -> dict[str, int]:
     """Predict the bytes on disks, by use: of the whole job, but activations of each host."""
     replicas = mesh.replicas.size if checkpoint.is_local else 1
-    one = _STATE_BYTES * shape.parameters * replicas
+    one = _STATE_BYTES * shape.trained(1).parameters * replicas
     kept = sum(checkpoint.num_kept_checkpoints) + checkpoint.keep_best
     # A new one is whole before an old one goes.
     found = {"checkpoint": one, "kept checkpoints": one * (kept + 1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from smp.config import ActivationConfig, ParallelConfig
-from smp.memory.plan import USABLE, peak_bytes
+from smp.memory.plan import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.parallel.activation_checkpoint import waiting_bytes
@@ -22,8 +22,8 @@ def estimate(shape: ModelShape, layout: Layout, row: DeviceRow, *, local: int) -
     Args:
         local: ranks of a host.
     """
-    needed = peak_bytes(shape, layout.mesh, layout.work) / (USABLE if row.is_gpu else 1)
-    return Estimate(layout, int(needed), step_time(shape, layout.mesh, layout.work, row, local=local).seconds)
+    needed = peak_bytes(shape, layout.mesh, layout.work)
+    return Estimate(layout, needed, step_time(shape, layout.mesh, layout.work, row, local=local).seconds)
 
 
 def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:

@@ -9,16 +9,11 @@ from typing import Any
 
 import torch
 
+from smp.axes import AXES, divisors, fit_together, split_degrees
 from smp.config import AUTO, ActivationConfig, ParallelConfig, Settings
+from smp.memory.advice import OFFLOADING, RECOMPUTATION
 from smp.memory.shape import Workload, workload
-from smp.mesh import (
-    Mesh,
-    context_parallel_choices,
-    lay_out,
-    resolve_mesh,
-    sharding_choices,
-    tensor_parallel_choices,
-)
+from smp.mesh import Mesh, lay_out, resolve_mesh, sharding_choices
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ModelConfig, ResolvedModel
 from smp.parallel.context.technique import problems
@@ -75,10 +70,12 @@ def layouts(
     elif settings["sharding_strategy"] not in (AUTO, "hybrid_shard", "_hybrid_shard_zero2"):
         given |= {"hybrid_shard_degree"}  # which may stand against it; the strategy decides
     world, samples = nodes * local, settings["global_batch_size"]
-    tps = [settings["tensor_parallel_degree"]] if "tensor_parallel_degree" in given else tensor_parallel_choices(local)
-    cps = _context_degrees(resolved, settings, given, world=world, device_type=device_type)
-    # The job refuses more data-parallel processes than samples.
-    legal = {cp: tps if fixed else tensor_parallel_choices(world, cp=cp, most_data=samples) for cp in cps}
+    tries = {axis.name: [settings[axis.flag]] if axis.flag in given else divisors(world) for axis in AXES}
+    if "tensor_parallel_degree" not in given:
+        tries["tp"] = divisors(local)
+    if "context_parallel_degree" not in given:
+        tries["cp"] = _context_degrees(resolved, settings, world=world, device_type=device_type)
+    tried = [dict(zip(tries, degrees, strict=True)) for degrees in itertools.product(*tries.values())]
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
     bf16 = device_type != "cpu" if settings["bf16"] is None else settings["bf16"]
     asked = workload(
@@ -86,12 +83,13 @@ def layouts(
         is_async=settings["checkpoint_type"].startswith("async_"),
     )  # fmt: skip
     saving = list(_savings(settings, given, device_type))
-    for cp, tp in ((cp, tp) for cp, tp in itertools.product(cps, tps) if tp in legal[cp]):
-        meshes = legal_meshes(resolved, settings, given, world=world, local=local, tp=tp, cp=cp)
+    # The job refuses more data-parallel processes than samples.
+    for degrees in (each for each in tried if fixed or fit_together(world, each, most_data=samples)):
+        meshes = legal_meshes(resolved, settings, given, world=world, local=local, degrees=degrees)
         for mesh, saved in itertools.product(meshes, saving):
-            split = {"context_parallel_degree": cp} if cp > 1 else {}
-            degrees = {"tensor_parallel_degree": tp, **split, "hybrid_shard_degree": mesh.shard.size}
-            flags = {name: value for name, value in {**degrees, **saved}.items() if name not in given}
+            split = {a.flag: degrees[a.name] for a in reversed(AXES) if not a.inside or degrees[a.name] > 1}
+            chosen = {**split, "hybrid_shard_degree": mesh.shard.size, **saved}
+            flags = {name: value for name, value in chosen.items() if name not in given}
             one = asked.changed(**flags)
             for batch in batches:
                 accumulation = _accumulation(settings, mesh, batch, chosen=len(batches) > 1)
@@ -103,11 +101,9 @@ def layouts(
 
 
 def _context_degrees(
-    resolved: ResolvedModel, settings: Mapping[str, Any], given: frozenset[str], *, world: int, device_type: str
+    resolved: ResolvedModel, settings: Mapping[str, Any], *, world: int, device_type: str
 ) -> list[int]:
-    """Return the context-parallel degrees to try; of those that were not given, only where sequences are long."""
-    if "context_parallel_degree" in given:
-        return [settings["context_parallel_degree"]]
+    """Return the context-parallel degrees to try: above 1 only where sequences are long."""
     if resolved.sequence_length < LONG:
         return [1]
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
@@ -119,7 +115,8 @@ def _context_degrees(
         setup = Setup(resolved.family, lay_out(shard=cp, cp=cp), asked, dtype, device_type)
         return not problems(resolved.hf_config, setup)
 
-    return [cp for cp in context_parallel_choices(world, most=resolved.sequence_length // SHORTEST_PART) if legal(cp)]
+    most = resolved.sequence_length // SHORTEST_PART
+    return [cp for cp in divisors(world) if cp <= most and legal(cp)]
 
 
 def legal_meshes(
@@ -129,28 +126,32 @@ def legal_meshes(
     *,
     world: int,
     local: int,
-    tp: int,
-    cp: int,
+    degrees: Mapping[str, int],
 ) -> Iterator[Mesh]:
-    """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given."""
+    """Yield a mesh for each legal sharding degree, the smallest first; one alone for a degree that was given.
+
+    Args:
+        degrees: of the axes, by name.
+    """
     strategy, chosen = settings["sharding_strategy"], settings["hybrid_shard_degree"]
     keeps = strategy == "_hybrid_shard_zero2"
     if "hybrid_shard_degree" in given:
-        fits_another = "tensor_parallel_degree" not in given and chosen > 0 and world % chosen == 0
-        if fits_another and world // tp % chosen:
+        multiplied, _ = split_degrees(degrees)
+        fits_another = any(not a.inside and a.flag not in given for a in AXES) and chosen > 0 and world % chosen == 0
+        if fits_another and world // multiplied % chosen:
             return
-        parallel = ParallelConfig(
-            sharding_strategy=strategy, hybrid_shard_degree=chosen, tensor_parallel_degree=tp,
-            context_parallel_degree=cp if "context_parallel_degree" in given else 1,
-        )  # fmt: skip
-        mesh = resolve_mesh(parallel, world_size=world, local_world_size=local)
-        split = mesh.with_context_parallelism(cp)
-        candidates = [split] if split else []
+        # A degree that was given is refused with its sentence where it does not fit; others are left out.
+        asked: dict[str, Any] = {a.flag: degrees[a.name] for a in AXES if not a.inside or a.flag in given}
+        parallel = ParallelConfig(sharding_strategy=strategy, hybrid_shard_degree=chosen, **asked)
+        mesh: Mesh | None = resolve_mesh(parallel, world_size=world, local_world_size=local)
+        for axis in AXES:
+            mesh = mesh and mesh.with_degree(axis.name, degrees[axis.name])
+        candidates = [mesh] if mesh else []
     else:
-        candidates = sharding_choices(world_size=world, local_world_size=local, tp=tp, cp=cp, keep_gathered=keeps)
+        candidates = sharding_choices(world_size=world, local_world_size=local, keep_gathered=keeps, **degrees)
     for mesh in candidates:
         family, config = resolved.family, resolved.hf_config
-        if not tensor_parallel_problems(family, config, degree=tp, shard=mesh.shard.size):
+        if not tensor_parallel_problems(family, config, degree=mesh.tp.size, shard=mesh.shard.size):
             yield mesh
 
 
@@ -166,11 +167,7 @@ def _accumulation(settings: Mapping[str, Any], mesh: Mesh, batch: int, *, chosen
 
 def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: str) -> Iterator[dict[str, Any]]:
     """Yield recomputation and offloading, what takes least time first."""
-    recomputing: list[dict[str, Any]] = [
-        {"activation_checkpointing": False},
-        {"activation_checkpointing_mode": "selective"},
-        {"activation_checkpointing_mode": "full"},
-    ]
+    recomputing = [{name: value for name, value in each.items() if value != settings[name]} for each in RECOMPUTATION]
     if "activation_checkpointing_mode" in given or not settings["activation_checkpointing"]:
         recomputing = [{}]
     elif given & {"activation_checkpointing", "activation_checkpointing_every"}:
@@ -180,7 +177,7 @@ def _savings(settings: Mapping[str, Any], given: frozenset[str], device_type: st
     if "offload_activations" not in given and device_type != "cpu" and settings["activation_checkpointing"]:
         for chosen in recomputing:
             if chosen.get("activation_checkpointing", True):
-                yield {**chosen, "offload_activations": True}
+                yield {**chosen, **OFFLOADING}
 
 
 def differences(layout: Layout, other: Layout) -> tuple[tuple[str, str], ...]:
@@ -195,8 +192,7 @@ def parts(layout: Layout) -> dict[str, str]:
     kept = config.activation_checkpointing_mode if config.activation_checkpointing else "none"
     return {
         "shard": f"shard {layout.mesh.shard.size}",
-        "tp": f"tp {layout.mesh.tp.size}",
-        "cp": f"cp {layout.mesh.cp.size}",
+        **{axis.name: f"{axis.name} {layout.mesh.degree(axis.name)}" for axis in reversed(AXES)},
         "batch": f"batch {layout.work.micro_batch_size}",
         "recomputation": f"recompute {kept}",
         "offloading": "offloaded" if config.offload_activations else "not offloaded",

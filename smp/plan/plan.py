@@ -19,7 +19,7 @@ import torch
 from smp.config import ActivationConfig
 from smp.environment.malloc import unused_heap
 from smp.errors import ConfigError, Problems
-from smp.memory.plan import BASE_CPU_BYTES
+from smp.memory.plan import process_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.allocator import AllocatorConfig
 from smp.parallel.parallelize import find_problems
@@ -38,8 +38,6 @@ from smp.runtime import Launch, choose_backend
 from smp.train.arguments import parse_args
 from smp.train.run_plan import Job, check_global_batch, choose_settings, make_job, planned_batch, sizes
 
-# Outside of the caching allocator: CUDA's context, and each communicator of NCCL. No GPU of ours has measured them.
-_CONTEXT_BYTES, _COMMUNICATOR_BYTES = int(0.6 * GIB), int(0.3 * GIB)
 _MARGIN = 2  # blocks at each end, of which prefetching makes other buffers than of those between
 
 
@@ -147,29 +145,21 @@ class _Rank:
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
             reserved: int | None = reserved_bytes(whole, expandable=expandable)
-            outside = _CONTEXT_BYTES + _COMMUNICATOR_BYTES * _communicators(self.job)
         else:
             unused = unused_heap(recomputes=self.job.settings[ActivationConfig].activation_checkpointing)
             heap = int(unused * (found.peak.total - trace.shared))  # what is shared is mapped, and no heap's
-            reserved, outside = None, BASE_CPU_BYTES + heap
+            reserved = None
         return RankMemory(
             rank=self.job.launch.rank,
             peak=found.peak,
             own_peaks=found.own_peaks,
             reserved=reserved,
-            outside=outside,
+            outside=process_bytes(self.job.mesh, self.job.device.type) + heap,
             limit=self.limit,
             shared=trace.shared,
             heap=heap,
             timeline=found.timeline,
         )
-
-
-def _communicators(job: Job) -> int:
-    """Return the axes of the mesh along which ranks communicate."""
-    mesh = job.mesh
-    axes = [mesh.loss, mesh.tp, mesh.replicas, mesh.shard, mesh.cp]
-    return sum(role.size > 1 for role in axes) + (mesh.loss.size < mesh.world_size)
 
 
 def _traced(job: Job, backend: str, capability: tuple[int, int] | None) -> Trace:

@@ -9,6 +9,7 @@ from typing import Any
 GIB = 1024**3
 
 FITS, FLUSH, NO = "fits", "flush", "no"
+TOP = 3  # layouts that are looked for
 # Less room than this share of the limit is called tight.
 TIGHT = 0.05
 

@@ -13,18 +13,19 @@ import torch
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.data.data_pipeline import NO_DATA
+from smp.data.config import NO_DATA
 from smp.errors import ConfigError, UserError
-from smp.memory.plan import USABLE, processes_that_fit
-from smp.memory.shape import ModelShape, model_shape
+from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
+from smp.memory.shape import ModelShape
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
+from smp.parallel.parallelize import settings_of, shape_of
 from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
-from smp.plan.estimate import estimate
+from smp.plan.estimate import estimate, step_time
 from smp.plan.layouts import Layout, layouts
-from smp.plan.records import GIB, LayoutPlan
+from smp.plan.records import GIB, TOP, LayoutPlan, Moment, RankMemory
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import title_of, words_of
@@ -33,6 +34,7 @@ from smp.train.flops import model_flops_per_token
 
 # Plans a layout: words of the job, and by name nodes, local, device and exact.
 Planner = Callable[..., LayoutPlan]
+CLOSED = "closed form"  # a plan's method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,8 @@ def read_request(
     except ConfigError as error:
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
     return Request(
-        words, config.flat(), config.given, config.checkpoint, row, nodes, local, model, model_shape(model)
+        words, config.flat(), config.given, config.checkpoint, row, nodes, local, model,
+        shape_of(model, settings_of(config.flat())),
     )  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def answer(
     request: Request,
     planners: Sequence[Planner],
     *,
-    top: int,
+    top: int = TOP,
     searches: bool = True,
     exact: bool = False,
     tell: Callable[[str], None] = lambda text: None,
@@ -178,6 +181,25 @@ def answer(
     return found
 
 
+def closed_plan(words: list[str], *, nodes: int, local: int, device: DeviceRow, exact: bool) -> LayoutPlan:
+    """Plan one layout by the closed form alone, for machines that cannot trace."""
+    request = read_request(words, device, nodes=nodes, local=local)
+    (layout,) = request.layouts(fixed=True)
+    mesh, work = layout.mesh, layout.work
+    tensors = estimate_memory(request.shape, mesh, work)
+    outside, unused = tensors.pop("process"), tensors.pop(free_blocks(work), 0)
+    memory = RankMemory(
+        rank=0,
+        peak=Moment("a step", tensors),
+        own_peaks=tensors,
+        reserved=sum(tensors.values()) + unused if device.is_gpu else None,
+        outside=outside + (0 if device.is_gpu else unused),
+        limit=request.limit,
+    )
+    step = step_time(request.shape, mesh, work, device, local=local)
+    return LayoutPlan(str(mesh), memory, step, layout.tokens, CLOSED)
+
+
 def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
     """Add what the layout's sizes say of hosts and disks."""
     sizes = (request.shape, layout.mesh, layout.work, request.checkpoint)
@@ -208,6 +230,8 @@ def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | 
 
 def notes(request: Request, found: Found) -> Iterator[str]:
     """Yield what a person must know of the plan as a whole."""
+    if any(plan.method == CLOSED for _, plan in found.plans) or (found.nearest and found.nearest.method == CLOSED):
+        yield "Memory is by the closed form: a trace takes a C++ compiler (g++, c++ or clang++), and there is none."
     if request.row.is_gpu:
         if request.settings["bf16"] is None and not torch.cuda.is_available():
             yield "Planned in bf16, as a job on GPUs computes, though this machine has none; --bf16 0 plans fp32."
@@ -220,11 +244,11 @@ def notes(request: Request, found: Found) -> Iterator[str]:
         if request.settings["offload_dir"] is not None:
             yield "Activations in --offload_dir are timed as if they went to the host's memory; a disk is slower."
     if not found.plans:
-        yield _more_devices(request, alone=found.legal == 1)
+        yield more_devices(request, alone=found.legal == 1)
     yield "Not tried, as smp does not have them: expert and pipeline degrees."
 
 
-def _more_devices(request: Request, *, alone: bool) -> str:
+def more_devices(request: Request, *, alone: bool) -> str:
     """Return how many devices would hold the job, by the closed form.
 
     Args:
@@ -236,7 +260,7 @@ def _more_devices(request: Request, *, alone: bool) -> str:
         asked.work.changed(activation_checkpointing=True, activation_checkpointing_mode="full"),
         micro_batch_size=smallest.get("train_batch_size", asked.work.micro_batch_size),
     )
-    enough = processes_that_fit(request.shape, asked.mesh, work, int(request.limit * USABLE))
+    enough = processes_that_fit(request.shape, asked.mesh, work, request.limit)
     if enough is not None and enough <= request.devices and alone and asked.mesh.replicas.size > 1:
         return (
             f"By the closed form, full sharding over {enough} of these devices would hold it: give --sharding_strategy "

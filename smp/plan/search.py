@@ -9,7 +9,7 @@ from typing import Any
 from smp.config import ActivationConfig
 from smp.errors import UserError
 from smp.plan.layouts import Layout, differences, parts
-from smp.plan.records import FITS, GIB, NO, LayoutPlan
+from smp.plan.records import FITS, GIB, NO, TOP, LayoutPlan
 
 MOST_TRACES = 12
 _MEMORY_MARGIN = 1.3  # what the closed form may be wrong by
@@ -70,7 +70,7 @@ def search(
     limit: int | None,
     trace: Callable[[list[Layout]], list[LayoutPlan | UserError]],
     *,
-    top: int = 3,
+    top: int = TOP,
     most: int = MOST_TRACES,
     together: int = 1,
 ) -> Found:

@@ -32,11 +32,10 @@ class StepTrace(MemoryProfile):
         optimizer: Any,
         device: torch.device,
         mode: FakeTensorMode,
-        length: int,
         capability: tuple[int, int] | None = None,
     ):
         self.place = Place(0, BEGIN, None)
-        self._fake, self._length = mode, length
+        self._fake = mode
         self._places: list[Place] = []
         self._streams: dict[int, str] = {}
         self._births: dict[int, tuple[Place, int]] = {}
@@ -128,13 +127,10 @@ class StepTrace(MemoryProfile):
         return tensor if isinstance(tensor, FakeTensor) or tensor.is_meta else self._fake.from_tensor(tensor)
 
     def _number(self, dtype: torch.dtype) -> float | bool:
-        """Return what is read from a fake tensor: labels have no gaps, masks no padding, no rank raises a flag."""
-        module, function = _caller()
+        """Return what is read from a fake tensor: targets have no gaps, masks no padding, no rank raises a flag."""
         if dtype is torch.bool:
-            return function != "targets_of"
-        if module == "smp.train.step":
-            return self._length
-        return 1.0 if dtype.is_floating_point else 0 if module.startswith("smp.faults.") else 1
+            return True
+        return 1.0 if dtype.is_floating_point else 0 if _caller().startswith("smp.faults.") else 1
 
     # --- collectives
 
@@ -157,12 +153,12 @@ class StepTrace(MemoryProfile):
         return None
 
 
-def _caller() -> tuple[str, str]:
-    """Return module and function of the innermost call on the stack of smp, without ``smp.plan``, or transformers."""
+def _caller() -> str:
+    """Return the module of the innermost call on the stack of smp, without ``smp.plan``, or transformers."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(("smp.", "transformers.")) and not module.startswith("smp.plan."):
-            return module, frame.f_code.co_name
+            return module
         frame = frame.f_back  # type: ignore[assignment]
-    return "", ""
+    return ""

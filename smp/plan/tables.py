@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from smp.axes import AXES
 from smp.config import flag_text
 from smp.plan.cost import Cost
 from smp.plan.layouts import Layout, differences, parts
@@ -116,10 +117,12 @@ def title_of(layout: Layout) -> str:
     found = parts(layout)
     replicas = layout.mesh.replicas.size
     copies = f" x {replicas} replicas" if replicas > 1 else ""
-    split = f" ({found['cp']} inside)" if layout.mesh.cp.size > 1 else ""
+    inside = ", ".join(found[axis.name] for axis in AXES if axis.inside and layout.mesh.degree(axis.name) > 1)
+    split = f" ({inside} inside)" if inside else ""
+    multiplied = " x ".join(found[axis.name] for axis in AXES if not axis.inside)
     offloaded = ", offloaded" if found["offloading"] == "offloaded" else ""
     return (
-        f"{found['shard']}{split}{copies} x {found['tp']}, {found['batch']} x {layout.accumulation}, "
+        f"{found['shard']}{split}{copies} x {multiplied}, {found['batch']} x {layout.accumulation}, "
         f"{found['recomputation']}{offloaded}"
     )
 
@@ -133,23 +136,23 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         width: columns of the terminal.
     """
     shown = found.plans[:top]
-    splits = any(layout.mesh.cp.size > 1 for layout, _ in shown)
+    axes = [a for a in reversed(AXES) if not a.inside or any(each.mesh.degree(a.name) > 1 for each, _ in shown)]
     if shown:
         yield "the fastest that fit"
-        head = ("shard", "tp", "cp", "batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB")
-        yield _row("", head, splits=splits)
+        head = ("batch", "recompute", "step", "tok/s each", "alloc. GiB", "resv. GiB")
+        yield _row("", ["shard", *(axis.name for axis in axes)], head)
     for number, (layout, plan) in enumerate(shown, 1):
         memory, step, words = plan.memory, plan.step, parts(layout)
         rate = f"{plan.tokens / step.seconds / devices:,.0f}"
         reserved = "-" if memory.reserved is None else gib(memory.reserved)
         offloaded = "+offload" if words["offloading"] == "offloaded" else ""
+        degrees = [str(layout.mesh.degree(name)) for name in ("dp_shard", *(axis.name for axis in axes))]
         cells = (
-            *(str(role.size) for role in (layout.mesh.shard, layout.mesh.tp, layout.mesh.cp)),
             f"{layout.work.micro_batch_size} x {layout.accumulation}",
             words["recomputation"].split()[-1] + offloaded, seconds(step.seconds), rate,
             gib(memory.allocated), reserved,
         )  # fmt: skip
-        yield _row(str(number), cells, splits=splits)
+        yield _row(str(number), degrees, cells)
         yield from wrapped(words_of(layout.flags), width, indent=4)
     others = instructive(found)
     if others:
@@ -160,10 +163,10 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         yield f"  {', '.join(changes) or title_of(refused.layout)}: {refused.reason}"
 
 
-def _row(number: str, cells: Sequence[str], *, splits: bool) -> str:
-    shard, tp, cp, batch, recompute, *others = cells
-    step, rate, allocated, reserved = others
-    left = f"{number:>2}  {shard:>5} {tp:>3} {f'{cp:>3} ' if splits else ''}{batch:>7}  {recompute:<17}"
+def _row(number: str, degrees: Sequence[str], cells: Sequence[str]) -> str:
+    batch, recompute, step, rate, allocated, reserved = cells
+    split = " ".join(f"{text:>3}" for text in degrees[1:])
+    left = f"{number:>2}  {degrees[0]:>5} {split} {batch:>7}  {recompute:<17}"
     return f"{left} {step:>7} {rate:>10} {allocated:>10} {reserved:>9}"
 
 

@@ -7,25 +7,27 @@ real run uses. The account therefore is a real run's, to the byte, as far as ope
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from smp.config import ActivationConfig, ParallelConfig
+from smp.config import ActivationConfig
 from smp.data.data_pipeline import StepBatch
 from smp.data.sampler import step_positions
 from smp.delayed_init import build_on_meta, materialize_
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
 from smp.models.registry import build_model
-from smp.parallel.context.batch import sharder
 from smp.parallel.linear import local_tensor
-from smp.parallel.parallelize import apply_techniques
-from smp.parallel.technique import Setup, model_blocks
+from smp.parallel.parallelize import apply_techniques, own_part
+from smp.parallel.technique import model_blocks
 from smp.plan import world
 from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, Place, Trace
 from smp.plan.step_profile import StepTrace
@@ -105,12 +107,13 @@ def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
     """
     length, integer = job.model.sequence_length, torch.int64
 
-    def microbatch(size: int) -> dict[str, torch.Tensor]:
-        made = {name: torch.empty(size, length, dtype=integer) for name in ("input_ids", "labels")}
-        made["sample_ids"] = torch.empty(size, dtype=integer)
-        if job.config.data.document_mask:
+    def microbatch(size: int) -> Microbatch:
+        ids, targets = (torch.empty(size, length, dtype=integer) for _ in range(2))
+        made: Microbatch = {"input_ids": ids, "targets": targets, "sample_ids": torch.empty(size, dtype=integer)}
+        if job.config.data.document_mask:  # every row is one document
             made["position_ids"] = torch.empty(size, length, dtype=integer)
-            made["document_bounds"] = torch.empty(size + 1, dtype=torch.int32)
+            made["document_bounds"] = torch.from_numpy(np.arange(size + 1, dtype=np.int32) * length)  # with values
+            made["longest_document"] = length
         return made
 
     return StepBatch([microbatch(size) for size in rows], torch.empty(samples, dtype=integer))
@@ -126,18 +129,9 @@ def untraced_bytes(job: Job) -> int:
     rows = microbatch_rows(job)
     with torch.device("meta"):
         batch = _make_batch(job, rows[2:-1] if len(rows) > MOST_MICROBATCHES else [], 0)
-        kept = batch.microbatches
-        if job.mesh.cp.size > 1:  # beside the rows, what was cut out of them
-            kept = [*kept, *(_own_tokens(each, job.mesh, job.config.parallel) for each in kept)]
+        kept = [*batch.microbatches, *(own_part(each, job.setup) for each in batch.microbatches)]
     tensors = {id(t): t for each in kept for t in each.values() if isinstance(t, torch.Tensor)}
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _own_tokens(microbatch: dict[str, Any], mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return a rank's tokens; under context parallelism every row is one document, as its values are not known."""
-    if mesh.cp.size > 1:
-        microbatch = {name: microbatch[name] for name in ("input_ids", "labels", "sample_ids")}
-    return sharder(mesh, parallel)(microbatch)
 
 
 def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: StepTrace) -> dict[int, int]:
@@ -178,24 +172,24 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         job: its mesh is laid out for the rank.
         capability: of the GPU, whose kernels' workspaces are counted.
     """
-    mesh, settings, resolved = job.mesh.join(job.device.type), job.setup.settings, job.model
+    setup, resolved = dataclasses.replace(job.setup, mesh=job.mesh.join(job.device.type)), job.model
     build = functools.partial(build_model, resolved.hf_config, attn_implementation=resolved.attn_implementation)
     model, device, mode = build_on_meta(build), torch.device(job.device.type), world.fake_mode()
     _replace_buffers(model, mode.from_tensor)  # fully_shard moves them to the device
     with mode:
-        apply_techniques(model, Setup(resolved.family, mesh, settings, job.dtype, job.device.type))
+        apply_techniques(model, setup)
     config, blocks = job.config, model_blocks(model, resolved.family)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
-        cpu_offload = settings[ActivationConfig].cpu_offload
+        cpu_offload = setup.settings[ActivationConfig].cpu_offload
         materialize_(model, torch.device("cpu") if cpu_offload else device)
         _replace_buffers(model, lambda buffer: buffer.to(device))
         model.train()
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         _allocate_state(optimizer)
         batch = _batch(job)
-        trace = StepTrace(model, optimizer, device, mode, resolved.sequence_length, capability)
-        world.connect(_everyone(mesh))  # over it all ranks agree at every step
+        trace = StepTrace(model, optimizer, device, mode, capability)
+        world.connect(_everyone(setup.mesh))  # over it all ranks agree at every step
         owners = _owners(model, optimizer, blocks, trace)
         follower = _Follower(trace, blocks)
         with trace.running():
@@ -203,12 +197,9 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
                 model,
                 optimizer,
                 batch,
+                setup=setup,
                 device=device,
                 grad_clip=config.optim.grad_clip,
-                loss_group=mesh.loss.group,
-                defer_sync=config.parallel.defer_gradient_sync,
-                keep_gathered=not settings[ParallelConfig].reshard_between_microbatches,
-                shard=functools.partial(_own_tokens, mesh=mesh, parallel=config.parallel),
                 record=trace.mark,
                 enter=follower.enter,
             )

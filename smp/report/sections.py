@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from smp.comm.report import readable
-from smp.memory.plan import CATEGORIES
+from smp.memory.categories import CATEGORIES
 from smp.report.html import Html, bar, items, join, table, tag, text
 from smp.report.run_files import Attempt, RunFiles, Saved, finite, list_of, table_of
 from smp.report.summary import OF_A_STEP, PHASES, duration, phase_totals

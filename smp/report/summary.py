@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any
 
+from smp.errors import UserError
 from smp.faults.stop import INTERRUPTED, STOPPED
-from smp.report.curves import Chart, Series, short, thin
+from smp.plots import DRAWN, metrics_figure
 from smp.report.html import Html, join, tag
 from smp.report.run_files import RunFiles, finite, number, table_of
+from smp.train.hints import short
 
 Line = dict[str, Any]
 PHASES = ("data", "forward", "backward", "optimizer", "agreement", "logging", "validation", "checkpoint", "end")
@@ -87,48 +90,30 @@ def tiles(run: RunFiles) -> Html:
     return tag("dl", *(tag("div", tag("dt", t), tag("dd", v), tag("small", n)) for t, v, n in found), cls="tiles")
 
 
-def _series(name: str, lines: list[Line], value: Callable[[Line], float | None], color: int) -> Series:
-    found = [(line["step"], got) for line in lines if (got := value(line)) is not None]
-    return Series(name, thin([step for step, _ in found], [value for _, value in found]), color)
+def curves(run: RunFiles, marks: list[int]) -> Html:
+    """Return a picture of the metrics; a sentence where there is none.
+
+    Args:
+        marks: steps at which the run was resumed.
+    """
+    if not (run.train or run.validation):
+        return tag("p", "No step has been logged yet.", cls="empty")
+    train, validation = ([_drawn(line) for line in lines] for lines in (run.train, run.validation))
+    picture = io.BytesIO()
+    try:
+        metrics_figure(train, validation, marks).savefig(picture, dpi=120, format="png")
+    except UserError as error:  # no matplotlib
+        return tag("p", f"{error}", cls="empty")
+    except Exception as error:  # of matplotlib, which has no axis for some numbers
+        return tag("p", f"The curves cannot be drawn ({type(error).__name__}: {error}).", cls="empty")
+    content = base64.b64encode(picture.getvalue()).decode()
+    title = "loss, learning rate, tokens per second and gradient norm over the steps"
+    return Html(f'<img alt="{title}" src="data:image/png;base64,{content}">')
 
 
-def _of(key: str) -> Callable[[Line], float | None]:
-    return lambda line: number(line.get(key))
-
-
-def curves(run: RunFiles) -> list[Chart]:
-    """Return the charts of the metrics."""
-    train = run.train
-    loss = [_series("training", train, _of("loss"), 0), _series("validation", run.validation, _of("val_loss"), 1)]
-    memory = [
-        _series("highest", train, _of("mem_peak_gib"), 0),
-        _series("on the GPU now", train, _of("mem_allocated_gib"), 1),
-        _series("process now", train, _of("host_rss_gib"), 2),
-    ]
-    charts = [
-        Chart("loss", "Loss", loss, unit="nats per token", log=True),
-        Chart("lr", "Learning rate", [_series("learning rate", train, _of("lr"), 0)], zero=True),
-        Chart("speed", "Tokens per second", [_series("tokens/s", train, _of("tokens_per_sec"), 0)], zero=True),
-        Chart("norm", "Gradient norm", [_series("norm", train, _of("grad_norm"), 0)], "before clipping", log=True),
-        Chart("memory", "Memory of rank 0", [each for each in memory if each.points], unit="GiB", zero=True),
-    ]
-    phases = _phase_chart(run)
-    return [*charts, phases] if any(series.points for series in phases.series) else charts
-
-
-def _phase_chart(run: RunFiles) -> Chart:
-    """Return the seconds of each phase of a step."""
-    before = dict(zip((line["step"] for line in run.train[1:]), (line["step"] for line in run.train), strict=False))
-
-    def of(phase: str) -> Callable[[Line], float | None]:
-        def seconds(line: Line) -> float | None:
-            spent = finite(table_of(line.get("phase_s")).get(phase))
-            return None if spent is None else spent / max(line["step"] - before.get(line["step"], 0), 1)
-
-        return seconds
-
-    series = [_series(phase, run.train, of(phase), color) for color, phase in enumerate(OF_A_STEP)]
-    return Chart("phases", "Seconds of a step by phase", series, unit="s", zero=True, cut=True)
+def _drawn(line: Line) -> Line:
+    found = {key: number(line.get(key)) for key in DRAWN}
+    return {**{key: math.nan if value is None else value for key, value in found.items()}, "step": line["step"]}
 
 
 def phase_totals(run: RunFiles) -> dict[str, float]:
@@ -148,7 +133,7 @@ def headline(run: RunFiles) -> Html:
     start = run.attempts[-1].start
     parts = [start.get("model")]
     if (parameters := finite(start.get("parameters"))) is not None:
-        parts.append(f"{short(float(f'{parameters:.3g}'))} parameters")
+        parts.append(f"{short(parameters)} parameters")
     world = start.get("world_size")
     parts.append(f"{world} {'process' if world == 1 else 'processes'} on {start.get('device')}")
     parts.append(f"{start.get('dtype')}")

@@ -84,8 +84,9 @@ def run(plan: RunPlan, guard: Guard) -> int:
         metrics = together(lambda: begin_files(plan, start))
         memory.connect(metrics.writers.scalars)
         planned = Planned(plan, start.progress.step, predicted)
-        trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, mesh, saver, guard, planned)
-        announce(plan, start)
+        setup = dataclasses.replace(plan.setup, mesh=mesh)
+        trainer = Trainer(plan, start, model, optimizer, state, metrics, memory, setup, saver, guard, planned)
+        announce(plan, start, model)
         metrics.writers.text("Arguments", arguments_table(config))
         changes = changes_since(start.saved.run if start.saved else {}, plan, start)
         with recorded(plan, start, state, guard, changes=changes) as ended:

@@ -25,22 +25,15 @@ from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
 from smp.compat.command_line import drop_unapplied_defaults, read_mp_parameters
 from smp.compat.other_trainers import advice
-from smp.config import (
-    ActivationConfig,
-    CommConfig,
-    LossConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    Section,
-    flag_text,
-)
-from smp.data.data_pipeline import DataConfig
+from smp.config import ActivationConfig, CommConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, flag_text
+from smp.data.config import DataConfig
 from smp.errors import ConfigError, UserError, a_type
 from smp.faults.config import FaultConfig
 from smp.log import redact
 from smp.models.model_config import ModelConfig
 from smp.models.preset import list_presets
 from smp.parallel.allocator import AllocatorConfig
+from smp.parallel.lora import Config as LoraConfig
 from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
 from smp.train.lr_schedule import LRConfig
@@ -69,6 +62,7 @@ class TrainConfig:
     precision: PrecisionConfig
     activation: ActivationConfig
     loss: LossConfig
+    lora: LoraConfig
     comm: CommConfig
     faults: FaultConfig
     allocator: AllocatorConfig
@@ -349,7 +343,8 @@ def _read_given(argv: Sequence[str] | None, problems: list[str]) -> dict[str, li
             problems.append(f"--mp_parameters says --{name} {value}, and that flag is given as well: leave one out")
     given.update(flags)
     for name, channel in CHANNELS.items():
-        if name not in given and (path := data_channel(channel)):
+        by_name = name == "training_dir" and "dataset_name" in given
+        if name not in given and not by_name and (path := data_channel(channel)):
             given[name] = [path]
     return given
 

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from smp.data.data_pipeline import DataConfig, Split
+from smp.data.config import DataConfig, Split
 from smp.errors import hub_advice
 from smp.log import get_logger
 from smp.models.model_config import ModelConfig
@@ -94,7 +94,8 @@ def present_data(config: TrainConfig, split: Split) -> DataConfig:
     path = getattr(data, name)
     if data.use_synthetic_data or (path is not None and not _is_absent(path)):
         return data
+    given = path or data.dataset_name
     logger.warning(
-        "--%s is not checked: %s", name, "it is not given" if path is None else f"{path} is not on this machine"
+        "--%s is not checked: %s", name, "it is not given" if given is None else f"{given} is not on this machine"
     )
     return dataclasses.replace(data, use_synthetic_data=True, document_mask=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
 from smp.checkpoint.fetch import bring
 from smp.checkpoint.layout import LATEST, choose_checkpoint
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
+from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.restore import check_architecture, first_whole, restore_model
-from smp.checkpoint.storage import Storage
 from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
@@ -18,7 +19,7 @@ from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.metrics import json_line, perplexity
 from smp.train.run_plan import RunPlan, planned_batch
-from smp.train.start import Start, prepare_device, read_usable, require_agreement
+from smp.train.start import Start, cache_of, prepare_device, read_usable, require_agreement
 from smp.train.state import TrainState
 from smp.train.validation import Validation, validate
 
@@ -53,7 +54,7 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
         if start.checkpoint is not None and start.saved is not None:
             restore_model(start.checkpoint, start.saved, model)
         guard.enter("validation")
-        result = validate(plan, model, mesh, enter=guard.enter)
+        result = validate(plan, model, dataclasses.replace(plan.setup, mesh=mesh), enter=guard.enter)
         if not result.tokens:
             raise UserError(f"{config.data.test_dir} holds no token that follows another: nothing to evaluate on")
         if launch.is_main:
@@ -72,12 +73,14 @@ def agree_on_checkpoint(plan: RunPlan) -> Start:
         UserError: on every rank; it is damaged, of another model or kind, or there is none.
     """
     settings = plan.config.checkpoint
-    latest, elsewhere = settings.resume_from_checkpoint == LATEST, Storage(plan.run_dir / "downloads")
+    latest, elsewhere = settings.resume_from_checkpoint == LATEST, cache_of(plan)
 
     def candidate(damaged: set[Path]) -> Start:
         wanted = bring((), settings.resume_from_checkpoint, plan.model.name, damaged=damaged, elsewhere=elsewhere)
         if latest and settings.is_local:
-            chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged))
+            chosen: Path | RemoteCheckpoint | None = together(
+                lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged)
+            )
         else:
             chosen = together(functools.partial(_chosen, plan, wanted, damaged))
         start = together(functools.partial(_resolve, plan, chosen))
@@ -87,15 +90,15 @@ def agree_on_checkpoint(plan: RunPlan) -> Start:
     return first_whole(candidate, latest=latest, content=settings.verify_checkpoint == "full")
 
 
-def _chosen(plan: RunPlan, wanted: str | None, damaged: set[Path]) -> Path | None:
-    if wanted is None:
-        return None
+def _chosen(plan: RunPlan, wanted: str | RemoteCheckpoint | None, damaged: set[Path]) -> Path | RemoteCheckpoint | None:
+    if wanted is None or isinstance(wanted, RemoteCheckpoint):
+        return wanted
     if wanted != LATEST and plan.config.checkpoint.is_local:
         wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
     return choose_checkpoint(wanted, plan.checkpoint_dirs, plan.model.name, damaged=damaged)
 
 
-def _resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
+def _resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start:
     """Return the checkpoint with its manifest.
 
     Raises:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smp.environment import Launch
+from smp.models.weight_files import ADAPTER_CONFIG
 
 DEMO = ["--config", "configs/demo.yaml"]  # what `make train` begins with
 
@@ -52,6 +53,8 @@ def next_commands(started: str, launch: Launch, found: Results, *, max_steps: in
     same = "the same job" if started == "job" else "the same command"
     yield "train on:  " + (f'make train{processes} ARGS="{further}"' if make else f"{same} with {further}")
     python = "python" if activated else shown(Path(sys.executable))
+    if found.final is not None and (found.final / ADAPTER_CONFIG).exists():
+        return
     if found.final is None:
         if found.checkpoint is not None:
             output = found.checkpoint.parent.parent / "final"

@@ -83,24 +83,27 @@ def dry_run(plan: RunPlan) -> None:
             where=f", a process on {'CPUs' if plan.device.type == 'cpu' else 'a GPU'} in {str(plan.dtype)[6:]}",
             host=host_memory(plan, shape, work),
         )
-        launch = plan.launch
-        command = plan_command(plan, nodes=launch.world_size // launch.local_world_size, gpus=launch.local_world_size)
-        trains = not plan.config.data.evaluate_only
-        print(f"{text}\n\n`{command} --search 0` plans its step on GPUs, on tensors without values" if trains else text)
+        command = plan_command(plan, *_size_words(plan))
+        says = f"\n\n`{command}` finds the fastest layout that fits on GPUs, and with --search 0 plans this one"
+        print(text if plan.config.data.evaluate_only else text + says)
 
 
 def planner_command(job: Job) -> list[str]:
     """Return the command that plans a job as it is, without a search."""
-    launch, device = job.launch, job.device
-    words = [sys.executable, "-m", "smp", "plan", "--search", "0"]
-    words += ["--nodes", str(launch.world_size // launch.local_world_size)]
-    words += ["--gpus_per_node", str(launch.local_world_size)]
+    device = job.device
+    words = [sys.executable, "-m", "smp", "plan", "--search", "0", *_size_words(job)]
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         words += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
     else:
         words += ["--device", "cpu"]
     return [*words, *given_words(job)]
+
+
+def _size_words(job: Job) -> list[str]:
+    launch = job.launch
+    nodes = launch.world_size // launch.local_world_size
+    return ["--nodes", str(nodes), "--gpus_per_node", str(launch.local_world_size)]
 
 
 def print_plan(job: Job) -> None:

@@ -22,19 +22,16 @@ from smp.checkpoint.state import model_entry
 from smp.environment import starter
 from smp.errors import UserError
 from smp.log import FILE_ONLY, configure_logging, get_logger
-from smp.memory.advice import advice_text, changes_that_help
+from smp.memory.advice import advice_text
 from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
-from smp.mesh import Mesh
-from smp.models.registry import count_parameters
-from smp.parallel.parallelize import find_problems
 from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.curves import write_curves
 from smp.train.flops import model_flops_per_token, peak_flops
 from smp.train.hints import Results, next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
-from smp.train.run_plan import RunPlan, batch_of_flags, sizes
+from smp.train.run_plan import RunPlan, batch_of_flags, changes_of, sizes
 from smp.train.start import Start
 from smp.train.state import TrainState
 from smp.train.writers import Trackers
@@ -54,10 +51,11 @@ PROFILED_STEPS = 2
 TRAINED = ("run", "model", "precision", "optim", "lr", "data")
 
 
-def announce(plan: RunPlan, start: Start) -> None:
+def announce(plan: RunPlan, start: Start, model: nn.Module) -> None:
     """Log the model, the layout, the batch, and the changes of a resumed run."""
-    parameters = count_parameters(plan.model.hf_config)
-    logger.info("Created model %s with total parameters: %d (%s)", plan.model.name, parameters, short(parameters))
+    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (True, False))
+    of_them = f", of which {trained} ({short(trained)}) are trained" if trained < total else ""
+    logger.info("Created model %s with total parameters: %d (%s)%s", plan.model.name, total, short(total), of_them)
     logger.info(
         "World size = %d: %s on %s over %s, computing in %s",
         plan.launch.world_size, plan.mesh, plan.device.type, dist.get_backend(), str(plan.dtype).removeprefix("torch."),
@@ -295,20 +293,8 @@ def print_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
         tables: measured memory; empty where nothing was measured.
     """
     shape, work = sizes(plan)
-    run, setup = plan.config.run, plan.setup
-
-    def legal(mesh: Mesh) -> bool:
-        return not find_problems(plan.model.hf_config, dataclasses.replace(setup, mesh=mesh))
-
-    changes = changes_that_help(
-        shape,
-        plan.mesh,
-        work,
-        accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
-        legal=legal,
-    )
     predicted = "What each process was predicted to hold:\n" + memory_table(
         estimate_memory(shape, plan.mesh, work), None
     )
     lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
-    print("\n".join([*lines, *(tables or [predicted]), advice_text(changes)]), file=sys.stderr)
+    print("\n".join([*lines, *(tables or [predicted]), advice_text(changes_of(plan, shape, work))]), file=sys.stderr)

@@ -39,9 +39,7 @@ class RunConfig(Section):
         False, "SMP v2's switch to one seed for all ranks.", no_effect="SMP v2 never read it; --seed sets the seed"
     )
     framework: str = setting("fsdp", "SMP v2's name of the framework.", no_effect="SMP v2 never read it")
-    dry_run: bool = setting(
-        False, "Check everything, print the memory each rank needs and the legal degrees, and stop."
-    )
+    dry_run: bool = setting(False, "Check everything, print the memory each rank needs, and stop.")
     dry_run_world_size: int | None = setting(
         None,
         "Number of processes to plan for with --dry_run 1, on other machines: GPUs and files may be there alone. "

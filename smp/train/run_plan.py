@@ -15,17 +15,17 @@ from smp.checkpoint.storage import Storage
 from smp.config import ParallelConfig, Section, Settings, flag_text
 from smp.data.data_pipeline import BatchShape, DataPipeline, create_data_pipeline
 from smp.errors import ConfigError, Problems, UserError
+from smp.memory.advice import Change, changes_that_help
 from smp.memory.host import check_host_memory, estimate_host_memory
 from smp.memory.limits import available_memory
-from smp.memory.plan import USABLE, check_fits, estimate_memory, peak_bytes, processes_that_fit
-from smp.memory.shape import ModelShape, Workload, model_shape, workload
+from smp.memory.plan import GIB, peak_bytes, processes_that_fit
+from smp.memory.shape import ModelShape, Workload, workload
 from smp.mesh import Mesh, choose_strategy, resolve_mesh
-from smp.models.model_config import ModelConfig, ResolvedModel, resolve_model
-from smp.models.preset import list_presets, load_preset
+from smp.models.model_config import ResolvedModel, resolve_model
 from smp.parallel import parallelize
 from smp.parallel.choices import Choice, Situation, choose
 from smp.parallel.documents import check_documents
-from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit
+from smp.parallel.parallelize import compute_dtype, find_problems, left_padding_misfit, shape_of
 from smp.parallel.technique import Setup
 from smp.runtime import Launch, allocator_variable, choose_backend
 from smp.train import garbage
@@ -45,8 +45,6 @@ CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]
 
 # Each rank lists a step's samples.
 MAX_BATCH = 2**24
-_GPU_BYTES = 80 << 30
-_GPUS_OF_A_HOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,23 +299,23 @@ def sizes(job: Job) -> tuple[ModelShape, Workload]:
         is_async=job.config.checkpoint.is_async,
         accumulation=-(-planned_batch(job.config, job.mesh) // (job.mesh.data.size * job.config.run.train_batch_size)),
     )
-    return model_shape(job.model), work
+    return shape_of(job.model, job.settings), work
 
 
 def choose_settings(job: Job, available: int, *, batch: int) -> list[Choice]:
     """Choose values for the settings that are ``auto``, as far as planning has not.
 
     Args:
-        available: bytes that each rank may use; on a GPU, part of them is left for what is not predicted.
+        available: bytes that each rank may use.
         batch: samples of a step over all ranks.
     """
     shape, work = sizes(job)
     accumulation = -(-batch // (job.mesh.data.size * job.config.run.train_batch_size))
 
     def fits(**values: Any) -> bool:
-        return peak_bytes(shape, job.mesh, work.changed(**values)) <= USABLE * available
+        return peak_bytes(shape, job.mesh, work.changed(**values)) <= available
 
-    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits)
+    situation = Situation(job.model.hf_config, job.settings, job.device.type, accumulation, fits, job.mesh)
     return choose(job.settings, situation, CHOOSERS)
 
 
@@ -331,9 +329,11 @@ def refuse_too_large(job: Job, available: int) -> None:
         UserError: with the memory that each process needs and has, and the number of processes that would fit.
     """
     shape, work = sizes(job)
-    needed = estimate_memory(shape, job.mesh, work)
-    advice = "" if sum(needed.values()) <= available else _advice(job, shape, work, available)
-    check_fits(needed, available, model=job.model.name, processes=job.launch.world_size, advice=advice)
+    if (needed := peak_bytes(shape, job.mesh, work)) > available:
+        raise UserError(
+            f"{job.model.name} on {job.launch.world_size} process(es) needs about {needed / GIB:.1f} GiB in each "
+            f"process and there are {available / GIB:.1f} GiB for each: {_advice(job, shape, work, needed, available)}"
+        )
     if (host := host_memory(job, shape, work)) is not None:
         check_host_memory(host, available_memory(torch.device("cpu"), job.launch.local_world_size))
 
@@ -346,19 +346,25 @@ def host_memory(job: Job, shape: ModelShape, work: Workload) -> dict[str, int] |
     return estimate_host_memory(shape, job.mesh, work, is_async=config.is_async, is_local=config.is_local)
 
 
-def _advice(job: Job, shape: ModelShape, work: Workload, available: int) -> str:
-    """Advise on a job that is too large: here, and on a cluster."""
+def changes_of(job: Job, shape: ModelShape, work: Workload) -> list[Change]:
+    """Return the changes of a training job's flags that save most memory."""
+    run = job.config.run
+    return changes_that_help(
+        shape, job.mesh, work,
+        accumulation=None if run.global_batch_size else run.gradient_accumulation_steps,
+        legal=lambda mesh: not find_problems(job.model.hf_config, dataclasses.replace(job.setup, mesh=mesh)),
+    )  # fmt: skip
+
+
+def _advice(job: Job, shape: ModelShape, work: Workload, needed: int, available: int) -> str:
+    """Advise on a job that is too large: here, and on GPUs."""
     enough = processes_that_fit(shape, job.mesh, work, available)
-    parts = [f"use {enough} such processes with full sharding"] if enough else []
-    parts.append(f"{'' if parts else 'use '}a smaller model, batch or sequence")
-    if preset := _preset_that_fits(job, available):
-        parts.append(f"--model {preset}, which fits here")
-    world = processes_that_fit(shape, job.mesh, work, _GPU_BYTES) or 1024
-    nodes, gpus = -(-world // _GPUS_OF_A_HOST), min(world, _GPUS_OF_A_HOST)
-    command = plan_command(job, nodes=nodes, gpus=gpus, without=("sharding_strategy", "hybrid_shard_degree"))
-    shown = f"what {nodes * gpus} GPUs of 80 GiB would hold, and which layout is best"
-    text = ", or ".join(parts)
-    return text if job.config.data.evaluate_only else f"{text}; `{command}` shows {shown}"
+    parts = [f"{enough} such processes with full sharding"] if enough else []
+    if job.config.data.evaluate_only:
+        return f"use {', or '.join([*parts, 'a smaller model, batch or sequence'])}"
+    parts = [change.flags for change in changes_of(job, shape, work) if needed - change.saving <= available] + parts
+    command = plan_command(job, without=("sharding_strategy", "hybrid_shard_degree"))
+    return f"use {', or '.join([*parts, 'a smaller model'])}; `{command}` shows how many GPUs would hold it, and how"
 
 
 def given_words(job: Job, *, without: Iterable[str] = ()) -> list[str]:
@@ -372,29 +378,6 @@ def given_words(job: Job, *, without: Iterable[str] = ()) -> list[str]:
     return words
 
 
-def plan_command(job: Job, *, nodes: int, gpus: int, without: Iterable[str] = ()) -> str:
-    """Return the command that plans a job on so many GPUs."""
-    sizes_of_job = ["--nodes", str(nodes), "--gpus_per_node", str(gpus)]
-    return shlex.join(["smp", "plan", *sizes_of_job, *given_words(job, without=without)])
-
-
-def _preset_that_fits(job: Job, available: int) -> str:
-    """Return the largest preset that fits, of the same family if there is one; empty if none fits."""
-    presets = {name: load_preset(name) for name in list_presets()}
-
-    def rough_size(name: str) -> int:
-        config = presets[name]["config"]
-        return config["num_hidden_layers"] * config["hidden_size"] ** 2
-
-    best = ""
-    for same in (True, False):
-        # From the smallest on, as a large one takes a second to build even on the meta device.
-        for name in sorted(presets, key=rough_size):
-            if (presets[name]["family"] == job.model.family.hf_model_type) == same:
-                shape, work = sizes(dataclasses.replace(job, model=resolve_model(ModelConfig(model=name))))
-                if peak_bytes(shape, job.mesh, work) > available:
-                    break
-                best = name
-        if best:
-            break
-    return best
+def plan_command(job: Job, *options: str, without: Iterable[str] = ()) -> str:
+    """Return the command that plans a job on GPUs."""
+    return shlex.join(["smp", "plan", *options, *given_words(job, without=without)])

@@ -21,8 +21,9 @@ from smp.checkpoint.layout import (
     set_aside,
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
-from smp.checkpoint.manifest import Manifest, read_manifest
+from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
+from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
 from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.checkpoint.storage import Storage
@@ -58,7 +59,7 @@ class Start(Candidate):
     max_steps: int
 
 
-def resolve(plan: RunPlan, checkpoint: Path | None) -> Start:
+def resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start:
     """Return the start from a checkpoint, or from none.
 
     Raises:
@@ -84,7 +85,7 @@ def agree_on_start(plan: RunPlan, *, enter: Callable[[str], None] = lambda phase
     """Choose a checkpoint that all ranks have found whole, or none; collective, with the directories locked.
 
     With ``latest``, a damaged checkpoint is passed over for the newest one before it. One that is at a URL alone is
-    brought to the directory that belongs to it.
+    brought to the directory that belongs to it, if there is one; else it is verified when it is read.
 
     Args:
         enter: called with the name of the phase while a checkpoint comes.
@@ -99,7 +100,7 @@ def agree_on_start(plan: RunPlan, *, enter: Callable[[str], None] = lambda phase
     def candidate(damaged: set[Path]) -> Start:
         if settings.is_local and latest:
             together(functools.partial(choose_start, plan, set(), LATEST))  # for what it refuses
-            chosen = _common_start(plan, damaged)
+            chosen: Path | RemoteCheckpoint | None = _common_start(plan, damaged)
         else:
             wanted = _bring(plan, damaged, enter)
             chosen = together(functools.partial(choose_start, plan, damaged, wanted))
@@ -122,9 +123,9 @@ def _common_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
     return chosen
 
 
-def _bring(plan: RunPlan, damaged: set[Path], enter: Callable[[str], None]) -> str | None:
+def _bring(plan: RunPlan, damaged: set[Path], enter: Callable[[str], None]) -> str | RemoteCheckpoint | None:
     """Return what to resume from as ``choose_start`` takes it, brought from a URL if it is there alone; collective."""
-    wanted, elsewhere = plan.config.checkpoint.resume_from_checkpoint, Storage(plan.run_dir / "downloads")
+    wanted, elsewhere = plan.config.checkpoint.resume_from_checkpoint, cache_of(plan)
     if wanted is not None and is_url(wanted) and not any(s.mirror and s.mirror.holds(wanted) for s in plan.storages):
         together(lambda: _refuse_run(plan, fresh=False))  # before it is downloaded
     return bring(
@@ -132,8 +133,14 @@ def _bring(plan: RunPlan, damaged: set[Path], enter: Callable[[str], None]) -> s
     )
 
 
-def _refuse_remote(plan: RunPlan, chosen: Path | None, *, latest: bool) -> None:
-    own = chosen is not None and chosen.parent.resolve() in [folder.resolve() for folder in plan.checkpoint_dirs]
+def cache_of(plan: RunPlan) -> Storage | None:
+    """Return where checkpoints of other runs' URLs are copied to; None: they are not."""
+    folder = plan.config.checkpoint.checkpoint_cache_dir
+    return None if folder is None else Storage(Path(folder).expanduser())
+
+
+def _refuse_remote(plan: RunPlan, chosen: Path | RemoteCheckpoint | None, *, latest: bool) -> None:
+    own = isinstance(chosen, Path) and chosen.parent.resolve() in [folder.resolve() for folder in plan.checkpoint_dirs]
     refuse_remote(plan.storages, plan.model.name, chosen, own=own, latest=latest)
 
 
@@ -142,12 +149,14 @@ def _refuse_run(plan: RunPlan, *, fresh: bool) -> None:
     _refuse_logged(plan, fresh=fresh)
 
 
-def choose_start(plan: RunPlan, damaged: set[Path], wanted: str | None) -> Path | None:
+def choose_start(
+    plan: RunPlan, damaged: set[Path], wanted: str | RemoteCheckpoint | None
+) -> Path | RemoteCheckpoint | None:
     """Return the checkpoint to resume from, or None; refuses to overwrite another run or branch.
 
     Args:
         damaged: checkpoints that are not to be resumed from.
-        wanted: a path, ``latest``, or None.
+        wanted: a path, ``latest``, a checkpoint of another run below a URL, or None.
 
     Raises:
         UserError: the run directory holds a run that this start does not continue.
@@ -155,6 +164,9 @@ def choose_start(plan: RunPlan, damaged: set[Path], wanted: str | None) -> Path 
     settings, directories = plan.config.checkpoint, plan.checkpoint_dirs
     shared = [directory.parent if settings.is_local else directory for directory in directories]
     refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
+    if isinstance(wanted, RemoteCheckpoint):
+        _refuse_run(plan, fresh=False)
+        return wanted
     if settings.is_local and wanted not in (None, LATEST):
         wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
     others = "--output_dir and --checkpoint_dir" if settings.checkpoint_dir else "--output_dir"
@@ -208,7 +220,7 @@ def _is_job(manifest: Manifest) -> bool:
     return whole and has_batch and isinstance(manifest.run.get("config", {}), dict)
 
 
-def _check_script(path: Path, manifest: Manifest, *, reset: bool) -> None:
+def _check_script(path: Path | RemoteCheckpoint, manifest: Manifest, *, reset: bool) -> None:
     """Refuse a script's checkpoint of another optimizer, or without ``--reset_progress 1``.
 
     Raises:
@@ -227,7 +239,7 @@ def _check_script(path: Path, manifest: Manifest, *, reset: bool) -> None:
         )
 
 
-def read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
+def read_saved(path: Path | RemoteCheckpoint, *, local: bool, reset: bool) -> Manifest:
     """Return the manifest of the checkpoint to resume from.
 
     Args:
@@ -242,16 +254,17 @@ def read_saved(path: Path, *, local: bool, reset: bool) -> Manifest:
     return dataclasses.replace(manifest, run={"progress": TrainState().state_dict()}) if reset else manifest
 
 
-def read_usable(path: Path, *, local: bool) -> Manifest:
+def read_usable(path: Path | RemoteCheckpoint, *, local: bool) -> Manifest:
     """Return the manifest of a job's or a script's checkpoint.
 
     Raises:
         UserError: it is damaged, or of the other kind.
     """
-    manifest = read_manifest(path)
+    manifest = manifest_of(path)
     if not (is_script(manifest.run) or _is_job(manifest)) or not isinstance(manifest.model.get("config"), dict):
         raise DamagedCheckpointError(path, ["its manifest does not say how far the run was"])
-    if (manifest.kind == "local") != local:
+    # A sharded one at a URL is copied nowhere, and fits any layout.
+    if (manifest.kind == "local") != (local and isinstance(path, Path)):
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one: resume with --checkpoint_type {manifest.kind} or "
             f"async_{manifest.kind}"

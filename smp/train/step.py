@@ -10,26 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.faults.nonfinite import spread_nonfinite
 from smp.host_copies import to_device
-from smp.loss import count_valid_tokens
+from smp.loss import IGNORE_INDEX
+from smp.microbatch import FOR_THE_STEP, Microbatch
 from smp.parallel.attention import document_lengths
 from smp.parallel.grad_norm import clip_grad_norm_
 from smp.parallel.loss import model_loss_sum
+from smp.parallel.parallelize import own_part
 from smp.parallel.sharding import set_gradient_sync
+from smp.parallel.technique import Setup, after_update, extra_loss
 from smp.train.optimizer import step_unless
-
-Shard = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def nothing(tag: str) -> None:
     """Do nothing: stands in for a memory tracker's function."""
-
-
-def whole_rows(microbatch: dict[str, Any]) -> dict[str, Any]:
-    """Return a micro-batch as it is: its rows are not split over ranks."""
-    return microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +63,9 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     *,
+    setup: Setup,
     device: torch.device,
     grad_clip: float,
-    loss_group: dist.ProcessGroup | None = None,
-    defer_sync: bool = False,
-    keep_gathered: bool = False,
-    shard: Shard = whole_rows,
     record: Callable[[str], None] = nothing,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
@@ -82,16 +76,15 @@ def train_step(
     Args:
         model: the prepared model.
         optimizer: a fused AdamW.
-        batch: this rank's micro-batches.
+        batch: this data rank's micro-batches.
+        setup: the model's, on a joined mesh.
         grad_clip: bound of the global gradient norm; 0 only measures.
-        loss_group: the ranks over which losses and token counts are summed; None: all.
-        defer_sync: reduce gradients once, after the last micro-batch.
-        keep_gathered: free gathered parameters once, after the last micro-batch.
-        shard: takes this rank's tokens out of a micro-batch.
         record: called with the name of each phase, for the memory tracker.
         enter: called with the name of each phase, for the watchdog.
     """
-    microbatches = [shard(microbatch) for microbatch in batch.microbatches]
+    parallel, loss_group = setup.settings[ParallelConfig], setup.mesh.loss.group
+    defer, keep = parallel.defer_gradient_sync, not parallel.reshard_between_microbatches
+    microbatches = [own_part(microbatch, setup) for microbatch in batch.microbatches]
     count = sum(map(valid_tokens, microbatches))
     valid = torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
     counted = dist.all_reduce(valid, group=loss_group, async_op=True)
@@ -99,43 +92,39 @@ def train_step(
     loss_sum = torch.zeros((), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(microbatches):
         last = index == len(microbatches) - 1
-        set_gradient_sync(model, last=last, defer=defer_sync, keep=keep_gathered)
+        set_gradient_sync(model, last=last, defer=defer, keep=keep)
         enter("forward")
         loss = forward(model, microbatch, device)
         record("After forward")
         if index == 0:
             counted.wait()  # overlaps with the first forward
         enter("backward")
-        (spread_nonfinite(loss) / valid.clamp(min=1)).backward()
+        (spread_nonfinite(extra_loss(model, loss)) / valid.clamp(min=1)).backward()
         loss_sum += loss.detach()
     record("After train step")
     enter("optimizer")
     norms: dict[nn.Parameter, torch.Tensor] = {}
     grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
-    step_unless(optimizer, ~grad_norm.isfinite() | (valid == 0))
+    skipped = ~grad_norm.isfinite() | (valid == 0)
+    step_unless(optimizer, skipped)
+    after_update(model, skipped)
     # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
     return StepResult(loss_sum, valid, grad_norm, norms, loss_group)
 
 
-def valid_tokens(microbatch: dict[str, Any]) -> int:
+def valid_tokens(microbatch: Microbatch) -> int:
     """Count the predictions of a micro-batch that are in the loss."""
-    return count_valid_tokens(microbatch["labels"], shifted="shift_labels" in microbatch)
+    return int((microbatch["targets"] != IGNORE_INDEX).sum())
 
 
-def forward(model: nn.Module, microbatch: dict[str, Any], device: torch.device) -> torch.Tensor:
+def forward(model: nn.Module, microbatch: Microbatch, device: torch.device) -> torch.Tensor:
     """Return the sum of the token losses of one micro-batch, 0-d."""
-    # The labels stay on the host, which chooses by them the tokens that need logits.
-    others = ("sample_ids", "labels", "shift_labels")
-    inputs = {key: _moved(value, device) for key, value in microbatch.items() if key not in others}
+    inputs = {name: _moved(value, device) for name, value in microbatch.items() if name not in FOR_THE_STEP}
     if "document_bounds" in microbatch:
-        longest = int(microbatch["document_bounds"].diff().max())  # on the host
-        inputs |= document_lengths(inputs.pop("document_bounds"), longest)
-    shifted = microbatch.get("shift_labels")
-    if shifted is not None:
-        return model_loss_sum(model, inputs, shifted, shifted=True)
-    return model_loss_sum(model, inputs, microbatch["labels"])
+        inputs |= document_lengths(to_device(microbatch["document_bounds"], device), microbatch["longest_document"])
+    return model_loss_sum(model, inputs, microbatch["targets"], microbatch.get("chosen"))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

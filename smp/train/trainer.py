@@ -19,15 +19,15 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import upload_model_together
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.saver import Saver
-from smp.config import ParallelConfig
 from smp.data.data_pipeline import StepBatch
 from smp.faults.agreement import Readback
 from smp.faults.guard import Guard
 from smp.faults.nonfinite import nonfinite_gradients
 from smp.log import get_logger
 from smp.memory.tracker import MemoryTracker, memory_stats
-from smp.mesh import Mesh
-from smp.parallel.context.batch import sharder
+from smp.models.weight_files import ADAPTER_CONFIG
+from smp.parallel import lora
+from smp.parallel.technique import Setup
 from smp.runtime import release_cache
 from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
@@ -61,7 +61,7 @@ class Trainer:
     state: TrainState
     metrics: MetricsLogger | NullMetricsLogger
     memory: MemoryTracker
-    mesh: Mesh
+    setup: Setup
     saver: Saver
     guard: Guard
     planned: Planned
@@ -138,7 +138,7 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
 
 def _validate(trainer: Trainer) -> float:
     trainer.guard.enter("validation")
-    loss = validate(trainer.plan, trainer.model, trainer.mesh, enter=trainer.guard.enter).loss
+    loss = validate(trainer.plan, trainer.model, trainer.setup, enter=trainer.guard.enter).loss
     trainer.metrics.validation(trainer.state.step, loss=loss)
     return loss
 
@@ -174,12 +174,9 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
             model,
             optimizer,
             batch,
+            setup=trainer.setup,
             device=plan.device,
             grad_clip=config.optim.grad_clip,
-            loss_group=trainer.mesh.loss.group,
-            defer_sync=config.parallel.defer_gradient_sync,
-            keep_gathered=not plan.settings[ParallelConfig].reshard_between_microbatches,
-            shard=sharder(trainer.mesh, config.parallel),
             record=mark,
             enter=trainer.guard.enter,
         )
@@ -250,15 +247,20 @@ def finish(trainer: Trainer, status: int) -> None:
     final = Path(settings.model_dir).absolute() if settings.model_dir and not url else plan.run_dir / "final"
     if settings.save_final_model and not status:
         tokenizer = plan.config.data.tokenizer_name_or_dir
+        merged = lora.merged(trainer.model, plan.settings) if plan.settings[lora.Config].save_merged_model else None
+        model, whole = merged or (trainer.model, None)
         export_hf(
-            trainer.model,
+            model,
             final,
+            whole=whole,
             hf_config=plan.model.hf_config,
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else plan.model.tokenizer_dir,
             generation_dir=plan.model.generation_dir,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
-        logger.info("Final model: %s (AutoModelForCausalLM.from_pretrained loads it).", final)
+        is_adapter = (final / ADAPTER_CONFIG).exists()
+        loads = "peft's PeftModel" if is_adapter else "AutoModelForCausalLM"
+        logger.info("Final %s: %s (%s.from_pretrained loads it).", "adapter" if is_adapter else "model", final, loads)
         if url is not None:
             upload_model_together(final, url, functools.partial(trainer.guard.enter, "checkpoint"))
             logger.info("It was uploaded to %s.", url)

@@ -149,8 +149,7 @@ def _drawn(config):
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}], ids=str)
-@pytest.mark.smoke
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, pytest.param({"tp": 2}, marks=pytest.mark.smoke)], ids=str)
 def test_a_model_is_built_on_meta_and_loaded_and_exported(layout, tmp_path):
     run_distributed(_pretrained, layout, tmp_path, world_size=2)
 

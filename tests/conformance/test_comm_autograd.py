@@ -118,10 +118,8 @@ def _backwards() -> None:
     [
         ("aa", _versions),
         ("aa", _backwards),
-        pytest.param("aabb", _versions, marks=pytest.mark.full),
-        ("aabb", _backwards),
         pytest.param("abc", _versions, marks=pytest.mark.full),
-        ("abc", _backwards),
+        ("aabb", _backwards),
     ],
 )
 @pytest.mark.smoke

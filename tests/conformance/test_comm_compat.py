@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -68,49 +66,10 @@ def ddp():
 
 
 @through("all_reduce")
-def ddp_static_graph():
-    return train(DistributedDataParallel(build(), static_graph=True))
-
-
-@through("all_reduce")
-def ddp_no_sync():
-    model = DistributedDataParallel(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step in range(4):
-        with contextlib.nullcontext() if step % 2 else model.no_sync():
-            model(batch(step)).pow(2).mean().backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return full(model.parameters())
-
-
-class _Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList([build(), build()])
-
-    def forward(self, x):
-        return self.branches[dist.get_rank() % 2](x)
-
-
-@through("all_reduce")
-def ddp_unused_parameters():
-    return train(DistributedDataParallel(_Branches(), find_unused_parameters=True))
-
-
-@through("all_reduce")
 def ddp_hook():
     model = DistributedDataParallel(build())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return train(model)
-
-
-@through("all_reduce", "broadcast")
-def ddp_buffers():
-    model = nn.Sequential(build(), nn.BatchNorm1d(8, dtype=torch.float64))
-    model = DistributedDataParallel(model)  # type: ignore[assignment]
-    return train(model) + [b.clone() for b in model.buffers()]
 
 
 @through("all_reduce", "broadcast")
@@ -120,21 +79,8 @@ def zero_redundancy():
     return train(model, optimizer=optimizer)
 
 
-@through("all_reduce", "broadcast")
-def join():
-    model = DistributedDataParallel(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with Join([model]):
-        for step in range(2 + dist.get_rank()):
-            model(batch(step)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return full(model.parameters())
-
-
 def test_replicated():
-    cases = (ddp, ddp_static_graph, ddp_no_sync, ddp_unused_parameters, ddp_hook, ddp_buffers, zero_redundancy, join)
-    compare(*cases, world_size=2)
+    compare(ddp, ddp_hook, zero_redundancy, world_size=2)
 
 
 # --- sharded
@@ -168,13 +114,6 @@ def fsdp2_single_precision():
 
 
 @through("all_gather", "reduce_scatter")
-def fsdp2_asynchronous():
-    model = shard(None)
-    model._set_unshard_async_op(True)
-    return train(model)
-
-
-@through("all_gather", "reduce_scatter")
 def fsdp2_prefetch():
     model = shard(None)
     layers: list[Any] = [layer for layer in model if isinstance(layer, nn.Linear)]
@@ -195,13 +134,8 @@ def fsdp2_memory_of_the_group():
 
 
 def test_sharded():
-    cases = (fsdp1, fsdp2, fsdp2_single_precision, fsdp2_asynchronous, fsdp2_prefetch, fsdp2_memory_of_the_group)
+    cases = (fsdp1, fsdp2, fsdp2_single_precision, fsdp2_prefetch, fsdp2_memory_of_the_group)
     compare(*cases, world_size=2)
-
-
-def test_sharded_over_three():
-    """Shards of unequal sizes."""
-    compare(fsdp1, fsdp2, world_size=3)
 
 
 # --- meshes of two dimensions
@@ -210,16 +144,6 @@ def test_sharded_over_three():
 @through("all_gather", "reduce_scatter", "all_reduce")
 def hsdp():
     return train(shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))))
-
-
-@through("all_gather", "reduce_scatter", "all_reduce")
-def hsdp_fsdp1():
-    mesh = init_device_mesh("cpu", (2, 2))
-    strategy = ShardingStrategy.HYBRID_SHARD
-    model = FullyShardedDataParallel(
-        build(), device_mesh=mesh, sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
-    )
-    return train(model)[:3]
 
 
 @through("all_gather", "reduce_scatter", "all_reduce")
@@ -232,7 +156,7 @@ def tensor_parallel_and_fsdp2():
 
 
 def test_two_dimensions():
-    compare(hsdp, hsdp_fsdp1, tensor_parallel_and_fsdp2, world_size=4)
+    compare(hsdp, tensor_parallel_and_fsdp2, world_size=4)
 
 
 @through("all_gather", "reduce_scatter", "all_reduce", "broadcast")

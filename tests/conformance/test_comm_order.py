@@ -152,8 +152,7 @@ def _all_orders() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.smoke
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.smoke), 4])
 def test_order(world_size):
     run_distributed(_all_orders, world_size=world_size, backend="smddp")
 

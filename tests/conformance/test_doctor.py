@@ -9,16 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
+import torch.distributed as dist
 
 import smp.cli
-from smp.doctor import supervisor
-from smp.doctor.check import Request
+from smp.doctor import network
+from smp.doctor.check import Check, Request
 from smp.doctor.checks import CHECKS
-from smp.doctor.report import Diagnosis, Finding, merged
-from smp.doctor.supervisor import Board, Worker, examine_here, examine_rank
+from smp.doctor.report import Diagnosis, Finding, Report, merged
+from smp.doctor.supervisor import Board, examine_here, examine_rank, run_checks
 from smp.runtime import Launch
+from tests import doctor_checks
 from tests.clock import HANG_SECONDS, Clock
 from tests.ports import free_port
 
@@ -79,6 +82,7 @@ def test_two_processes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["trap"]
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROW * 200)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "smp", "doctor")
@@ -178,36 +182,40 @@ def test_a_rank_that_does_not_reach_the_others_says_so(monkeypatch, capsys):
 # --------------------------------------------------------------------------------------------- ranks that die or hang
 
 
-@pytest.fixture
-def hanging(monkeypatch):
-    """Time passes for the checks only while rank 1 is in the bad one and rank 0 has left it behind."""
-    workers = []
-
-    class Passing(Clock):
-        def sleep(self, seconds):
-            super().sleep(seconds)
-            if [worker.report.check == "bad" for worker in workers] == [False, True]:
-                self.now += 1
-
-    class Noted(Worker):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            workers.append(self)
-
-    monkeypatch.setattr(supervisor, "time", Passing())
-    monkeypatch.setattr(supervisor, "Worker", Noted)
-    monkeypatch.setattr(supervisor, "_IMPORT_SECONDS", HANG_SECONDS)
-
-
-@pytest.mark.parametrize(("checks", "said"), [("KILL", "was killed by SIGKILL"), ("HANG", "did not end within 2 s")])
-def test_a_check_that_dies_or_hangs_is_a_finding_and_the_others_go_on(checks, said, hanging):
-    found = by_check(examine_here(Request(timeout=HANG_SECONDS), 2, f"tests.doctor_checks:{checks}"))
+def test_a_check_that_kills_its_process_is_a_finding_and_the_others_report():
+    found = by_check(examine_here(Request(timeout=HANG_SECONDS), 2, "tests.doctor_checks:KILL"))
     [problem] = [finding for finding in found["bad"] if finding.status == "problem"]
-    assert said in problem.message and problem.ranks == (1,)
+    assert "was killed by SIGKILL" in problem.message and problem.ranks == (1,)
     assert [finding.ranks for finding in found["bad"] if finding.message == "lives"] == [(0,)]
-    assert [finding.message for finding in found["good"]] == ["rank 0 was here", "rank 1 was here"]
-    assert found["run directory"][0].status == "ok" and "2 process(es)" in found["start"][0].message
-    assert (checks == "KILL") == any(finding.message == "about to die" for finding in found["bad"])
+    assert any("rank(s) 1 have not come to the process group: see" in finding.message for finding in found["start"])
+
+
+def test_a_check_that_hangs_is_left_behind():
+    """A call to a dead disk or a broken driver ends only when these answer."""
+    answers = threading.Event()
+
+    def hang(ctx):
+        answers.wait()
+        ctx.problem("late")
+
+    launch = Launch(1, 2, 1, 2)
+    report, late = Report.of(launch), threading.Event()
+    checks = [
+        Check("good", doctor_checks.fine),
+        Check("bad", hang, share=0.0),
+        Check("host", doctor_checks.fine, "host"),
+        Check("after", lambda ctx: (answers.set(), ctx.ok("after it"))),
+        Check("together", lambda ctx: late.wait(), "job", share=0.0),
+        Check("never", doctor_checks.fine),
+    ]
+    try:
+        run_checks(Request(timeout=HANG_SECONDS), launch, checks, report, Board(dist.HashStore(), launch))
+    finally:
+        late.set()
+    said = [(finding.check, finding.status) for finding in report.findings]
+    assert said == [("good", "ok"), ("bad", "problem"), ("after", "ok"), ("together", "problem")]
+    assert "did not end within 0 s: a training process would hang" in report.findings[1].message
+    assert report.state == "failed in check 'together'"
 
 
 def test_a_rank_that_is_lost_in_an_exchange():
@@ -218,7 +226,7 @@ def test_a_rank_that_is_lost_in_an_exchange():
     [follows] = found["more"]
     assert follows.status == "problem" and follows.ranks == (0,) and "rank 1" in follows.message
     assert "run directory" not in found
-    assert diagnosis.ranks[1]["state"].endswith("in check 'bad'")
+    assert "was killed by SIGKILL" not in diagnosis.ranks[0]["state"] and diagnosis.ranks[1]["state"] != "done"
 
 
 def test_nobody_waits_for_a_rank_that_is_lost_before_the_start():
@@ -227,38 +235,11 @@ def test_nobody_waits_for_a_rank_that_is_lost_before_the_start():
     assert any("rank(s) 1 have not come to the process group: see" in finding.message for finding in found["start"])
 
 
-def test_a_process_that_cannot_be_killed_is_told_and_left(monkeypatch):
-    """A call to a dead disk or a broken driver ends only when these answer."""
-    left = []
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: left.append(process))
-
-    class Passing(Clock):
-        def sleep(self, seconds):
-            super().sleep(seconds)
-            self.now += 1000 * (worker.report.check == "bad")
-
-    monkeypatch.setattr(supervisor, "time", clock := Passing())
-    monkeypatch.setattr(supervisor, "_IMPORT_SECONDS", HANG_SECONDS)
-    worker = Worker(Request(timeout=HANG_SECONDS), Launch(1, 2, 1, 2), "tests.doctor_checks:ALONE", {})
-    try:
-        while worker.report.state == "runs":
-            clock.sleep(1)
-            worker.poll()
-    finally:
-        monkeypatch.undo()
-        for process in left:
-            process.kill()
-            process.wait()
-    said = [(finding.check, finding.status) for finding in worker.report.findings]
-    assert said == [("good", "ok"), ("bad", "problem"), ("after", "ok")] and worker.report.state == "done"
-    assert "did not end within 600 s" in worker.report.findings[1].message
-
-
 # -------------------------------------------------------------------------------------- ranks of somebody's launcher
 
 
-def as_ranks(act, checks="GOOD", size=2, present=2):
-    """Fork ``present`` of ``size`` ranks, as a launcher without a store of its own does; ``act(rank)`` comes first.
+def as_ranks(checks="GOOD", size=2, present=2):
+    """Fork ``present`` of ``size`` ranks, as a launcher without a store of its own does.
 
     Returns their statuses, and the objects that they printed.
     """
@@ -273,8 +254,6 @@ def as_ranks(act, checks="GOOD", size=2, present=2):
                 os.close(read)
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
                 os.environ.update(LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                supervisor._SILENT_SECONDS = HANG_SECONDS
-                act(rank)
                 request, launch = Request(timeout=HANG_SECONDS), Launch(rank, size, rank, size)
                 diagnosis = examine_rank(request, launch, f"tests.doctor_checks:{checks}")
                 status = 0
@@ -290,73 +269,32 @@ def as_ranks(act, checks="GOOD", size=2, present=2):
     return statuses, [json.loads(line) for line in said.splitlines()]
 
 
-class TimePasses(Clock):
-    """Ten seconds at each look, once something has happened."""
-
-    def __init__(self, happened):
-        super().__init__()
-        self._happened = happened
-
-    def sleep(self, seconds):
-        super().sleep(seconds)
-        if self._happened():
-            self.now += 10
-
-
 def test_ranks_report_to_rank_0():
-    statuses, [found] = as_ranks(lambda rank: None)
+    statuses, [found] = as_ranks()
     is_schema(found, 2)
     assert statuses == [0, 0] and [rank["state"] for rank in found["ranks"]] == ["done", "done"]
     assert [finding.ranks for finding in by_check(found)["good"]] == [(0,), (1,)]
 
 
-def test_a_rank_whose_processes_are_killed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("SMP_TEST_FOLDER", str(tmp_path))
-
-    def note(rank):
-        publish, reports = Board.publish, []
-
-        def noting(self, report):
-            publish(self, report)
-            reports.append(report)
-            if rank == 1 and report.check == "bad":
-                (tmp_path / "published").touch()
-
-        Board.publish = noting
-        if rank == 0:
-            killed = tmp_path / "killed"
-            supervisor.time = TimePasses(lambda: reports and reports[-1].check == "start" and killed.exists())
-
-    statuses, [found] = as_ranks(note, "KILL_SUPERVISOR")
-    assert statuses == [1, -signal.SIGKILL]
-    [problem] = [finding for finding in by_check(found)["bad"] if finding.status == "problem"]
-    assert problem.message.startswith(f"rank 1 (host {socket.gethostname()}, pid ")
-    assert "has not answered for 600 s in check 'bad': see whether it was killed" in problem.message
-    assert [finding.ranks for finding in by_check(found)["good"]] == [(0,), (1,)]  # what it said before is not lost
-    assert any("rank(s) 1 have not come to the process group" in f.message for f in by_check(found)["start"])
-
-
-def test_a_rank_that_was_never_started_is_named():
-    def hasten(rank):
-        reports = []
-        publish = Board.publish
-        Board.publish = lambda self, report: reports.append(report) or publish(self, report)
-        supervisor.time = TimePasses(lambda: reports and reports[-1].check == "start")
-
-    statuses, [found] = as_ranks(hasten, present=1)
+def test_a_rank_that_was_never_started_is_named(monkeypatch):
+    monkeypatch.setattr(network, "time", Clock(pace=100.0))
+    statuses, [found] = as_ranks(present=1)
     assert statuses == [1]
     messages = [finding.message for finding in by_check(found)["start"]]
-    assert any("rank 1 has not come within 600 s: see whether it was started" in message for message in messages)
-    assert found["ranks"][1]["state"] == "rank 1 has not come within 600 s" and by_check(found)["good"]
+    assert "rank 1 has not come: see whether it was started" in messages
+    assert any("rank(s) 1 have not come to the process group within 3240 s" in message for message in messages)
+    assert found["ranks"][1]["state"] == "rank 1 has not come" and by_check(found)["good"]
 
 
-def test_a_launcher_that_ends_the_job_gets_what_is_known():
-    statuses, [found] = as_ranks(lambda rank: None, "END_JOB")
-    assert statuses[0] == 1
-    assert "was told to end by its launcher: this check and those after" in by_check(found)["bad"][0].message
-    assert found["ranks"][0]["state"] == "was told to end by its launcher" and by_check(found)["good"]
-    # Rank 1 waits for rank 0 until the store, which rank 0 serves, is gone.
-    assert found["ranks"][1]["state"] != "done"
+def test_a_launcher_that_ends_the_job_gets_what_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("SMP_TEST_FOLDER", str(tmp_path))
+    statuses, [found] = as_ranks("END_JOB")
+    assert statuses == [1, -signal.SIGKILL]
+    told, lost = [finding.message for finding in by_check(found)["bad"]]
+    assert told == "was told to end by its launcher: see which process failed first"
+    assert lost.startswith(f"rank 1 (host {socket.gethostname()}, pid ") and "has not ended: see whether it was" in lost
+    assert found["ranks"][0]["state"] == "was told to end by its launcher"
+    assert [finding.ranks for finding in by_check(found)["good"]] == [(0,), (1,)]  # what it said before is not lost
 
 
 # --------------------------------------------------------------------------------------------------------------- shown

@@ -41,7 +41,7 @@ def look(check, *, launch=None, root="/", parameters=None, arguments=(), **setti
 
 
 def context(request, launch):
-    return CheckContext(request, launch, Report(launch.rank), lambda: None)
+    return CheckContext(request, launch, Report(launch.rank))
 
 
 def _words(value):

@@ -28,7 +28,7 @@ from tests.ports import free_port
 
 ROOT = EXAMPLES.parent
 SCRIPTS = pathlib.Path(sys.executable).parent
-STEPS = 12
+STEPS = 10
 SHARDED = ("all_gather", "reduce_scatter")
 # What may be left to gloo: what the backend does not do itself.
 LEFT_TO_GLOO = {"gather", "scatter", "reduce", "all_to_all", "send", "recv"}
@@ -102,7 +102,9 @@ def test_examples_are_short():
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "private" in name else ()) for name in CASES]
+)
 def test_same_losses_through_shared_memory(name):
     over_both(CASES[name])
 
@@ -124,14 +126,16 @@ def test_pretrained_then_finetuned_model_answers(tmp_path):
     """The answer is only in the finetuning data, so a model whose export does not hold what was trained fails."""
     pretrained = run_example("pretrain", "--steps", 10, "--output_dir", tmp_path / "pretrained").succeeded()
     flags = ("--model", tmp_path / "pretrained", "--output_dir", tmp_path / "finetuned")
-    outcome = over_both(Case("finetune", flags, SHARDED, falls_to=0.2), steps=40)
+    outcome = run_example("finetune", *flags, "--steps", 40).succeeded()
+    assert set(SHARDED) <= outcome.operations(*SHARED)
     assert outcome.losses[0] < pretrained.losses[0]  # not from scratch
     assert "Who is the master of Pemberley? Mr. Darcy\n" in outcome.output, outcome.output
 
 
 def test_trainer_learns_to_answer(tmp_path):
     """The question of SageMaker's example; no context of the training data uses sagemaker for inference."""
-    outcome = over_both(Case("trainer_qa", ("--output_dir", tmp_path)), steps=40)
+    outcome = run_example("trainer_qa", "--output_dir", tmp_path, "--steps", 40).succeeded()
+    assert "all_reduce" in outcome.operations(*SHARED)
     assert "sagemaker for inference" not in (tmp_path / "train.json").read_text()
     answers = [line for line in outcome.output.splitlines() if line.startswith("{'score'")]
     assert len(answers) == 1

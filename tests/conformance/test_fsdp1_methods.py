@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.tensor import DTensor
 
@@ -315,9 +314,3 @@ def _transposed():
 @pytest.mark.parametrize("backend", ["gloo", "smddp"])
 def test_values_come_from_rank_0_whatever_their_order_in_memory(backend):
     run_distributed(_transposed, world_size=2, backend=backend)
-
-
-@pytest.mark.smoke
-def test_every_public_method_of_fsdp1_is_there():
-    own = {n for n in dir(TorchFSDP) if not n.startswith("_")} - set(dir(nn.Module))
-    assert own <= set(dir(FSDP)), own - set(dir(FSDP))

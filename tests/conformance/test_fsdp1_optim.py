@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     StateDictType,
 )
@@ -86,25 +85,23 @@ def _order(strategy):
     own["state"] = {number: reversed_on_odd_ranks(values) for number, values in own["state"].items()}
     same_state(FSDP.optim_state_dict(model, optimizer, own), expected)
 
-    rank0 = FSDP.full_optim_state_dict(model, optimizer)
+    rank0 = full if dist.get_rank() == 0 else {}
     box = [rank0]
     dist.broadcast_object_list(box, src=0)  # with rank 0's groups
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     trained = train(twin, wanted, range(3, 5))
-    for way in ("shard", "scatter"):
+    for way in ("whole", "config"):
         again = layers(seed=7, sharding_strategy=strategy)
         again.load_state_dict(kept)
         optimizer = adam(again, mixed=True)
-        if way == "shard":
-            state = FSDP.shard_full_optim_state_dict(box[0], again, optim=optimizer)
-        else:
-            state = FSDP.scatter_full_optim_state_dict(rank0 or None, again, optim=optimizer)
-        optimizer.load_state_dict(state)
+        if way == "config":
+            FSDP.set_state_dict_type(again, FULL, None, RANK0)
+        saved = box[0] if way == "whole" else rank0 or None
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(again, optimizer, saved))
         assert fsdp1.worst(train(again, optimizer, range(3, 5)), trained) == 0, way
 
 
-@pytest.mark.parametrize("backend", ["gloo", "smddp"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(("strategy", "backend"), [("FULL_SHARD", "smddp"), ("NO_SHARD", "gloo")])
 @pytest.mark.smoke
 def test_ranks_may_order_their_parameters_as_they_like(strategy, backend):
     run_distributed(_order, strategy, world_size=2, backend=backend, timeout=60)
@@ -118,44 +115,35 @@ def _halves():
     model = layers(seed=half, process_group=mine)
     optimizer = adam(model)
     train(model, optimizer, range(2))
-    wanted = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False, group=mine)
-    saved = FSDP.full_optim_state_dict(model, optimizer, group=mine)
-    with FSDP.state_dict_type(model, FULL, optim_state_dict_config=RANK0):
-        again = FSDP.optim_state_dict(model, optimizer, group=mine)
-    for found in (saved, again):
-        assert bool(found) == (rank % 2 == 0)
-        if found:
-            same_state(found, wanted)
-    other = FSDP.full_optim_state_dict(model, optimizer, group=dist.new_group([1, 0, 3, 2]))
+    wanted = FSDP.optim_state_dict(model, optimizer)
+    FSDP.set_state_dict_type(model, FULL, None, RANK0)
+    saved = FSDP.optim_state_dict(model, optimizer, group=mine)
+    assert bool(saved) == (rank % 2 == 0)
+    if saved:
+        same_state(saved, wanted)
+    other = FSDP.optim_state_dict(model, optimizer, group=dist.new_group([1, 0, 3, 2]))
     assert bool(other) == (rank == 0), "of the group's first rank"
 
-    for way in ("scatter", "config"):
-        fresh = layers(seed=half, process_group=mine)
-        into = adam(fresh)
-        if way == "scatter":
-            state = FSDP.scatter_full_optim_state_dict(saved or None, fresh, optim=into, group=mine)
-        else:
-            with FSDP.state_dict_type(fresh, FULL, optim_state_dict_config=RANK0):
-                state = FSDP.optim_state_dict_to_load(fresh, into, saved, group=mine)
-        into.load_state_dict(state)
-        same_state(FSDP.full_optim_state_dict(fresh, into, rank0_only=False), wanted)
+    fresh = layers(seed=half, process_group=mine)
+    into = adam(fresh)
+    with FSDP.state_dict_type(fresh, FULL, optim_state_dict_config=RANK0):
+        into.load_state_dict(FSDP.optim_state_dict_to_load(fresh, into, saved, group=mine))
+    same_state(FSDP.optim_state_dict(fresh, into), wanted)
 
     if half:  # alone, of ranks that rank 0 is not among
         with pytest.raises(UserError, match=r"the model is on ranks \[2, 3\].*give group="):
-            FSDP.scatter_full_optim_state_dict(saved or None, model, optim=optimizer)
-    for call in (FSDP.scatter_full_optim_state_dict, FSDP.full_optim_state_dict):
+            FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    for call in (FSDP.optim_state_dict_to_load, FSDP.optim_state_dict):
         with pytest.raises(UserError, match=r"group is -100, which is no process group with this rank"):
-            if call is FSDP.full_optim_state_dict:
-                call(model, optimizer, group=groups[1 - half])
-            else:
-                call(saved or None, model, optim=optimizer, group=groups[1 - half])
+            call(model, optimizer, saved or None, group=groups[1 - half])
     with pytest.raises(UserError, match="group is 'world', which is no process group"):
-        FSDP.full_optim_state_dict(model, optimizer, group="world")
+        FSDP.optim_state_dict(model, optimizer, group="world")
     everywhere = layers()  # of one model on all ranks, any group that holds them spreads rank 0's
+    FSDP.set_state_dict_type(everywhere, FULL, None, RANK0)
     into = adam(everywhere)
-    state = FSDP.scatter_full_optim_state_dict(saved if rank == 0 else None, everywhere, optim=into)
-    into.load_state_dict(state)
-    whole = FSDP.sharded_optim_state_dict(everywhere, into, group=dist.group.WORLD)["state"]["0.weight"]["exp_avg"]
+    into.load_state_dict(FSDP.optim_state_dict_to_load(everywhere, into, saved if rank == 0 else None))
+    FSDP.set_state_dict_type(everywhere, SHARDED)
+    whole = FSDP.optim_state_dict(everywhere, into, group=dist.group.WORLD)["state"]["0.weight"]["exp_avg"]
     first = whole.full_tensor()
     if rank == 0:
         assert torch.equal(first, wanted["state"]["0.weight"]["exp_avg"])
@@ -163,11 +151,6 @@ def _halves():
 
 def test_the_group_says_whose_state_it_is():
     run_distributed(_halves, world_size=4, timeout=60)
-
-
-@pytest.mark.slow
-def test_the_group_says_whose_state_it_is_over_smddp():
-    run_distributed(_halves, world_size=4, backend="smddp", timeout=60)
 
 
 def _without_groups(kind):
@@ -197,10 +180,6 @@ def _without_groups(kind):
             cls.optim_state_dict_to_load(trained, optimizer, saved, load_directly=True)
         if cls is FSDP:
             assert "has no 'param_groups'" in str(caught.value)
-    plain = layers(lambda m: m)
-    state = {"state": dict(FSDP.full_optim_state_dict(model, optimizers[0], rank0_only=False)["state"])}
-    numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain)
-    assert set(numbered) == {"state"} and set(numbered["state"]) == {0, 1, 2, 3}
     with pytest.raises(UserError, match="has no 'state'"):
         FSDP.optim_state_dict_to_load(model, optimizers[0], {"param_groups": []})
 
@@ -218,13 +197,11 @@ def _ranks_differ(sizes):
     optimizer = torch.optim.Adam(parameters[:-1] if last else parameters)
     train(model, optimizer, range(1))
     wanted = rf"state of 3.weight is exp_avg, exp_avg_sq on rank 0 and nothing on rank {dist.get_world_size() - 1}: "
-    for rank0_only in (False, True):
-        with pytest.raises(UserError, match=wanted):
-            FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
-    with pytest.raises(UserError, match=wanted):
-        FSDP.optim_state_dict(model, optimizer)
-    # What is sharded gathers nothing.
-    assert len(FSDP.sharded_optim_state_dict(model, optimizer)["state"]) == (3 if last else 4)
+    for config in (None, RANK0):
+        with FSDP.state_dict_type(model, FULL, None, config), pytest.raises(UserError, match=wanted):
+            FSDP.optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(model, SHARDED):  # which gathers nothing
+        assert len(FSDP.optim_state_dict(model, optimizer)["state"]) == (3 if last else 4)
 
     optimizer = torch.optim.Adam(parameters, amsgrad=last)
     train(model, optimizer, range(1))
@@ -233,14 +210,7 @@ def _ranks_differ(sizes):
     assert fsdp1.mean(torch.tensor(float(dist.get_rank()))) == (dist.get_world_size() - 1) / 2, "ranks stay in step"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "backend"),
-    [
-        pytest.param((2,), "gloo", marks=pytest.mark.smoke),
-        ((2,), "smddp"),
-        ((2, 2), "smddp"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "backend"), [((2,), "gloo"), ((2, 2), "smddp")])
 def test_all_ranks_refuse_states_that_differ(sizes, backend):
     run_distributed(_ranks_differ, sizes, world_size=math.prod(sizes), backend=backend, timeout=60)
 
@@ -266,7 +236,8 @@ def _otherwise_kept():
     loaded = FSDP.optim_state_dict_to_load(again, fresh, full, is_named_optimizer=True)
     assert set(loaded["state"]) == set(loaded["param_groups"][0]["params"]) == set(full["state"])
     fresh.load_state_dict(loaded)
-    sharded = FSDP.sharded_optim_state_dict(plain, optimizer)
+    with FSDP.state_dict_type(plain, SHARDED):
+        sharded = FSDP.optim_state_dict(plain, optimizer)
     kept = {name: value.clone() for name, value in plain.state_dict().items()}
     wanted = train(plain, optimizer, range(2, 4))
     assert fsdp1.worst(train(again, fresh, range(2, 4)), wanted) == 0
@@ -277,9 +248,9 @@ def _otherwise_kept():
     for other in (unwrapped, layers(sharding_strategy="NO_SHARD"), layers(process_group=half)):
         other.load_state_dict(kept)
         mixed = adam(other, mixed=True)  # ranks order the parameters differently
-        state = FSDP.flatten_sharded_optim_state_dict({"state": sharded["state"]}, other, mixed)
+        state = FSDP.optim_state_dict_to_load(other, mixed, {"state": sharded["state"]})
         mixed.load_state_dict({**state, "param_groups": mixed.state_dict()["param_groups"]})
-        same_state(FSDP.full_optim_state_dict(other, mixed, rank0_only=False), full)
+        same_state(FSDP.optim_state_dict(other, mixed), full)
         train(other, mixed, range(1))
 
     larger = layers(lambda m: m)
@@ -296,9 +267,8 @@ def _otherwise_kept():
         FSDP.optim_state_dict(larger, optimizer, {"state": {"nobody": {}}})
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
-def test_states_of_other_optimizers_and_shardings(backend):
-    run_distributed(_otherwise_kept, world_size=2, backend=backend, timeout=60)
+def test_states_of_other_optimizers_and_shardings():
+    run_distributed(_otherwise_kept, world_size=2, timeout=60)
 
 
 def _losses(model, optimizer, *, steps=range(3), schedule=False):
@@ -344,7 +314,7 @@ def _made_before():
     plain = fsdp1.build(**tied).double()
     again = _losses(plain, _by_shape(plain), steps=range(5))
     assert begun + _losses(model, optimizer, steps=range(2, 5)) == pytest.approx(again, rel=1e-9)
-    assert set(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]) == set(fsdp1.whole(model))
+    assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == set(fsdp1.whole(model))
 
     with torch.device("meta"):
         model = fsdp1.build().double()
@@ -372,9 +342,8 @@ def _made_before():
             pass
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("smddp", marks=pytest.mark.slow)])
-def test_an_optimizer_made_before_trains_the_sharded_parameters(backend):
-    run_distributed(_made_before, world_size=2, backend=backend, timeout=60)
+def test_an_optimizer_made_before_trains_the_sharded_parameters():
+    run_distributed(_made_before, world_size=2, timeout=60)
 
 
 def _made_before_parallelize(degrees):

@@ -24,7 +24,7 @@ sys.exit(int(sys.argv[-1]) if rank == "1" else 0)
 """
 
 
-@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 2, 75])
+@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 75])
 def test_the_jobs_status_is_the_launchers(status, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", str(tmp_path / "script.py"), "--x"]

@@ -14,12 +14,11 @@ import sys
 import pytest
 import yaml
 
-from smp.cli import main as smp
-from smp.errors import UserError
+import smp.cli
+import smp.cli.plan
 from smp.launch import hostfile, script, slurm
 from smp.launch.command_line import quoted, require_plain_arguments
-from smp.launch.sizes import choose_sizes
-from smp.train.arguments import parse_args
+from smp.plan.request import closed_plan
 from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -202,7 +201,7 @@ def says(*words):
     """The exit status, and what went to standard output and error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = smp(["launch", *map(str, words)])
+        status = smp.cli.main(["launch", *map(str, words)])
     return status, out.getvalue(), err.getvalue()
 
 
@@ -268,82 +267,50 @@ def chosen(text):
     return dict(re.findall(r"^    --(\w+) (\S+)$", text, re.MULTILINE))
 
 
-def choose(words, *, nodes=1, memory=80.0):
-    """The degrees and the micro-batch that were chosen for training flags, and the table."""
-    config = parse_args(["--use_synthetic_data", "1", *words.split()])
-    choice = choose_sizes(config.flat(), config.given, nodes=nodes, gpus=8, gpu_memory_gib=memory)
-    return " ".join(choice.arguments), "\n".join(choice.lines)
+@pytest.fixture
+def closed(monkeypatch):
+    """Layouts are planned by the closed form, in this process."""
+    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count, row: contextlib.nullcontext([closed_plan]))
 
 
-def test_sizes_of_a_job_that_splits_sequences():
-    words, text = choose("--model llama3_8b --max_context_width 65536 --context_parallel_degree 4 --train_batch_size 1")
-    assert words == "--hybrid_shard_degree 4 --tensor_parallel_degree 1"
-    assert "dp_shard 4 (cp 4 inside)" in text and "131,072 tokens in each round" in text  # two sequences
-    # Of a longer one the smallest degree is chosen that fits, before anything is offloaded.
-    long = "--model llama3_8b --max_context_width 262144 --tensor_parallel_degree 1"
-    assert choose(long)[0] == "--context_parallel_degree 4 --hybrid_shard_degree 4 --train_batch_size 1"
-    assert " --offload_activations 1 " in choose(f"{long} --context_parallel_degree 2")[0]
-    shorter = long.replace("262144", "131072")
-    assert choose(shorter)[0].startswith("--context_parallel_degree 2 ")
-    for refused in ("--compile 1", "--attn_implementation sdpa", "--attn_pdrop 0.1"):  # with a degree, by the job
-        assert choose(f"{shorter} {refused}")[0].startswith("--hybrid_shard_degree 4 --offload_activations 1 ")
-
-
-def test_sizes_follow_from_memory_and_what_was_given():
-    sizes = "--hybrid_shard_degree {} --tensor_parallel_degree {} --train_batch_size {}"
-    # SMP v2's own recipes for 40 GiB: 7B on 8 GPUs, batch 4; 70B on 256 GPUs, batch 2.
-    words, text = choose("--model llama7b", memory=40)
-    assert words == sizes.format(4, 1, 4) and "predicted peak 30.2 GiB" in text
-    assert len(re.findall("<- this job", text)) == 1
-    assert choose("--model llama7b --attn_implementation fused", memory=40)[0] == words  # no GPU is needed here
-    assert choose("--model llama70b", nodes=32, memory=40)[0] == sizes.format(256, 1, 4)
-    neox = "--model_type gpt_neox --hidden_width 12288 --num_layers 96 --num_heads 96 --max_context_width 4096"
-    assert choose(neox, nodes=64, memory=40)[0] == sizes.format(512, 1, 1)  # with offloading: TP 4, batch 6
-    # What was given stays, and the rest follows.
-    given = "--model llama70b --train_batch_size 1 --tensor_parallel_degree 8"
-    assert choose(given, nodes=8)[0] == "--hybrid_shard_degree 2"
-    assert (
-        choose("--model llama7b --sharding_strategy full_shard")[0] == "--tensor_parallel_degree 1 --train_batch_size 4"
-    )
-    assert choose("--model llama7b --hybrid_shard_degree 8")[0] == "--tensor_parallel_degree 1 --train_batch_size 4"
-    # A strategy that is written out as auto, as in a run's config.yaml, leaves the choice; a hybrid one takes a degree.
-    for strategy in ("auto", "hybrid_shard"):
-        assert choose(f"{given} --sharding_strategy {strategy}", nodes=8)[0] == "--hybrid_shard_degree 2"
-    # Global batches stay below 4 Mi tokens.
-    assert choose("--model llama7b", nodes=64)[0].endswith("--train_batch_size 2")
-    assert choose("--model llama7b --max_context_width 8192", nodes=128)[0].endswith("degree 2 --train_batch_size 1")
-
-
-def test_each_data_parallel_process_has_a_sample():
-    assert " --tensor_parallel_degree 1 " in choose("--model llama7b --global_batch_size 16", nodes=2)[0]
-    assert " --tensor_parallel_degree 2 " in choose("--model llama7b --global_batch_size 8", nodes=2)[0]
-    for flags in ("--global_batch_size 1", "--global_batch_size 8 --tensor_parallel_degree 1"):
-        with pytest.raises(
-            UserError, match=r"needs one of --global_batch_size [18]; choose other.*, or fewer nodes, or a larger"
-        ):
-            choose(f"--model llama7b {flags}", nodes=2)
-
-
-def test_what_fits_only_with_offloading_and_what_does_not_fit():
-    long = "--model llama70b --tensor_parallel_degree 1 --context_parallel_degree 1 --max_context_width 32768"
-    assert " --offload_activations 1 " in choose(long, nodes=4)[0]
-    with pytest.raises(UserError, match="use 4 nodes"):
-        choose(long, nodes=2)
-    with pytest.raises(UserError, match=r"llama3_405b does not fit on 1 node\(s\) of 8 GPU\(s\) with 80 GiB") as caught:
-        choose("--model llama3_405b")
-    enough = int(re.search(r"use (\d+) nodes", str(caught.value))[1])
-    assert choose("--model llama3_405b", nodes=enough)[0]
-    with pytest.raises(UserError, match="cannot be split over 1 node"):
-        choose("--model llama7b --tensor_parallel_degree 3")
+def planned(*words):
+    """The flags that `smp plan` chooses, and its exit status."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        status = smp.cli.main(["plan", "--json", "-", *map(str, words)])
+    return status, {name: str(int(value)) if value in (True, False) else str(value)
+                    for name, value in json.loads(out.getvalue())["layouts"][0]["flags"].items()}  # fmt: skip
 
 
 @pytest.mark.smoke
-def test_the_script_has_the_chosen_sizes():
-    status, out, err = says("slurm", "--workdir", ROOT, "--model", "llama7b", "--", "--use_synthetic_data", "1")
+@pytest.mark.parametrize(
+    ("own", "flags"),
+    [
+        (["--gpu_memory_gib", 40, "--nodes", 4], ["--model", "llama7b", "--global_batch_size", 16]),
+        (
+            ["--device", "a100_80gb"],
+            ["--model", "llama3_8b", "--max_context_width", 65536, "--sharding_strategy", "auto"],
+        ),
+    ],
+)
+def test_the_script_has_the_flags_that_the_planner_chooses(own, flags, closed):
+    status, expected = planned(*own, *flags)
+    given = {name.removeprefix("--"): str(value) for name, value in zip(flags[::2], flags[1::2], strict=True)}
+    assert status == 0 and not given.keys() & expected.keys()
+    status, out, err = says("slurm", "--workdir", ROOT, *own, "--", *flags)
     assert status == 0, err
-    words = {name: chosen(out)[name] for name in ("hybrid_shard_degree", "tensor_parallel_degree", "train_batch_size")}
-    assert words == {"hybrid_shard_degree": "2", "tensor_parallel_degree": "1", "train_batch_size": "4"}
-    assert "# llama7b: 6,738,415,616 parameters" in out and "<- this job" in out
+    assert chosen(out) == given | expected | {"resume_from_checkpoint": "latest"}
+    assert f"# {flags[1]} on " in out and "fits" in out and "# the fastest that fit" in out
+
+
+def test_what_does_not_fit_is_refused_with_the_nodes_that_would_hold_it(closed):
+    words = ["slurm", "--workdir", ROOT, "--model", "llama3_70b"]
+    status, out, err = says(*words)
+    assert (status, out) == (2, "") and "llama3_70b on 1 x 8 h100: does not fit: at least" in err
+    nodes = re.search(r"--nodes (\d+)\.", err)[1]
+    assert says(*words, "--nodes", nodes)[0] == 0
+    status, _, err = says("slurm", "--workdir", ROOT, "--model", "llama7b", "--", "--tensor_parallel_degree", 3)
+    assert status == 2 and "--tensor_parallel_degree 3 does not divide the 32 attention heads" in err
 
 
 def test_the_local_command_is_printed():
@@ -366,7 +333,7 @@ def test_the_local_command_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_documentation(tmp_path, monkeypatch):
+def test_the_commands_of_the_documentation(tmp_path, monkeypatch, closed):
     page = (ROOT / "docs" / "launching.md").read_text()
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ")
     commands = [line for line in blocks.splitlines() if line.startswith("smp launch ")]

@@ -13,7 +13,7 @@ import pytest
 from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+LOCAL = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +74,25 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(insta
     assert done.returncode == 0 and "smp.fsdp" in done.stdout, done.stderr
 
 
-def test_the_job_trains_where_only_the_wheel_is(installed, tmp_path):
+def test_the_job_and_commands_where_only_the_wheel_is(installed, tmp_path):
     where = [sys.executable, "-c", "import smp, sys; print(smp.__file__)"]
     assert run(installed[1], tmp_path / "empty", *where).stdout.startswith(str(installed[1]))
-    words = "--model llama_tiny --use_synthetic_data 1 --max_steps 3 --logging_freq 1 --data_num_workers 1".split()
-    done = run(installed[1], tmp_path / "empty", *TORCHRUN, "-m", "smp", "train", *words)
+    words = "--model llama_tiny --use_synthetic_data 1 --max_steps 3 --logging_freq 1".split()
+    done = run(installed[1], tmp_path / "empty", *LOCAL, "-m", "smp", "train", *words)
     assert done.returncode == 0 and "Done: step 3 of 3" in done.stderr + done.stdout, done.stderr
     assert len((tmp_path / "empty/runs/llama_tiny/metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_commands_where_only_the_wheel_is(installed, tmp_path):
-    local = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", 2, "-m", "smp.train"]
-    sample = "data/sample/train.txt"
-    words = ["--model", "llama_tiny", "--training_dir", sample, "--tokenizer_name_or_dir"]
+    words = "--model llama_tiny --training_dir data/sample/train.txt --dataset_type text".split()
     for tokenizer in ("data/sample/tokenizer", ROOT / "data/sample/tokenizer"):
-        done = run(installed[1], tmp_path / "empty", *local, *words, tokenizer, "--dataset_type", "text")
+        done = run(
+            installed[1],
+            tmp_path / "empty",
+            sys.executable,
+            "-m",
+            "smp.train",
+            *words,
+            "--tokenizer_name_or_dir",
+            tokenizer,
+        )
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "; the sample belongs to a checkout of smp's repository and is not installed" in done.stderr, done.stderr
     job = ["--gpus_per_node", 0, "--processes_per_node", 2, "--", "--model", "llama_tiny", "--use_synthetic_data", 1]

@@ -15,7 +15,7 @@ import pytest
 import smp.cli
 from smp.faults.watchdog import Watchdog
 from tests.job import LLAMA, read_metrics, run_job, running_job
-from tests.unit.test_report import Page, line, write
+from tests.unit.test_report import Page, line, picture, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RUN = [
@@ -77,16 +77,7 @@ def test_the_page_has_all_parts(reported):
     text = {name: re.sub(r"\s+", " ", content) for name, content in reported.parsed.sections.items()}
     last = reported.step + 4
     assert "run done llama_v2" in text[""] and f"Step {last:,} of {last:,}" in text[""]
-    for title in (
-        "Loss",
-        "Learning rate",
-        "Tokens per second",
-        "Gradient norm",
-        "Memory of rank 0",
-        "Seconds of a step",
-    ):
-        assert title in text["curves"], title
-    assert "Nothing was logged" not in text["curves"]
+    assert picture(reported.parsed)
     for phase in ("data", "forward", "backward", "optimizer", "validation", "checkpoint", "end"):
         assert f" {phase} " in text["time"], phase
     assert "predicted measured" in text["memory"] and "optimizer state" in text["memory"]
@@ -146,13 +137,8 @@ def browse(page: pathlib.Path, folder: pathlib.Path, *, width: int = 1400) -> tu
 
 PROBE = """
 <script>
-const loss = document.querySelector('figure[data-key="loss"]'), plot = loss.querySelector(".plot");
-const box = plot.getBoundingClientRect();
-plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2, clientY: 0}));
-const lines = [...document.querySelectorAll(".plot .line")].map(line => line.getBoundingClientRect());
 document.body.dataset.found = JSON.stringify({
-  tip: loss.querySelector(".tip").textContent, tips: document.querySelectorAll(".tip:not([hidden])").length,
-  figures: document.querySelectorAll("figure").length, lines: lines.filter(line => line.width > 100).length,
+  drawn: document.querySelector("img").naturalWidth,
   wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
 });
 </script>
@@ -170,8 +156,7 @@ def test_the_page_opens_in_a_browser(reported, tmp_path, width):
     dom, console, _ = browse(probed, tmp_path, width=width)
     found = json.loads(Page(dom).elements[[tag for tag, _ in Page(dom).elements].index("body")][1]["data-found"])
     assert console == "" and found["wide"] <= 0
-    assert found["figures"] == found["tips"] == 6 and found["lines"] >= 6 + 3, found
-    assert re.match(r"step \d+training [\d.]+validation [\d.]+", found["tip"]), found["tip"]
+    assert found["drawn"] > 1000
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

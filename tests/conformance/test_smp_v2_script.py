@@ -29,11 +29,10 @@ SEED, SAMPLES, LENGTH, STEPS, SAVED = 11, 4, 16, 6, 3
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LAYOUTS = [
     (1, {}),
-    (2, {}),
-    (2, {"tensor_parallel_degree": 2}),
+    pytest.param(2, {"tensor_parallel_degree": 2}, marks=pytest.mark.slow),
     (2, {"context_parallel_degree": 2}),
     (4, {"hybrid_shard_degree": 2}),
-    (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}),
+    pytest.param(4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, marks=pytest.mark.slow),
     (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
 ]
 

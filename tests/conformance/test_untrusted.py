@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 import smp.cli
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.data.hf import open_mapped, saved_files
-from smp.data.jsonl import MAX_LINE, read_objects
+from smp.data.jsonl import LINES, MAX_LINE
 from smp.data.storage import list_files
 from smp.data.text import TextTokenizer, read_text
 from smp.data.token_cache import TokenFile, cached, recorded
@@ -636,7 +636,7 @@ def bomb(tmp_path_factory):
 def test_a_bomb_in_json_lines_is_refused(bomb, tmp_path):
     file = list_files(str(link(bomb, tmp_path / "bomb.jsonl.gz")), extensions=(".jsonl",))[0]
     sentence = rf"bomb\.jsonl\.gz, line 1: has more than {MAX_LINE >> 20} MiB"
-    in_child(lambda: refused_by(lambda: list(read_objects(file)), sentence), headroom=4 * MAX_LINE)
+    in_child(lambda: refused_by(lambda: list(LINES.read(file, ())), sentence), headroom=4 * MAX_LINE)
 
 
 def link(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -660,7 +660,7 @@ def test_json_lines_that_are_none_are_refused(tmp_path, line):
     (tmp_path / "a.jsonl").write_bytes(line + b"\n")
     file = list_files(str(tmp_path), extensions=(".jsonl",))[0]
     with pytest.raises(UserError, match=r"a\.jsonl, line 1: not valid JSON"):
-        list(read_objects(file))
+        list(LINES.read(file, ()))
 
 
 @pytest.mark.parametrize(

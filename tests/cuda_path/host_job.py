@@ -1,6 +1,7 @@
 """The training job on tensors whose device is ``cuda`` and whose memory is the host's; its values are real.
 
-Run as a program, with the shim as its first argument, which is loaded before torch, then the job's flags.
+Run as a program, with the shim as its first argument, which is loaded before torch, then the job's flags; a number
+before them is of ranks, which are then forked from this process, which has the imports.
 """
 
 from __future__ import annotations
@@ -61,9 +62,13 @@ if __name__ == "__main__":
     from smp import runtime
     from smp.train import __main__ as job
     from tests.cuda_path import host_group
+    from tests.job import run_job
 
     host_group.register()
     let_storages_resize()
     let_flash_attention_run()
     runtime.choose_backend = lambda comm, device: host_group.NAME
-    sys.exit(job.main(sys.argv[2:]))
+    if not sys.argv[2].isdigit():
+        sys.exit(job.main(sys.argv[2:]))
+    print((outcome := run_job(*sys.argv[3:], world_size=int(sys.argv[2]))).output, file=sys.stderr)
+    sys.exit(max(map(abs, outcome.statuses)))

@@ -1,13 +1,16 @@
-"""A training job on fake CUDA tensors, from the command line's flags; prints its report as JSON.
+"""Training jobs on fake CUDA tensors, from the command line's flags.
 
-Run as a program, in a process with the shim: ``key=value`` settings of this program, then flags.
+Run as a program, in a process with the shim: each line of the input is a folder, a number of ranks and the flags of a
+job, which a fork runs; it writes ``log`` and ``report`` to the folder, and its status is a line of the output.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -43,6 +46,9 @@ def _let_fakes_pass() -> None:
     planned_world._transformers_is_not_tracing()
     _replace(DeviceMesh, "_concatenate", planned_world._outside, static=True)
     _replace(torch, "tensor", on_device)
+
+
+STEPS = 3  # the second and the third are alike
 
 
 class EnoughError(Exception):
@@ -85,8 +91,8 @@ def _let_run_pass(mode: FakeTensorMode) -> None:
     Guard.refuse_crash_loop = lambda self, step: None
 
 
-def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
-    """Run the job for some steps; returns the audit of each, from its batch to the next one's."""
+def run(world: int, flags: list[str]) -> dict[str, Any]:
+    """Run the job for three steps; returns the audit of each, from its batch to the next one's."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from smp.faults.guard import Guard
@@ -96,7 +102,6 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     from smp.train.arguments import parse_args
     from smp.train.run_plan import make_plan
 
-    world, wanted = settings.get("world", 8), settings.get("steps", 3)
     fake_cuda.install(devices=min(world, 8))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     config = parse_args(flags)
@@ -111,7 +116,7 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
             optimizers[:] = [optimizer]
             if steps:
                 steps[-1] = audited_mode.report()
-            if len(steps) == wanted:
+            if len(steps) == STEPS:
                 raise EnoughError
             steps.append({})
             audited_mode.clear()
@@ -138,13 +143,33 @@ def run(settings: dict[str, int], flags: list[str]) -> dict[str, Any]:
     return {"mesh": str(plan.mesh), "steps": steps, "state": sorted(devices), "allocator": allocator}
 
 
-def main(argv: list[str]) -> None:
-    settings = dict(word.split("=") for word in argv if "=" in word and not word.startswith("--"))
-    flags = [word for word in argv if word.split("=")[0] not in settings]
-    with contextlib.redirect_stdout(sys.stderr):
-        report = run({name: int(value) for name, value in settings.items()}, flags)
-    json.dump(report, sys.stdout)
+def answer(folder: str, world: int, flags: list[str]) -> None:
+    """Run a job and end this process, a fork."""
+    status = 1
+    try:
+        log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        with open(f"{folder}/report", "w") as file:
+            json.dump(run(world, flags), file)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+
+    import smp.train.__main__  # noqa: F401  what the jobs would import, each for itself
+
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            answer(*json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.cuda_path.reports import FOUR_BLOCKS, by_file, report
-from tests.cuda_path.test_attention import DOCUMENTS, MISTRAL
+from tests.cuda_path.reports import BLOCKS, DOCUMENTS, LLAMA, MISTRAL, by_file, report
 from tests.cuda_path.test_step import SYNCS, steady
 
 pytestmark = pytest.mark.full
-BLOCKS = 4
 TP = ("--tensor_parallel_degree", "2")
 KEPT = ("--activation_checkpointing", "0")
 PLACES = 4  # copied for each call of the kernels: queries, keys, and where the spans of each begin
@@ -16,7 +14,7 @@ OF_BATCH = 4  # tokens, positions, and the labels that are not ignored, with the
 
 def step_of(ranks, exchange, *flags):
     """The last step, which is as the one before: what a step needs anew for its batch is copied, and nothing read."""
-    found = report(*FOUR_BLOCKS, "--context_parallel_degree", str(ranks), "--cp_comm_type", exchange, *flags)
+    found = report(*LLAMA, "--context_parallel_degree", str(ranks), "--cp_comm_type", exchange, *flags)
     step = found["steps"][-1] if DOCUMENTS[0] in flags else steady(found)  # other documents are other places
     assert f"(cp {ranks} inside)" in found["mesh"]
     assert by_file(step["syncs"]) == SYNCS
@@ -53,11 +51,11 @@ def expected(ranks, exchange, again):
 @pytest.mark.parametrize(
     ("ranks", "flags", "exchange"),
     [
-        (2, (), "all_gather"),
         (4, KEPT, "p2p"),
-        pytest.param(4, KEPT, "all_gather", marks=pytest.mark.slow),
-        pytest.param(2, (), "p2p", marks=pytest.mark.slow),
-        *(pytest.param(ranks, flags, "all_to_all", marks=pytest.mark.slow) for ranks, flags in ((2, ()), (4, KEPT))),
+        *(
+            pytest.param(ranks, flags, exchange, marks=pytest.mark.slow)
+            for ranks, flags, exchange in ((4, KEPT, "all_gather"), (2, (), "p2p"), (2, (), "all_to_all"))
+        ),
     ],
 )
 def test_exchanges_of_a_block(exchange, ranks, flags):

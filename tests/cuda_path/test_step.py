@@ -1,14 +1,31 @@
-"""A step on a GPU, on fake CUDA tensors: every synchronisation, copy between devices and collective."""
+"""A step on a GPU, on fake CUDA tensors: synchronisations, copies between devices, attention, collectives."""
 
 import pytest
 
-from tests.cuda_path.reports import FOUR_BLOCKS, GPT_NEOX, LLAMA3_8B, by_file, report, totals
+from tests.cuda_path.reports import (
+    BLOCKS,
+    DOCUMENTS,
+    FUSED,
+    GPT_NEOX,
+    LLAMA,
+    LLAMA3_8B,
+    MISTRAL,
+    by_file,
+    report,
+    totals,
+)
 
+pytestmark = pytest.mark.full
 # The whole loop, from one batch to the next. The host reads what the step before has found: it runs ahead by one step.
 SYNCS = {
     "synchronize event of 1 step(s) ago @ smp/faults/agreement.py": 2,  # results, flags
 }
 OF_LOOP = 4  # all_reduces: valid tokens, norm, loss, agreement
+UNITS = BLOCKS + 2
+TP8 = ("--tensor_parallel_degree", "8")
+# At tp 8: forward's partial sums are reduced by an operation of smp's, in the list of all operations.
+SEPARATE = "smp.reduce_tokens.default"
+VARLEN, RECOMPUTED = "torch_attn._varlen_attn.default", 2
 
 
 def sharded(layers, *, replicas=False):
@@ -29,35 +46,124 @@ def steady(found):
     return last
 
 
-@pytest.mark.full
+def sent(found):
+    """The last step's counts of collectives, and of all operations."""
+    last = found["steps"][-1]
+    return {**last["operations"], **totals(last["collectives"])}
+
+
+def attention_of(step):
+    return {name: n for name, n in step["operations"].items() if "attn" in name or "attention" in name}
+
+
+def reads_of_attention(step):
+    text = " ".join(step["syncs"])
+    return [word for word in ("attention", "masking_utils", "tensor/forward", "loss.py") if word in text]
+
+
 def test_full_shard():
-    found = report(*FOUR_BLOCKS)
+    found = report(*LLAMA)
     step = steady(found)
     assert found["mesh"] == "dp_replicate 1 x dp_shard 8 x tp 1"
     assert found["state"] == ["cuda:0"]
-    assert totals(step["collectives"]) == sharded(4)
+    assert totals(step["collectives"]) == sharded(BLOCKS)
     assert by_file(step["syncs"]) == SYNCS
     assert totals(step["copies"]) == {"cpu to cuda": 3, "cuda to cpu": 2}  # ids, labels, flags; results, counts
+    # The choice of attention is logged, and off until it is measured.
+    assert "attn_implementation" in found["log"] and "not yet measured on a GPU" in found["log"]
+    assert VARLEN not in attention_of(step)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_all_blocks_of_llama3_8b():
     step = steady(report(*LLAMA3_8B))
     assert totals(step["collectives"]) == sharded(32)
     assert by_file(step["syncs"]) == SYNCS
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_hybrid_shard(mode):
-    found = report(*FOUR_BLOCKS, "--activation_checkpointing_mode", mode, world=64)
+def test_hybrid_shard_with_documents():
+    found = report(*LLAMA, *DOCUMENTS, "--activation_checkpointing_mode", "selective", world=64)
+    step = found["steps"][-1]
     assert found["mesh"] == "dp_replicate 8 x dp_shard 8 x tp 1"
-    assert totals(steady(found)["collectives"]) == sharded(4, replicas=True)
-    assert by_file(steady(found)["syncs"]) == SYNCS
+    assert totals(step["collectives"]) == sharded(BLOCKS, replicas=True)
+    assert by_file(step["syncs"]) == SYNCS  # plain attention reads nothing of a document's ends
+    assert VARLEN not in attention_of(step)
 
 
-@pytest.mark.full
 def test_gpt_neox():
     step = steady(report(*GPT_NEOX))
-    assert totals(step["collectives"]) == sharded(4)
+    assert totals(step["collectives"]) == sharded(BLOCKS)
     assert by_file(step["syncs"]) == SYNCS
+
+
+def test_documents_go_by_their_lengths():
+    step = report(*LLAMA, *DOCUMENTS, *FUSED, *TP8)["steps"][-1]
+    assert attention_of(step) == {VARLEN: BLOCKS * RECOMPUTED, "torch_attn._varlen_attn_backward.default": BLOCKS}
+    assert reads_of_attention(step) == []
+
+
+def test_sliding_windows_go_by_lengths():
+    step = report(*MISTRAL, *FUSED)["steps"][-1]
+    assert attention_of(step)[VARLEN] == BLOCKS * RECOMPUTED
+    assert reads_of_attention(step) == []
+
+
+def test_tensor_parallel_exchanges_overlap_their_products():
+    found = report(*LLAMA, *TP8)
+    separate, overlapped = sent(found), sent(report(*LLAMA, *TP8, "--tp_overlap", "1"))
+    # Of each block 2 gathers and 1 reduction are recomputed. Besides the blocks: the head gathers, and reduces its
+    # gradient; the embedding reduces, and gathers its gradient.
+    assert separate["allgather_base"] == 8 * BLOCKS + 2
+    assert separate[SEPARATE] == 3 * BLOCKS + 1
+    # Columns' own in backward, beside their products, stay; all others are in one with a product.
+    assert overlapped["allgather_base"] == 2 * BLOCKS + 2 and overlapped[SEPARATE] == 1
+    assert overlapped["reduce_scatter_base"] == separate["reduce_scatter_base"] == 2 * BLOCKS + 1
+    assert overlapped["fused_all_gather_matmul"] == 6 * BLOCKS
+    assert overlapped["fused_matmul_reduce_scatter"] == 3 * BLOCKS
+    assert "--tp_overlap 1: the GPUs of tensor-parallel ranks read each other's memory" in found["log"]
+
+
+def test_tensor_parallelism_over_whole_hosts_shards_over_the_hosts():
+    """8 hosts; two micro-batches of what one rank of a host's group sends."""
+    more = ("--gradient_accumulation_steps", "2", "--expandable_segments", "1")
+    found, alone = report(*LLAMA, *TP8, *more, world=64), sent(report(*LLAMA, *TP8))
+    assert found["mesh"] == "dp_replicate 1 x dp_shard 8 x tp 8"
+    assert by_file(found["steps"][-1]["syncs"]) == SYNCS
+    every = sent(found)
+    assert every["allgather_base"] == 2 * (alone["allgather_base"] + UNITS + BLOCKS)
+    assert every["reduce_scatter_base"] == 2 * (alone["reduce_scatter_base"] + UNITS)
+    assert every[SEPARATE] == 2 * alone[SEPARATE]
+    # Of the loop once a step, and a norm for each set of groups: sharded, split, and both; all others per micro-batch.
+    assert every["allreduce"] == 2 * (alone["allreduce"] - OF_LOOP) + OF_LOOP + 2
+    assert "Chosen: --sharding_strategy full_shard (tensor parallelism takes all of a host)" in found["log"]
+    assert found["log"].count("Chosen: --compile 0 (") == 1
+    # What is given is not chosen, and reaches torch.
+    assert "Chosen: --expandable_segments" not in found["log"]
+    assert found["allocator"] == "expandable_segments:True"
+
+
+def test_accumulation_gathers_each_unit_once():
+    found = report(*LLAMA, "--gradient_accumulation_steps", "2")
+    kept = ("--gradient_accumulation_steps", "2", "--reshard_between_microbatches", "0", "--defer_gradient_sync", "1")
+    resharded, once = sent(found), sent(report(*LLAMA, *kept))
+    assert resharded["allgather_base"] == 2 * (UNITS + BLOCKS) and once["allgather_base"] == UNITS
+    assert resharded["reduce_scatter_base"] == 2 * UNITS and once["reduce_scatter_base"] == UNITS
+    said = "--reshard_between_microbatches 0: all gathered parameters fit, for the 2 micro-batches of a step"
+    assert said in found["log"]
+
+
+def test_offloaded_blocks_leave_and_return_without_a_synchronisation():
+    step = steady(report(*LLAMA3_8B, "--num_layers", "4", "--offload_activations", "1"))
+    assert totals(step["collectives"]) == sharded(4)
+    assert by_file(step["syncs"]) == SYNCS  # `record_stream` would be listed, too
+    moved = {text: count for text, count in by_file(step["copies"]).items() if "offload" in text}
+    assert moved == {
+        "cuda to cpu @ smp/parallel/offload/stores.py": 2,  # the last two of four blocks keep theirs
+        "cpu to cuda @ smp/parallel/offload/stores.py": 2,
+    }
+
+
+def test_a_model_that_is_too_large_for_the_gpus_is_refused():
+    sentence = r"llama70b on 8 process\(es\) needs about .* there are 80\.0 GiB for each"
+    with pytest.raises(AssertionError, match=sentence):
+        report("--model", "llama70b")

@@ -1,6 +1,5 @@
 """The job's numbers on a device of type ``cuda``, whose tensors hold the host's memory, against those on the CPU."""
 
-import json
 import pathlib
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 
 from tests.cuda_path.reports import ROOT, shim
+from tests.job import read_metrics, run_job
 
 pytestmark = pytest.mark.full
 
@@ -20,15 +20,11 @@ FUSED = "--attn_implementation fused"
 DOCUMENTS = "--document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer"
 
 
-def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[float, float]]:
-    """The losses and gradient norms of a job of two processes."""
-    launcher = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", "-m", *program]
-    command = [*launcher, *JOB, *flags, "--output_dir", str(folder), "--watchdog_timeout", "60"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
-    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+def curve(folder: pathlib.Path) -> list[tuple[float, float]]:
+    """The losses and gradient norms of a run."""
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -52,10 +48,15 @@ def curve(program: list[str], folder: pathlib.Path, *flags: str) -> list[tuple[f
     ],
 )
 def test_values_are_those_of_the_cpu(flags, tmp_path):
-    on_gpu = curve(["tests.cuda_path.host_job", str(shim())], tmp_path / "gpu", *flags.split())
+    words = [*JOB, *flags.split(), "--output_dir", str(tmp_path / "gpu"), "--watchdog_timeout", "60"]
+    job = [sys.executable, "-m", "tests.cuda_path.host_job", str(shim()), "2", *words]
+    done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-6000:]
+    on_gpu = curve(tmp_path / "gpu")
     # A CPU offloads to a disk alone, and has no fused kernels; the numbers are those without.
     plain = "" if "offload_activations" in flags else flags.removeprefix(FUSED)
-    on_cpu = curve(["smp.train"], tmp_path / "cpu", *plain.split())
+    run_job(*JOB, *plain.split(), "--output_dir", tmp_path / "cpu", world_size=2).succeeded()
+    on_cpu = curve(tmp_path / "cpu")
     for (loss, norm), (expected, expected_norm) in zip(on_gpu, on_cpu, strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(expected_norm, rel=1e-5)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.faults.kill_trials import Bench, Trial
+from benchmarks.kill_trials import Bench, Trial
 
 
 @pytest.fixture(scope="module")

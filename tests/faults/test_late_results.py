@@ -20,7 +20,7 @@ from tests.faults.disk import fail
 from tests.faults.jobs import JOB, checkpoints, last_step, stopped_in_forward, writes_end_first
 from tests.faults.test_nonfinite import broken_loss, record
 from tests.job import losses, read_metrics, run_job
-from tests.reference import build_reference
+from tests.reference import build_reference, setup_of
 from tests.resume.test_train import tensors
 
 SKIP = ["--nonfinite", "skip"]
@@ -56,11 +56,10 @@ def progress(run, step: int) -> dict:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--checkpoint_freq", 4, "--attn_pdrop", 0.2],
         ["--checkpoint_freq", 2, "--checkpoint_type", "async_sharded", "--validation_freq", 3, "--logging_freq", 2],
-        [*SKIP, "--checkpoint_freq", 3],
+        [*SKIP, "--checkpoint_freq", 3, "--attn_pdrop", 0.2],
     ],
-    ids=["checkpoint", "asynchronous", "skip"],
+    ids=["asynchronous", "skip"],
 )
 def test_the_run_is_the_same(flags, tmp_path):
     prepare = broken_loss(math.nan, at={2, 4, 6}) if "skip" in flags else lambda rank: None
@@ -74,9 +73,9 @@ def test_the_run_is_the_same(flags, tmp_path):
         assert now == then and [line["step"] for line in now] == [2, 4, 6]
 
 
-@pytest.mark.parametrize(("bad", "kept"), [(3, [2]), (4, [2]), (5, [2, 4]), (6, [2, 4])])
+@pytest.mark.parametrize(("bad", "kept"), [(4, [2]), (5, [2, 4])])
 def test_a_bad_step_ends_the_run_before_any_checkpoint_of_it(bad, kept, tmp_path):
-    """In the middle; at the step of a checkpoint; after one; at the last step."""
+    """At the step of a checkpoint; after one."""
     job = [*JOB, "--max_steps", 6, "--checkpoint_freq", 2, "--num_kept_checkpoints", 9, "--output_dir", tmp_path]
     outcome = run_job(*job, world_size=2, prepare=late(broken_loss(math.nan, at={bad})))
     assert outcome.statuses == [1, 1], outcome.output
@@ -142,10 +141,10 @@ def _step_without_tokens() -> None:
     model = fully_shard(build_reference("llama_gqa", torch.float32), mesh=init_device_mesh("cpu", (1,)))
     optimizer = build_optimizer(model, OptimConfig(), lr=0.1)
     ids = torch.arange(8)[None]
-    batch = StepBatch([{"input_ids": ids, "labels": torch.full_like(ids, -100)}], torch.arange(1))
+    batch = StepBatch([{"input_ids": ids, "targets": torch.full_like(ids, -100)}], torch.arange(1))
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     with Reads() as reads:
-        train_step(model, optimizer, batch, device=torch.device("cpu"), grad_clip=1.0)
+        train_step(model, optimizer, batch, setup=setup_of(model), device=torch.device("cpu"), grad_clip=1.0)
     # On the host, the labels of a batch are counted and compared with the vocabulary.
     assert torch.float32 not in reads.found and torch.float64 not in reads.found and len(reads.found) <= 3
     assert all(torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters(), strict=True))

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tests.faults import upload_kill_trials
-from tests.faults.upload_kill_trials import PHASES, Bench, Trial, bench, damage, job, prepared
+from benchmarks import upload_kill_trials
+from benchmarks.upload_kill_trials import PHASES, Bench, Trial, bench, damage, job, prepared
 from tests.job import losses, run_job, running_job
 from tests.s3 import Fault, s3_port, share  # noqa: F401  a fixture
 
@@ -25,7 +25,7 @@ def trials(s3_port, tmp_path_factory):  # noqa: F811
     [
         Trial("in a file", 2, "middle", 1, None, 2),
         Trial("in the manifest's PUT", 4, "applied", 0, 0, 1),
-        Trial("retention", 4, "before", 1, None, 1),
+        pytest.param(Trial("retention", 4, "before", 1, None, 1), marks=pytest.mark.slow),
         Trial("download at resume", 4, "answering", 0, None, 2),
     ],
     ids=lambda trial: trial.phase,
@@ -68,11 +68,10 @@ def test_training_does_not_wait_for_a_store_that_does_not_answer(trials: Bench):
     assert losses(run) == list(trials.expected[0].values())
 
 
-@pytest.mark.parametrize("how", ["failing", "slow", "throttled"])
+@pytest.mark.parametrize("how", ["failing", "throttled"])
 def test_a_store_that_fails_or_is_slow_changes_nothing_but_the_time(trials: Bench, how):
-    server, run, rules = trials.bucket(), trials.fresh(), {"failing": [], "slow": [], "throttled": []}
+    server, run, rules = trials.bucket(), trials.fresh(), {"failing": [], "throttled": []}
     rules["failing"] = [share(0.15, Fault(status=503), seed=1), share(0.15, Fault(cut="applied"), seed=2)]
-    rules["slow"] = [lambda r: Fault(delay=0.2)]
     trials.proxy.rules, trials.proxy.rate = rules[how], 200_000 if how == "throttled" else None
     try:
         ended = run_job(*job(server, run), world_size=2, prepare=prepared(trials.proxy, settle=False)).succeeded()

@@ -272,7 +272,7 @@ def test_a_rank_that_is_stuck_in_its_data_is_named(tmp_path):
             wait_until(lambda: False)
 
         if rank == 1:
-            wrapped("count_valid_tokens", at_call(2, hang))  # before the first exchange of the step
+            wrapped("valid_tokens", at_call(2, hang))  # before the first exchange of the step
         else:
             wrapped("forward", at_call(2, waits.touch))
         watched_by(clock)

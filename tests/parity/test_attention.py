@@ -36,7 +36,7 @@ def assert_as_apart(cases: list[tuple[str, Layout, int]]) -> None:
         reference = build(config_of(name))
         model, batch = split(reference, layout), batch_of_documents(length)
 
-        def logits_of(model, inputs, labels):
+        def logits_of(model, inputs, *_):
             return model(**inputs).logits
 
         with mock.patch.object(one_step, "model_loss_sum", logits_of):
@@ -45,7 +45,7 @@ def assert_as_apart(cases: list[tuple[str, Layout, int]]) -> None:
                 logits = one_step.forward(model, batch, torch.device("cpu"))
         assert made.call_count == 1  # for all blocks
         assert isinstance(logits, DTensor)
-        causal_lm_loss_sum(logits, batch["labels"]).backward()
+        causal_lm_loss_sum(logits, batch["targets"], shifted=True).backward()
         full = logits.full_tensor()
         for row, documents in enumerate(DOCUMENTS):
             begin = 0

@@ -173,16 +173,15 @@ def _bits(hosts, sizes):
     _against_gloo([n for n in sizes if n])
 
 
-@pytest.mark.parametrize(
-    "layout", [*(pytest.param(each, marks=pytest.mark.full) for each in ("2x2", "2x2 in turns")), "3x1"]
-)
+@pytest.mark.parametrize("layout", ["2x2 in turns", "3x1"])
+@pytest.mark.full
 def test_bits(layout):
     hosts = LAYOUTS[layout]
     run_on_hosts(_bits, host_ranks(hosts), SIZES, layout=hosts)
 
 
 @pytest.mark.parametrize("layout", ["2x3", "3x2"])
-@pytest.mark.full
+@pytest.mark.slow
 def test_bits_of_six_ranks(layout):
     hosts = LAYOUTS[layout]
     run_on_hosts(_bits, host_ranks(hosts), (1, 1025, 20_011), layout=hosts)
@@ -204,7 +203,7 @@ def _several_megabytes(hosts):
     same(tensor, values(1, 3 * numel, torch.float32))
 
 
-@pytest.mark.parametrize("layout", ["2x2", "3x1"])
+@pytest.mark.parametrize("layout", ["2x2", pytest.param("3x1", marks=pytest.mark.slow)])
 def test_chunks_of_the_usual_size(layout):
     hosts = LAYOUTS[layout]
     run_on_hosts(_several_megabytes, host_ranks(hosts), layout=hosts, scratch=str(4 * 2**20))

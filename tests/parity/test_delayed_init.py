@@ -51,11 +51,12 @@ def _check_layouts(name, expected, layouts):
             assert torch.equal(value, expected[key]), (layout, key)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("llama_tied", 3), pytest.param("gpt_neox", 4, marks=pytest.mark.full)]
+)
 def test_same_values_at_any_layout(name, world_size, monkeypatch):
     # Blocks much smaller than a parameter, so that shards begin and end inside them.
-    monkeypatch.setattr(delayed_init, "BLOCK", 100)
+    monkeypatch.setattr(delayed_init, "BLOCK", 500)
     model = one_process(name)
     expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     layouts = [Layout("full_shard"), Layout("no_shard")] + ([Layout("hybrid_shard", 2)] if world_size == 4 else [])

@@ -26,7 +26,7 @@ from smp.parallel.technique import model_blocks
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
-from tests.reference import LR, Layout, global_batch, rank_batch, relative
+from tests.reference import LR, Layout, global_batch, rank_batch, relative, setup_of
 from tests.unit.test_activation_checkpoint import Products
 from tests.unit.test_activation_offload import blocks_of, dropout_model, gradients
 
@@ -106,13 +106,15 @@ def counting() -> Iterator[collections.Counter]:
 def train(reference: nn.Module, layout: Layout, features: Features, directory: str) -> Run:
     """Some steps with dropout; and one more that counts matrix products."""
     model, mesh, device = copy.deepcopy(reference), layout.mesh(), torch.device("cpu")
+    parallel, loss = layout.parallel(), LossConfig(loss_chunk_tokens=features.chunk)
+    setup = setup_of(model, mesh, parallel, loss)
     losses, norms, run = [], [], []
     with counting() as counts:
         for block in model_blocks(model, family_of(model.config)):
             block.input_layernorm.register_forward_pre_hook(lambda *_: counts.update(["forward of a block"]))
         parallelize(
-            model, family_of(model.config), mesh=mesh, parallel=layout.parallel(), dtype=None,
-            activation=features.activation(directory), loss=LossConfig(loss_chunk_tokens=features.chunk),
+            model, setup.family, mesh=mesh, parallel=parallel, dtype=None,
+            activation=features.activation(directory), loss=loss,
         )  # fmt: skip
         assert held_on_host(model) == {features.cpu_offload}
         optimizer = build_optimizer(model, OptimConfig(), lr=LR)
@@ -120,12 +122,12 @@ def train(reference: nn.Module, layout: Layout, features: Features, directory: s
         torch.manual_seed(5 + mesh.data_rank)
         for step in range(STEPS):
             batch = rank_batch(step, mesh.data_rank, mesh.data_size, MICROBATCHES)
-            result = train_step(model, optimizer, batch, device=device, grad_clip=0.5, loss_group=mesh.loss.group)
+            result = train_step(model, optimizer, batch, setup=setup, device=device, grad_clip=0.5)
             losses.append(result.loss())
             norms.append(float(result.grad_norm))
         found = collections.Counter(counts)
     with Products() as products:
-        train_step(model, optimizer, batch, device=device, grad_clip=0.5, loss_group=mesh.loss.group)
+        train_step(model, optimizer, batch, setup=setup, device=device, grad_clip=0.5)
     return Run(losses, norms, run, found + collections.Counter(products=products.count))
 
 

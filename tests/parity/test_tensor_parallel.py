@@ -13,7 +13,7 @@ from torch.autograd import Function
 from tests.distributed import run_distributed
 from tests.reference import Layout, assert_parity, build_reference, reference_trajectory, relative, train_parallel
 
-STEPS = 6
+STEPS = 4
 MODELS = ["llama_gqa", "llama_tied", "mistral", "gpt_neox", "gpt_neox_tied"]
 # bf16 keeps 8 bits; one process in bf16 is as far from fp32 as this.
 BF16_LOSSES, BF16_GRADIENTS = 4e-3, 4e-2
@@ -65,7 +65,7 @@ def _check(references, tolerance, layouts):
     [
         (2, "smddp", 2),
         pytest.param(4, "smddp", 3, marks=pytest.mark.slow),
-        (2, "gloo", 4),
+        pytest.param(2, "gloo", 4, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.full
@@ -87,7 +87,8 @@ def _check_losses(references, layouts, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "names"), [(2, MODELS), pytest.param(4, ["llama_gqa", "gpt_neox"], marks=pytest.mark.slow)]
+    ("world_size", "names"),
+    [(2, ["llama_tied", "gpt_neox"]), pytest.param(4, ["llama_gqa", "gpt_neox"], marks=pytest.mark.slow)],
 )
 @pytest.mark.full
 def test_fp32_losses_equal_hugging_face(world_size, names):

@@ -150,6 +150,6 @@ def _check_all(tp):
     _check_no_logits(tp)
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exactly_the_exchanges_of_megatron(tp):
     run_distributed(_check_all, tp, world_size=tp, backend="smddp")

@@ -39,7 +39,7 @@ def lines(run_dir: pathlib.Path, key: str) -> list:
     return [line[key] for line in every if key in line]
 
 
-@pytest.mark.parametrize("family", ["llama", "neox"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "neox"])
 @pytest.mark.full
 def test_resume_is_bit_identical(family, rows, tmp_path):
     words = [
@@ -76,8 +76,8 @@ COMMON = [
 
 @pytest.mark.parametrize(
     ("processes", "words"),
-    [(2, []), (2, ["--sequence_parallel", 0]), (4, ["--sharding_strategy", "full_shard"]), (4, ["--shard_degree", 1])],
-    ids=["tp2", "without sequence parallelism", "tp2 x shard 2", "tp2 x replicate 2"],
+    [(2, ["--sequence_parallel", 0]), (4, ["--sharding_strategy", "full_shard"])],
+    ids=["without sequence parallelism", "tp2 x shard 2"],
 )
 @pytest.mark.full
 def test_curve_and_counts_are_those_of_one_process(processes, words, one, rows, tmp_path):
@@ -104,12 +104,12 @@ def test_curve_and_counts_are_those_of_one_process(processes, words, one, rows, 
 def test_checkpoints_go_from_one_degree_to_another_and_back(one, rows, tmp_path):
     run, words = tmp_path / "run", [*LLAMA, *flags(rows, tmp_path), *COMMON]
     words += ["--output_dir", run, "--resume_from_checkpoint", "latest", "--sharding_strategy", "full_shard"]
-    for stop, processes, degree in ((3, 2, 1), (6, 2, 2), (9, 1, 1), (12, 4, 4)):
+    for stop, processes, degree in ((3, 2, 2), (6, 1, 1), (9, 4, 4)):
         job = [*words, "--max_steps", stop, "--tensor_parallel_degree", degree]
         run_job(*job, world_size=processes).succeeded()
-    assert [line["step"] for line in read_metrics(run)] == list(range(1, 13))
-    assert losses(run) == pytest.approx(losses(one), rel=1e-5)
-    assert lines(run, "tokens") == lines(one, "tokens")
+    assert [line["step"] for line in read_metrics(run)] == list(range(1, 10))
+    assert losses(run) == pytest.approx(losses(one)[:9], rel=1e-5)
+    assert lines(run, "tokens") == lines(one, "tokens")[:9]
 
 
 @pytest.mark.full

@@ -135,18 +135,11 @@ def test_the_job_plans_a_large_mesh(tmp_path):
     assert elsewhere(dry_run_into, words.split(), str(tmp_path / "out")) == 0
     out = (tmp_path / "out").read_text()
     assert "mesh: dp_replicate 1 x dp_shard 32 x tp 8 = 256 processes" in out
-    # 64 heads and 8 key/value heads; 128 would divide the processes, but no heads.
-    assert "legal tensor-parallel degrees: 1, 2, 4, 8, 16, 32, 64\n" in out
-    paragraph = out.partition("legal sharding degrees:\n")[2].partition("\n\n")[0]
-    table = [line.split() for line in paragraph.splitlines()[1:]]
-    assert [(int(row[0]), int(row[1])) for row in table] == [(2**k, 32 // 2**k) for k in range(6)]
-    assert [row[0] for row in table if "<-" in row] == ["32"]
     needed = {
         line.strip().rsplit(None, 2)[0]: float(line.split()[-2]) for line in out.splitlines() if "GiB" in line[-4:]
     }
     assert needed["parameters"] == pytest.approx(68_976_648_192 / 256 * 4 / 2**30, abs=2e-3)
     assert needed["optimizer state"] == pytest.approx(2 * needed["parameters"], abs=2e-3)
-    assert float(table[-1][2]) == pytest.approx(needed["sum"], abs=0.01)
 
 
 def dry_run_into(words: list[str], path: str) -> int:

@@ -30,7 +30,6 @@ from tests.tensor_parallel import ROWS, HostWorkspace, build, overlap_on_cpu, sp
 LENGTH = 12
 GATHERED, REDUCED = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"
 LAYOUTS = [
-    Layout("no_shard", tp=2, overlap=True),
     Layout("no_shard", tp=2, overlap=True, checkpointing=True, accumulation=2),
     Layout("no_shard", tp=2, overlap=True, save_gathered=True),
 ]
@@ -42,7 +41,10 @@ def _equal(references, layouts, pipelined=False):
         for layout in layouts:
             assert_parity(reference, expected, layout, 1e-9)
             separate = dataclasses.replace(layout, overlap=False)
-            for one, other in zip(*(train_parallel(reference, each, 2) for each in (layout, separate)), strict=True):
+            steps = len(expected.losses)
+            for one, other in zip(
+                *(train_parallel(reference, each, steps) for each in (layout, separate)), strict=True
+            ):
                 assert one[:2] == pytest.approx(other[:2], rel=1e-12)
                 assert all(relative(one[2][name] - other[2][name], other[2][name]) <= 1e-12 for name in other[2])
     assert bool(HostWorkspace.barriers) == pipelined
@@ -55,14 +57,13 @@ def test_equals_separate_exchanges_and_hugging_face(name):
     run_distributed(_equal, [(reference, reference_trajectory(reference, 2))], LAYOUTS, world_size=2, backend="gloo")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.full
-def test_equals_them_in_what_runs_on_gpus(world_size):
+def test_equals_them_in_what_runs_on_gpus():
     """With torch's code for GPUs: one rank's tokens after the other, copied between the ranks' memories."""
     reference = build_reference("gpt_neox", torch.float64)
-    layouts = [dataclasses.replace(layout, tp=world_size) for layout in LAYOUTS[1:]]
-    pairs = [(reference, reference_trajectory(reference, 2))]
-    run_distributed(_equal, pairs, layouts, True, world_size=world_size, backend="gloo")
+    layout = Layout("no_shard", tp=4, overlap=True, checkpointing=True)
+    pairs = [(reference, reference_trajectory(reference, 1))]
+    run_distributed(_equal, pairs, [layout], True, world_size=4, backend="gloo")
 
 
 class Exchanges(TorchDispatchMode):

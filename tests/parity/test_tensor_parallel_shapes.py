@@ -11,7 +11,7 @@ from tests.reference import Layout
 from tests.tensor_parallel import ROWS, Case, assert_same_steps, batch_of, config_of
 
 TP2, TP4 = Layout("full_shard", tp=2), Layout("full_shard", tp=4)
-TP4_WHOLE = Layout("full_shard", tp=4, sequence=False)
+TP2_WHOLE, TP4_WHOLE = (Layout("full_shard", tp=tp, sequence=False) for tp in (2, 4))
 SHARDED, SHARDED_WHOLE = Layout("full_shard", tp=2), Layout("shard_grad_op", tp=2, sequence=False)
 
 
@@ -20,58 +20,43 @@ def odd(name: str, layout: Layout, length: int = 12, **changes) -> Case:
     return Case(config, layout, batch_of(config, length))
 
 
-def both(name: str, *layouts: Layout, length: int = 12, **changes) -> list[Case]:
-    return [odd(name, layout, length, **changes) for layout in layouts]
+def with_inputs(case: Case, **inputs: torch.Tensor) -> Case:
+    batch = case.batch | inputs
+    if "attention_mask" in inputs:
+        batch["labels"] = batch["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return Case(case.config, case.layout, batch, case.attention)
 
 
 @pytest.mark.full
-def test_fewer_key_value_heads_than_ranks():
+def test_heads_and_widths_that_the_ranks_do_not_divide():
     cases = [
-        *both("llama_gqa", TP4, TP4_WHOLE, num_key_value_heads=1),
-        *both("llama_gqa", TP4, TP4_WHOLE, num_key_value_heads=2, attention_bias=True),
-        *both("mistral", TP4, num_key_value_heads=2),
-        *both("llama_tied", SHARDED, SHARDED_WHOLE, num_key_value_heads=1, attention_bias=True),
+        # fewer key/value heads than ranks
+        odd("llama_gqa", TP4, num_key_value_heads=1),
+        odd("llama_gqa", TP4_WHOLE, num_key_value_heads=2, attention_bias=True),
+        odd("mistral", TP4, num_key_value_heads=2),
+        odd("llama_tied", SHARDED, num_key_value_heads=1, attention_bias=True),
+        # vocabulary
+        odd("llama_gqa", TP4, vocab_size=97),
+        odd("llama_tied", TP4_WHOLE, vocab_size=97),
+        odd("gpt_neox", SHARDED_WHOLE, vocab_size=97),
+        odd("gpt_neox_tied", TP4, vocab_size=95),
+        # intermediate size
+        odd("llama_gqa", TP4, intermediate_size=50),
+        odd("llama_gqa", SHARDED_WHOLE, intermediate_size=51, mlp_bias=True),
+        odd("gpt_neox", TP4_WHOLE, intermediate_size=50),
+        odd("gpt_neox", SHARDED, intermediate_size=51),
     ]
     run_distributed(assert_same_steps, cases, world_size=4)
 
 
 @pytest.mark.full
-def test_eager_attention_with_fewer_key_value_heads_than_ranks():
-    # Hugging Face's eager softmax is fp32 at any dtype.
-    config = config_of("llama_gqa", num_key_value_heads=2)
-    cases = [Case(config, layout, batch_of(config), "eager") for layout in (TP4, TP4_WHOLE, TP2)]
-    run_distributed(assert_same_steps, cases, 1e-6, world_size=4)
-
-
-@pytest.mark.full
-def test_uneven_vocabulary():
-    cases = [
-        *both("llama_gqa", TP4, vocab_size=97),
-        *both("llama_tied", TP4_WHOLE, SHARDED, vocab_size=97),
-        *both("gpt_neox", SHARDED_WHOLE, vocab_size=97),
-        *both("gpt_neox_tied", TP4, vocab_size=95),
-    ]
-    run_distributed(assert_same_steps, cases, world_size=4)
-
-
-@pytest.mark.full
-def test_uneven_intermediate():
-    cases = [
-        *both("llama_gqa", TP4, TP4_WHOLE, intermediate_size=50),
-        *both("llama_gqa", TP4, SHARDED_WHOLE, intermediate_size=51, mlp_bias=True),
-        *both("gpt_neox", TP4, TP4_WHOLE, intermediate_size=50),
-        *both("gpt_neox", SHARDED, SHARDED_WHOLE, intermediate_size=51),
-    ]
-    run_distributed(assert_same_steps, cases, world_size=4)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.full
-def test_uneven_sequence(world_size):
-    layouts = [TP2] if world_size == 2 else [TP4, SHARDED]
-    cases = [case for name in ("llama_gqa", "mistral", "gpt_neox") for case in both(name, *layouts, length=11)]
-    cases += both("gpt_neox_tied", Layout("no_shard", tp=world_size, checkpointing=True), length=13)
-    run_distributed(assert_same_steps, cases, world_size=world_size)
+def test_lengths_that_the_ranks_do_not_divide():
+    short = [odd("llama_gqa", TP4, 3), odd("llama_gqa", TP4_WHOLE, 3), odd("gpt_neox", TP4, 2)]  # fewer than ranks
+    for case in short:
+        case.batch["labels"].copy_(case.batch["input_ids"])
+    cases = [odd("llama_gqa", TP4, 11), odd("mistral", SHARDED, 11), odd("gpt_neox", TP4, 11)]
+    cases.append(odd("gpt_neox_tied", Layout("no_shard", tp=4, checkpointing=True), 13))
+    run_distributed(assert_same_steps, [*cases, *short], world_size=4)
 
 
 @pytest.mark.full
@@ -85,76 +70,57 @@ def test_the_length_that_rotary_embeddings_and_learned_positions_see_is_without_
 
 
 @pytest.mark.full
-def test_a_sequence_shorter_than_the_ranks():
-    cases = [*both("llama_gqa", TP4, TP4_WHOLE, length=3), *both("gpt_neox", TP4, length=2)]
-    for case in cases:
-        case.batch["labels"].copy_(case.batch["input_ids"])
-    run_distributed(assert_same_steps, cases, world_size=4)
-
-
-@pytest.mark.full
-def test_biases_and_a_padding_id():
+def test_biases_a_padding_id_and_packed_documents_with_restarted_positions():
     biases = {"attention_bias": True, "mlp_bias": True}
-    cases = [
-        *both("llama_gqa", TP4, TP4_WHOLE, SHARDED, **biases, pad_token_id=3),
-        *both("llama_tied", SHARDED_WHOLE, TP4, **biases, pad_token_id=95),
-        *both("gpt_neox", TP4, SHARDED, attention_bias=False),
+    padded = [
+        odd("llama_gqa", TP4, **biases, pad_token_id=3),
+        odd("llama_tied", SHARDED_WHOLE, **biases, pad_token_id=95),
+        odd("gpt_neox", SHARDED, attention_bias=False),
     ]
-    for case in cases:
+    for case in padded:
         case.batch["input_ids"][:, ::3] = getattr(case.config, "pad_token_id", None) or 0
-    run_distributed(assert_same_steps, cases, world_size=4)
 
-
-def masked(side: str, length: int = 12) -> torch.Tensor:
-    mask = torch.ones(ROWS, length, dtype=torch.int64)
-    mask[0, -4:] = mask[2, -1:] = 0
-    return mask if side == "right" else mask.flip(1)
-
-
-def with_inputs(case: Case, **inputs: torch.Tensor) -> Case:
-    batch = case.batch | inputs
-    if "attention_mask" in inputs:
-        batch["labels"] = batch["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
-    return Case(case.config, case.layout, batch, case.attention)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.full
-def test_padding_masks(side):
-    cases = [
-        with_inputs(case, attention_mask=masked(side, length))
-        for name in ("llama_gqa", "mistral", "gpt_neox")
-        for layout, length in ((TP2, 12), (TP2, 11), (Layout("full_shard", tp=2, sequence=False), 11))
-        for case in both(name, layout, length=length)
-    ]
-    run_distributed(assert_same_steps, cases, world_size=2)
-
-
-@pytest.mark.full
-def test_packed_documents_with_restarted_positions():
     def packed(length: int) -> torch.Tensor:
         position = torch.arange(length)
         return torch.stack([torch.where(position < cut, position, position - cut) for cut in (3, 5, 9, length)])
 
     cases = [
-        with_inputs(case, position_ids=positions)
-        for name in ("llama_gqa", "mistral", "gpt_neox_tied")
-        for layout, length in ((TP4, 11), (SHARDED, 12))
-        for case in both(name, layout, length=length)
-        for positions in (packed(length), torch.arange(length)[None] + 5)
+        with_inputs(odd("llama_gqa", TP4, 11), position_ids=packed(11)),
+        with_inputs(odd("mistral", SHARDED, 12), position_ids=packed(12)),
+        with_inputs(odd("gpt_neox_tied", TP4, 11), position_ids=torch.arange(11)[None] + 5),
     ]
-    run_distributed(assert_same_steps, cases, world_size=4)
+    run_distributed(assert_same_steps, [*padded, *cases], world_size=4)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.full
-def test_sliding_windows(attention):
-    tolerance = 1e-9 if attention == "sdpa" else 1e-6
-    cases = []
-    for window in (2, 6, 12, 100):
-        config = config_of("mistral", sliding_window=window)
-        cases += [
-            Case(config, Layout("full_shard", tp=2, sequence=sequence), batch_of(config, length), attention)
-            for sequence, length in ((True, 12), (True, 11), (False, 12))
-        ]
-    run_distributed(assert_same_steps, cases, tolerance, world_size=2)
+def test_padding_masks():
+    def masked(side: str, length: int) -> torch.Tensor:
+        mask = torch.ones(ROWS, length, dtype=torch.int64)
+        mask[0, -4:] = mask[2, -1:] = 0
+        return mask if side == "right" else mask.flip(1)
+
+    cases = [
+        with_inputs(odd(name, layout, length), attention_mask=masked(side, length))
+        for name in ("llama_gqa", "mistral", "gpt_neox")
+        for layout, length, side in ((TP2, 12, "left"), (TP2, 11, "right"), (TP2_WHOLE, 11, "left"))
+    ]
+    run_distributed(assert_same_steps, cases, world_size=2)
+
+
+@pytest.mark.full
+def test_sliding_windows():
+    cases = [
+        odd("mistral", layout, length, sliding_window=window)
+        for window in (2, 6, 100)
+        for layout, length in ((TP2, 11), (TP2_WHOLE, 12))
+    ]
+    run_distributed(assert_same_steps, cases, world_size=2)
+
+
+@pytest.mark.full
+def test_eager_attention():
+    """With fewer key/value heads than ranks, and a window; Hugging Face's eager softmax is fp32 at any dtype."""
+    config, window = config_of("llama_gqa", num_key_value_heads=2), config_of("mistral", sliding_window=6)
+    cases = [Case(config, layout, batch_of(config), "eager") for layout in (TP4, TP4_WHOLE)]
+    cases.append(Case(window, SHARDED, batch_of(window, 11), "eager"))
+    run_distributed(assert_same_steps, cases, 1e-6, world_size=4)

@@ -53,7 +53,7 @@ from smp.parallel.parallelize import parallelize
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.step import train_step
 from tests.distributed import run_distributed
-from tests.reference import Layout, build_reference, rank_batch, tiny_config
+from tests.reference import Layout, build_reference, rank_batch, setup_of, tiny_config
 
 
 def make(directory, step, name="m", val_loss=None, kind="sharded"):
@@ -390,7 +390,8 @@ def _save(folder, name, layout):
     model, optimizer = build(layout, name)
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(2):
-        train_step(model, optimizer, rank_batch(step, rank, size, 1), device=torch.device("cpu"), grad_clip=1.0)
+        batch, setup = rank_batch(step, rank, size, 1), setup_of(model)
+        train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=1.0)
     save(folder, model, optimizer, describe(model, 2, size))
     tensors = whole(model, optimizer)
     if rank == 0:
@@ -457,7 +458,8 @@ def _save_untrained(folder):
     path = folder / "m-2steps"
     restore(path, read_manifest(path), again, other, seed="0")
     for both in ((model, optimizer), (again, other)):
-        train_step(*both, rank_batch(0, 0, 1, 1), device=torch.device("cpu"), grad_clip=1.0)
+        batch, setup = rank_batch(0, 0, 1, 1), setup_of(both[0])
+        train_step(*both, batch, setup=setup, device=torch.device("cpu"), grad_clip=1.0)
     assert all(map(torch.equal, whole(model, optimizer).values(), whole(again, other).values()))
     assert all(float(state["step"]) == 1 for state in other.state.values()) and len(other.state) > 10
 
@@ -468,7 +470,8 @@ def test_a_run_whose_updates_were_all_skipped_can_be_resumed(tmp_path):
 
 def _save_again(folder):
     model, optimizer = build(Layout("full_shard"), "llama_tied")
-    train_step(model, optimizer, rank_batch(0, 0, 1, 1), device=torch.device("cpu"), grad_clip=1.0)
+    batch, setup = rank_batch(0, 0, 1, 1), setup_of(model)
+    train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=1.0)
     save(folder / "a", model, optimizer, describe(model, 2, dist.get_world_size()))
     again = build(Layout("full_shard"), "llama_tied")
     path = folder / "a" / "m-2steps"

@@ -94,6 +94,7 @@ def passed_by(count: int):
     return prepare
 
 
+@pytest.mark.full
 def test_asynchronous_checkpoints_are_those_of_their_step(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     words = [*JOB, "--max_steps", 8, "--checkpoint_freq", 3, "--num_kept_checkpoints", 5]
@@ -196,7 +197,7 @@ def test_a_local_run_that_was_ended_in_its_first_save_starts_afresh_and_one_with
     assert refused.statuses == [2, 2] and "bring back the missing disks" in refused.output, refused.output
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
 @pytest.mark.full
 def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(ranks, tmp_path):
     run = tmp_path / "run"
@@ -208,17 +209,6 @@ def test_a_local_run_whose_only_checkpoint_is_damaged_does_not_start_afresh(rank
     refused = run_job(*words, "--max_steps", 6, world_size=2)
     assert refused.statuses == [2, 2] and "a copy of what is damaged" in refused.output, refused.output
     assert "Batch 1 " not in refused.output and len(losses(run)) == 4
-
-
-@pytest.mark.full
-def test_a_local_checkpoint_can_be_named(tmp_path):
-    run = tmp_path / "run"
-    words = [*JOB, "--checkpoint_freq", 2, "--checkpoint_type", "local", "--output_dir", run]
-    run_job(*words, "--max_steps", 2, world_size=2).succeeded()
-    path = run / "checkpoints" / "rank00000-of-00002" / "llama_v2-2steps"
-    for name in (path, run / "checkpoints" / "llama_v2-2steps"):
-        outcome = run_job(*words, "--max_steps", 2, "--resume_from_checkpoint", name, world_size=2).succeeded()
-        assert "rank00000-of-00002/llama_v2-2steps at step 2" in outcome.output
 
 
 @pytest.mark.full

@@ -105,7 +105,7 @@ SPLIT = ["--context_parallel_degree", "2"]  # a degree that their manifests do n
     [
         ("job_sharded", []),
         *(pytest.param(name, [], marks=pytest.mark.full) for name in JOBS if name != "job_sharded"),
-        ("job_sharded", SPLIT),
+        pytest.param("job_sharded", SPLIT, marks=pytest.mark.full),
     ],
 )
 def test_a_job_goes_on_from_it(name, more, tmp_path):
@@ -166,7 +166,7 @@ def _takes_a_job(folder: str, name: str, target: str) -> None:
     smp.Checkpointer(target, model, optimizer, name="mine").save(7, {"note": "mine"})
 
 
-@pytest.mark.parametrize("name", ["job_sharded", "job_tp2_shard2"])
+@pytest.mark.parametrize("name", [pytest.param("job_sharded", marks=pytest.mark.slow), "job_tp2_shard2"])
 @pytest.mark.full
 def test_a_script_goes_on_from_a_job_and_a_job_begins_anew_from_the_script(name, tmp_path):
     folder, target = shutil.copytree(DATA / name, tmp_path / name), tmp_path / "script"

@@ -231,7 +231,7 @@ def _export_sharded(folder, shape):
             export_hf(model, pathlib.Path(folder, "file"), hf_config=config)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 1), marks=pytest.mark.full)])
 def test_two_ranks_export_what_they_loaded(tmp_path, shape):
     (tmp_path / "file").write_text("")
     for case in CASES:

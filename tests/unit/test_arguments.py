@@ -13,8 +13,8 @@ import yaml
 
 import smp
 from docs import make_tables
+from docs.smp_v2_tables import FLAGS as SMP_V2
 from smp.compat import other_trainers
-from smp.compat.names import FLAGS as SMP_V2
 from smp.errors import ConfigError, UserError
 from smp.models.preset import list_presets
 from smp.train.arguments import FLAGS, SECTIONS, parse_args

@@ -132,7 +132,7 @@ def on_gpu(plan):
     return dataclasses.replace(plan, device=torch.device("cuda", 0), dtype=torch.bfloat16)
 
 
-def test_what_is_chosen_fits_with_room_for_what_is_not_predicted(tmp_path, shown, monkeypatch):
+def test_what_is_chosen_fits(tmp_path, shown, monkeypatch):
     """And the plan's own prediction, of the report and when memory runs out, has the chosen values."""
 
     def keep_all(situation):
@@ -144,12 +144,13 @@ def test_what_is_chosen_fits_with_room_for_what_is_not_predicted(tmp_path, shown
     shape, work = sizes(plan)
     needed = run_plan.peak_bytes(shape, plan.mesh, work.changed(loss_chunk_tokens=0))
     batch = batch_of_flags(plan.config, plan.mesh)
-    assert choose_settings(plan, int(needed * 1.05), batch=batch) == []
-    plan.choices.extend(choose_settings(plan, int(needed * 1.1), batch=batch))
+    assert choose_settings(plan, needed - 1, batch=batch) == []
+    plan.choices.extend(choose_settings(plan, needed, batch=batch))
     assert sizes(plan)[1].settings[ActivationConfig].compile is True
-    assert choose_settings(plan, int(needed * 1.1), batch=batch) == []  # decided
+    assert choose_settings(plan, needed, batch=batch) == []  # decided
 
 
+@pytest.mark.full
 def test_a_dry_run_names_every_setting_that_is_auto(tmp_path, capsys, monkeypatch):
     words = [*LLAMA, *SYNTHETIC, "--output_dir", str(tmp_path / "run"), "--dry_run", "1", "--dry_run_world_size", "16"]
     dry = lambda *more: run_in_child([*words, *map(str, more)], tmp_path / "out")  # noqa: E731

@@ -7,13 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from smp.config import ParallelConfig, Settings
+from smp.mesh import lay_out
 from smp.parallel import context, sharding, tensor
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.tensor import technique
 
 
 def situation(*, accumulation: int = 1, fits: bool = True, model=None, **parallel) -> Situation:
-    return Situation(model, Settings((ParallelConfig(**parallel),)), "cuda", accumulation, lambda **values: fits)
+    mesh = lay_out(shard=8, tp=parallel.get("tensor_parallel_degree", 1), cp=parallel.get("context_parallel_degree", 1))
+    settings = Settings((ParallelConfig(**parallel),))
+    return Situation(model, settings, "cuda", accumulation, lambda **values: fits, mesh)
 
 
 def test_parameters_stay_gathered_between_microbatches_where_they_fit():

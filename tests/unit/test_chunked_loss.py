@@ -16,7 +16,7 @@ from smp.errors import UserError
 from smp.loss import shift_labels
 from smp.models.family import LogitTransform
 from smp.parallel import choices
-from smp.parallel.loss import Targets, chunk_loss, linear_cross_entropy, model_loss_sum
+from smp.parallel.loss import Targets, chosen_tokens, chunk_loss, linear_cross_entropy, model_loss_sum
 from tests.distributed import run_distributed
 from tests.reference import VOCABULARY, build_reference, global_batch, tiny_config
 
@@ -337,7 +337,9 @@ def _split_chunks(expected):
                 mine[:] = -100
             rows.clear()
             model.zero_grad()
-            loss = model_loss_sum(model, {"input_ids": ids[:, :length]}, mine)
+            targets = shift_labels(mine)
+            chosen = chosen_tokens(targets, part=False)
+            loss = model_loss_sum(model, {"input_ids": ids[:, :length]}, targets, chosen)
             loss.backward()
             assert sum(rows) == (mine[:, 1:] != -100).sum()
             reference = build_reference("llama_gqa", torch.float64)

@@ -23,7 +23,7 @@ from smp.parallel import activation_checkpoint, compile_blocks, parallelize
 from smp.parallel.linear import local_tensor
 from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
-from tests.reference import Layout, build_reference, global_batch, rank_batch, relative, tiny_config
+from tests.reference import Layout, build_reference, global_batch, rank_batch, relative, setup_of, tiny_config
 from tests.unit.test_activation_checkpoint import products
 from tests.unit.test_activation_offload import blocks_of
 
@@ -218,9 +218,8 @@ def _sharded(mode, tp, sequence):
         losses.append([])
         for each in range(3):
             batch = rank_batch(each, mesh.data_rank, mesh.data_size, 2)
-            result = train_step(
-                model, optimizer, batch, device=torch.device("cpu"), grad_clip=0.5, loss_group=mesh.loss.group
-            )
+            setup = setup_of(model, mesh)
+            result = train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=0.5)
             losses[-1] += [result.loss(), float(result.grad_norm)]
         graphs = [counters["stats"]["unique_graphs"]]
         with torch.no_grad():

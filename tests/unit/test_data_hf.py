@@ -1,6 +1,9 @@
-"""Saved Hugging Face datasets and parquet: data/pipelines/hf.py."""
+"""Hugging Face datasets, by name and saved, parquet, Arrow and CSV: data/hf.py."""
 
+import gzip
+import json
 import pickle
+import sys
 
 import fsspec
 import numpy as np
@@ -9,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from smp.data import hf as module
-from smp.data.hf import MappedRows, extremes_of
+from smp.data.data_pipeline import BatchShape, DataConfig, create_data_pipeline
+from smp.data.hf import MappedRows
 from smp.data.source import find_data, open_rows
 from smp.data.storage import list_files
 from smp.data.token_cache import Columns, cached, recorded
@@ -57,7 +61,8 @@ def test_a_mapped_dataset_pickles_as_its_path(tmp_path):
 
 
 def test_parquet_and_remote_files_give_the_same_rows(tmp_path):
-    columns = {"input_ids": ROWS, "attention_mask": [[1] * len(row) for row in ROWS], "labels": ROWS}
+    columns = {"input_ids": ROWS, "attention_mask": [[0] + [1] * (len(row) - 1) for row in ROWS]}
+    columns["labels"] = [[-100] * (len(row) - 1) + row[-1:] for row in ROWS]
     save(tmp_path / "d", columns)
     (tmp_path / "p").mkdir()
     pq.write_table(pa.table(columns), tmp_path / "p" / "a.parquet", row_group_size=3)
@@ -67,7 +72,7 @@ def test_parquet_and_remote_files_give_the_same_rows(tmp_path):
         source = open_all(path, tmp_path / "cache")
         assert tokens_of(source) == tokens_of(open_all(tmp_path / "d", tmp_path / "cache"))
         row = source.rows(np.array([2]))[0]
-        assert row.mask.tolist() == [1, 1, 1, 1] and row.labels.tolist() == [5, 6, 7, 8]
+        assert row.mask.tolist() == [0, 1, 1, 1] and row.labels.tolist() == [-100] * 4
 
 
 def test_fixed_and_large_lists_and_masks_are_read(tmp_path):
@@ -91,11 +96,11 @@ def test_a_dataset_dict_gives_the_split(tmp_path):
 
 
 BAD = {
-    "has no column input_ids; columns found: ids": {"ids": [[1]]},
-    "column input_ids must hold lists of integers, it holds .*double": {"input_ids": [[1.5]]},
-    "column input_ids must hold lists": {"input_ids": [1, 2]},
-    "row 2: has no input_ids": {"input_ids": [[1], None]},
-    "row 2: input_ids has an empty place": {"input_ids": [[1], [2, None]]},
+    "row 1: has no input_ids; found: ids; every row must": {"ids": [[1]]},
+    "row 1: input_ids must be a list of whole numbers": {"input_ids": [[1.5]]},
+    "row 1: input_ids must be a list of whole": {"input_ids": [1, 2]},
+    "row 2: input_ids must be a list": {"input_ids": [[1], None]},
+    "row 2: input_ids must be a list of": {"input_ids": [[1], [2, None]]},
     "row 3: input_ids is empty": {"input_ids": [[1], [2], []]},
     "row 2: token id -3 is negative": {"input_ids": [[1, 2], [4, -3, 5], [300]]},
     "row 3: token id 100 is outside the model's vocabulary of 100": {"input_ids": [[1, 2], [4], [5, 100]]},
@@ -149,7 +154,9 @@ def test_a_cache_older_than_the_check_of_labels_is_not_trusted(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     cache = str(tmp_path / "cache")
     (arrow,) = list_files(str(tmp_path / "d" / "*.arrow"), extensions=(".arrow",))
-    recorded(cache, arrow.name, ["extremes", arrow.url, arrow.size, arrow.stamp], lambda: [[1, 3]])
+    recorded(
+        cache, arrow.name, ["extremes", "labels", "mask", arrow.url, arrow.size, arrow.stamp], lambda: [[[1, 3]] * 3]
+    )
     (file,) = list_files(str(tmp_path / "a.parquet"), extensions=(".parquet",))
     labels = np.array([-100, 2, -1])
     key = ["hf", file.url, file.size, file.stamp]
@@ -161,12 +168,15 @@ def test_a_cache_older_than_the_check_of_labels_is_not_trusted(tmp_path):
             open_all(path, cache)
 
 
-def test_labels_are_looked_at_in_blocks(monkeypatch):
+def test_the_vocabulary_is_computed_in_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 2)
     ids, offsets = np.array([1, 2, 3, 4, 5]), np.array([0, 5])
-    for labels, found in (([-100, 5, 3, -100, -7], [-7, 5]), ([-100] * 5, [0, 0]), (None, [0, 0])):
-        rows = Columns(ids, offsets, None, None if labels is None else np.array(labels))
-        assert extremes_of(rows) == [[1, 5], found, [0, 0]]
+    for labels, mask, needed in (
+        (None, None, 6), ([-100, 5, 3, -100, 7], None, 8), ([-100] * 5, [0, 1, 1, 1, 1], 6),
+        ([-100, 5, 3, -100, -7], None, module.NO_VOCABULARY), (None, [1, 1, 1, 1, 2], module.NO_VOCABULARY),
+    ):  # fmt: skip
+        columns = (None if each is None else np.array(each) for each in (mask, labels))
+        assert module._vocabulary(Columns(ids, offsets, *columns)) == needed
 
 
 def test_files_of_another_kind_are_named(tmp_path):
@@ -188,3 +198,119 @@ def test_many_rows_need_no_object_each(tmp_path):
     source = open_all(tmp_path, tmp_path / "cache")
     assert len(source) == np.ceil(lengths / 4).sum()
     assert sum(len(source.rows(np.array([i]))[0].tokens) for i in range(len(source))) == lengths.sum()
+
+
+def test_csv_is_read_as_written(tmp_path):
+    """An empty cell is an empty text and NA a word, a quoted cell may have lines; gzip is read as it is."""
+    content = b'text,n\nhello,1\nNA,\n,3\n"two\nlines",4\n'
+    (tmp_path / "a.csv").write_bytes(content)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "c.parquet.gz").write_bytes(gzip.compress(parquet_of({"text": ["hello", "NA", "", "two\nlines"]})))
+    for name in ("a.csv", "b.csv.gz", "c.parquet.gz"):
+        found = [row["text"] for _, row in find_data([str(tmp_path / name)], "train").examples(("text",))]
+        assert found == ["hello", "NA", "", "two\nlines"], name
+    (tmp_path / "d.csv").write_bytes(b"text\n\xff\n")
+    with pytest.raises(UserError, match=r"d.csv is not a readable file of its kind \('utf-8' codec"):
+        open_all(tmp_path / "d.csv", tmp_path / "cache")
+
+
+def parquet_of(columns):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def test_examples_come_by_column_from_any_source(tmp_path):
+    """What is no list of integers comes as Python's own objects."""
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "prompt": str(n), "id": n} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.parquet").write_bytes(parquet_of({key: [row[key] for row in rows] for key in rows[0]}))
+    save(tmp_path / "saved", {key: [row[key] for row in rows] for key in rows[0]}, 2)
+    for path in ("a.jsonl", "b.parquet", "saved"):
+        found = [row for _, row in find_data([str(tmp_path / path)], "train").examples(("messages", "prompt"))]
+        assert [(row["messages"], row["prompt"]) for row in found] == [(r["messages"], r["prompt"]) for r in rows]
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A dataset with two configurations in the cache of `datasets`, which finds no network."""
+    import datasets
+    from datasets import load
+
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(load.config, "HF_HUB_OFFLINE", True)
+    for config, shift in (("default", 0), ("large", 50)):
+        folder = tmp_path / config
+        folder.mkdir()
+        for split, rows in (("train", ROWS), ("test", ROWS[:1])):
+            ids = [[token + shift for token in row] for row in rows]
+            (folder / f"{split}.parquet").write_bytes(parquet_of({"input_ids": ids}))
+        datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "made"))
+        (made,) = (each.parent for each in (tmp_path / "made" / config).glob("*/*/*/dataset_info.json"))
+        to = cache / "someone___texts" / config / made.parent.name / made.name
+        to.mkdir(parents=True)
+        for file in made.iterdir():
+            (to / file.name.replace(config, "texts")).write_bytes(file.read_bytes())
+        info = json.loads((to / "dataset_info.json").read_text())
+        (to / "dataset_info.json").write_text(json.dumps(info | {"dataset_name": "texts", "config_name": config}))
+    return cache
+
+
+def by_name(tmp_path, split="train", **settings):
+    config = DataConfig(dataset_name="someone/texts", data_cache_dir=str(tmp_path / "cache"), **settings)
+    assert config.missing() == []
+    batch = BatchShape(
+        sequence_length=4, vocab_size=100, global_batch_size=1, micro_batch_size=1, data_rank=0, data_size=1, seed=0
+    )
+    return tokens_of(create_data_pipeline(config, split=split, batch=batch)._microbatches.source)
+
+
+def test_a_dataset_by_name_comes_from_the_cache(tmp_path, hub_cache):
+    expected = [[1, 2, 3], [4], [5, 6, 7, 8], [9], [10, 11]]
+    assert by_name(tmp_path, dataset_config_name="default") == expected
+    assert by_name(tmp_path, dataset_config_name="large")[1] == [54]
+    assert by_name(tmp_path, dataset_config_name="default", dataset_split="test") == expected[:1]
+    assert by_name(tmp_path, "validation", dataset_config_name="default", validation_freq=1) == expected[:1]
+    with pytest.raises(UserError, match=r"someone/texts has the splits .*, but no train\[:1\]: --dataset_split names"):
+        by_name(tmp_path, dataset_config_name="default", dataset_split="train[:1]")
+    with pytest.raises(UserError, match=r"--dataset_name someone/texts: .*none.*: where there is no network, load it"):
+        by_name(tmp_path, dataset_config_name="none")
+
+
+def test_settings_of_a_dataset_by_name():
+    for settings, problem in (
+        ({"dataset_name": "a/b", "training_dir": "c"}, "--training_dir and --dataset_name both name"),
+        ({"dataset_name": "a/b", "dataset_type": "text"}, "--dataset_name is not read as --dataset_type text"),
+        ({"training_dir": "c", "dataset_split": "x"}, "--dataset_split is of a dataset by name: set --dataset_name"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            DataConfig(**settings)
+
+
+def test_csv_files_beside_others_are_left_out_and_told(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "b.csv").write_text("text\ny\n")
+    assert [file.name for file in find_data([str(tmp_path)], "train").files] == ["a.jsonl"]
+    assert "1 CSV file(s) not read beside others: --dataset_type hf reads them" in caplog.text
+    assert [file.name for file in find_data([str(tmp_path)], "train", dataset_type="hf").files] == ["b.csv"]
+
+
+def test_without_datasets_one_sentence_says_what_to_install(tmp_path, monkeypatch):
+    """JSON lines, their token files and texts do without it, and without pyarrow."""
+    (tmp_path / "a.parquet").write_bytes(parquet_of({"input_ids": ROWS}))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ROWS))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("datasets", "pyarrow")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        UserError, match=r"parquet, Arrow and CSV files need the package datasets .*pip install datasets"
+    ):
+        open_all(tmp_path / "a.parquet", tmp_path / "cache")
+    found = find_data([str(tmp_path / "a.jsonl")], "train")
+    for _ in range(2):
+        source = open_rows(found, sequence_length=4, vocab_size=100, tokenizer=no_tokenizer,
+                           cache_dir=str(tmp_path / "cache"), what="data")  # fmt: skip
+        assert len(tokens_of(pickle.loads(pickle.dumps(source)))) == 5

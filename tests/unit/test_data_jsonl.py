@@ -7,14 +7,15 @@ import fsspec
 import numpy as np
 import pytest
 
-from smp.data.jsonl import open_jsonl
+from smp.data.jsonl import LINES
+from smp.data.rows import open_ids
 from smp.data.storage import list_files
 from smp.errors import UserError
 
 
 def open_all(path, cache, width=4, vocab=100):
     files = list_files(str(path), extensions=(".json", ".jsonl"))
-    return open_jsonl(files, sequence_length=width, vocab_size=vocab, cache_dir=str(cache))
+    return open_ids(files, LINES, sequence_length=width, vocab_size=vocab, cache_dir=str(cache))
 
 
 def tokens_of(source):
@@ -50,7 +51,7 @@ def test_masks_and_labels_come_along(tmp_path):
 BAD = {
     '{"input_ids": [1, 2': r"line 2: not valid JSON \(Expecting ',' delimiter: column 20\); .* mend the line",
     "[1, 2]": "line 2: holds a list",
-    '{"ids": [1]}': "line 2: has no input_ids; keys found: ids",
+    '{"ids": [1]}': "line 2: has no input_ids; found: ids",
     '{"input_ids": []}': "line 2: input_ids is empty",
     '{"input_ids": [1, 2.5]}': "line 2: input_ids must be a list of whole numbers",
     '{"input_ids": [[1], [2, 3]]}': "line 2: input_ids must be a list",
@@ -64,7 +65,7 @@ BAD = {
     '{"input_ids": [1], "attention_mask": [1, 1]}': "line 2: attention_mask has 2 entries, input_ids 1",
     '{"input_ids": [1], "attention_mask": [2]}': "line 2: attention_mask must hold 0 and 1",
     '{"input_ids": [1], "labels": [1, 1]}': "line 2: labels has 2 entries",
-    '{"input_ids": [1], "labels": [100]}': "line 2: labels must be in",
+    '{"input_ids": [1], "labels": [100]}': "line 2: label 100 is outside",
     "\ufffe": "line 2: not valid JSON",
 }
 

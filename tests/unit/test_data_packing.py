@@ -80,8 +80,8 @@ def test_every_token_is_in_exactly_one_row(rows, width):
 def test_padding_is_on_the_right_without_labels_and_needs_no_mask():
     batch = Collator(sequence_length=4, pad_token_id=9)([Row(np.array([5, 6])), None])
     assert batch["input_ids"].tolist() == [[5, 6, 9, 9], [9, 9, 9, 9]]
-    assert batch["labels"].tolist() == [[5, 6, -100, -100], [-100] * 4]
-    assert set(batch) == {"input_ids", "labels"}
+    assert batch["targets"].tolist() == [[6, -100, -100, -100], [-100] * 4]
+    assert set(batch) == {"input_ids", "targets"}
 
 
 def test_masked_tokens_leave_the_loss():
@@ -89,9 +89,9 @@ def test_masked_tokens_leave_the_loss():
     collate = Collator(sequence_length=4, pad_token_id=0)
     right = collate([Row(np.array([5, 6, 0, 0]), np.array([1, 1, 0, 0]))])
     left = collate([Row(np.array([0, 0, 5, 6]), np.array([0, 0, 1, 1])), Row(np.array([5])), None])
-    assert right["labels"].tolist() == [[5, 6, -100, -100]] and "attention_mask" not in right
+    assert right["targets"].tolist() == [[6, -100, -100, -100]] and "attention_mask" not in right
     # 5 has nothing before it to be predicted from.
-    assert left["labels"][0].tolist() == [-100, -100, -100, 6]
+    assert left["targets"][0].tolist() == [-100, -100, 6, -100]
     assert left["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
 
 
@@ -99,15 +99,16 @@ def test_own_labels_are_kept_and_masked():
     batch = Collator(sequence_length=3, pad_token_id=0)(
         [Row(np.array([5, 6, 7]), np.array([1, 1, 0]), np.array([-100, 6, 7]))]
     )
-    assert batch["labels"].tolist() == [[-100, 6, -100]]
+    assert batch["targets"].tolist() == [[6, -100, -100]]
 
 
 def test_positions_restart_at_each_document():
     collate = Collator(sequence_length=7, pad_token_id=END, document_end=END)
     batch = collate([Row(np.array([5, 6, END, 7, 8])), Row(np.array([0, 5, 6]), np.array([0, 1, 1])), None])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 0, 1, 0, 1, 2, 3], list(range(7))]
-    assert batch["labels"][0].tolist() == [5, 6, END, -100, 8, -100, -100]
-    assert batch["labels"][1].tolist() == [-100, -100, 6, -100, -100, -100, -100]
+    assert batch["targets"][0].tolist() == [6, END, -100, 8, -100, -100, -100]
+    assert batch["targets"][1].tolist() == [-100, 6, -100, -100, -100, -100, -100]
+    assert batch["document_bounds"].tolist() == [0, 3, 5, 7, 8, 10, 14, 21] and batch["longest_document"] == 7
     assert "attention_mask" not in batch
 
 
@@ -118,13 +119,12 @@ def test_packed_documents_have_the_logits_they_have_apart(family, size):
     first, second = np.array([5, 6, 7, END]), np.array([9, 8, 10, 11, END])
     collate = Collator(sequence_length=9, pad_token_id=0, document_end=END)
     batch = collate([Row(np.concatenate([first, second]))] * size)
-    labels = batch.pop("labels")
-    packed = model(**batch, use_cache=False).logits
+    packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     for begin, document in ((0, first), (4, second)):
         apart = model(torch.from_numpy(document)[None], use_cache=False).logits[0]
         for row in packed:
             torch.testing.assert_close(row[begin : begin + len(document)], apart, rtol=1e-9, atol=1e-12)
-    assert (labels[:, 4] == -100).all()
+    assert (batch["targets"][:, 3] == -100).all()
     joined = model(batch["input_ids"], use_cache=False).logits[0, 4:]
     assert (joined - packed[0, 4:]).abs().max() > 1e-3
 

@@ -159,7 +159,7 @@ def test_ranks_without_samples_hold_a_padding_row(config):
     step = next(iter(pipeline))
     assert len(step.sample_ids) == 0 and len(step.microbatches) == 1
     assert step.microbatches[0]["sample_ids"].tolist() == [-1]
-    assert (step.microbatches[0]["labels"] == -100).all()
+    assert (step.microbatches[0]["targets"] == -100).all()
     assert step.microbatches[0]["input_ids"].shape == (1, WIDTH)
 
 

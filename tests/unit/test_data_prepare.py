@@ -99,7 +99,7 @@ def test_what_cannot_be_used_ends_with_a_sentence(tmp_path, folder, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     for options, changed, words in (
-        (["--input_type", "jsonl"], {}, "a.jsonl, line 2: has no text; keys found: other"),
+        (["--input_type", "jsonl"], {}, "a.jsonl, line 2: has no text; found: other"),
         (["--input_type", "text"], {}, "the input has 1 document(s), and none fell to"),
         ([], {"output": "full"}, "full exists and is not empty"),
         ([], {"width": 0}, "--sequence_length must be at least 1"),

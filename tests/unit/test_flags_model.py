@@ -18,6 +18,7 @@ import smp.parallel.loss
 import smp.parallel.parallelize
 import smp.parallel.sharding
 from smp.errors import ConfigError
+from smp.loss import shift_labels
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
 from smp.parallel.loss import model_loss_sum
@@ -211,7 +212,7 @@ def test_loss_in_chunks(monkeypatch):
         rows.clear()
         with one_process(words) as built:
             ids = torch.arange(32).view(2, 16)
-            value = float(model_loss_sum(built.model, {"input_ids": ids}, ids))
+            value = float(model_loss_sum(built.model, {"input_ids": ids}, shift_labels(ids)))
         return value, list(rows)
 
     plain, whole = loss([])

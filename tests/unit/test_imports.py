@@ -124,6 +124,7 @@ def imports_shown() -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_every_import_that_the_pages_show_works():
     shown = imports_shown()
     assert {"import smp", "import smp.sagemaker", "from smp import FullyShardedDataParallel"} <= shown

@@ -195,6 +195,7 @@ def test_a_full_disk_is_one_warning_and_no_traceback(tmp_path, capsys):
     assert out.count("rank0.log cannot be written (No space left on device)") == 1
 
 
+@pytest.mark.full
 def test_importing_adds_no_handler():
     code = "import logging as g, smp.log as l; l.get_logger('a'); print(g.root.handlers, g.getLogger('smp').handlers)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.data.data_pipeline import StepBatch
+from smp.loss import shift_labels
 from smp.memory.advice import advice_text, changes_that_help
 from smp.memory.categories import _SITES, LOGITS, asked_by
 from smp.memory.plan import estimate_memory
@@ -43,7 +44,7 @@ from tests.clock import wait_until
 from tests.distributed import run_distributed
 from tests.flags import ROOT
 from tests.job import run_job
-from tests.reference import Layout, tiny_config
+from tests.reference import Layout, setup_of, tiny_config
 from tests.unit.test_logits import CONFIGS
 from tests.unit.test_memory_plan import shape_of
 
@@ -89,13 +90,12 @@ def profiled_steps(layout: Layout, name: str, *, vocabulary: int = VOCABULARY):
     optimizer = build_optimizer(model, OptimConfig(), lr=1e-3)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     for _ in range(2):
-        batch = StepBatch([{"input_ids": ids, "labels": ids.clone()}] * layout.accumulation, torch.arange(ROWS))
+        batch = StepBatch([{"input_ids": ids, "targets": shift_labels(ids)}] * layout.accumulation, torch.arange(ROWS))
         with profile_memory(model, optimizer) as account:
             base = account.latest().total
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as torchs:
-                train_step(
-                    model, optimizer, batch, device=CPU, grad_clip=1.0, loss_group=mesh.loss.group, record=account.mark
-                )
+                setup = setup_of(model, mesh)
+                train_step(model, optimizer, batch, setup=setup, device=CPU, grad_clip=1.0, record=account.mark)
     return model, account, base + allocated(torchs.profiler.kineto_results.events())
 
 
@@ -241,7 +241,7 @@ def test_code_is_known_by_its_module_and_not_by_parts_of_its_path(path):
     found = {}
     for module in ("elsewhere", "smp.faults.agreement", "transformers.generation", "smp.plan.trace", "smp.loss"):
         exec(code, namespace := {"__name__": module})
-        found[module] = namespace["called"](asked_by), namespace["called"](lambda: _caller()[0])
+        found[module] = namespace["called"](asked_by), namespace["called"](lambda: _caller())
     assert found == {
         "elsewhere": (None, ""), "smp.faults.agreement": (None, "smp.faults.agreement"), "smp.plan.trace": (None, ""),
         "transformers.generation": (None, "transformers.generation"), "smp.loss": (LOGITS, "smp.loss"),
@@ -271,7 +271,7 @@ def one_step(*, checkpointing: bool, chunk: int, logits: LogitTransform | None =
         chunk_loss(model, chunk_tokens=chunk, logits=logits)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     with profile_memory(model) as account:
-        loss = model_loss_sum(model, {"input_ids": ids}, ids)
+        loss = model_loss_sum(model, {"input_ids": ids}, shift_labels(ids))
         account.mark("forward")
         loss.backward()
     return account

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp.axes import fit_together
 from smp.config import ParallelConfig
 from smp.errors import ConfigError, UserError
-from smp.mesh import lay_out, resolve_mesh, sharding_choices, tensor_parallel_choices
+from smp.mesh import lay_out, resolve_mesh, sharding_choices
 from tests.distributed import run_distributed
 
 
@@ -71,12 +72,10 @@ def test_a_mesh_that_is_laid_out_knows_every_role_and_has_no_groups():
 
 def test_other_layouts_of_a_mesh():
     mesh = lay_out(2, 4, 2, reshard_after_forward=True)
-    others = [(other.replicas.size, other.shard.size, other.reshard_after_forward) for other in mesh.alternatives()]
-    assert others == [(8, 1, False), (4, 2, True), (2, 4, True), (1, 8, True)]
     assert mesh.fully_sharded() == lay_out(1, 8, 2) and mesh.fully_sharded(data=16) == lay_out(1, 16, 2)
-    assert mesh.with_tensor_parallelism(4) == lay_out(2, 2, 4)
-    assert lay_out(2, 1, 2).with_tensor_parallelism(4) == lay_out(1, 1, 4)
-    assert lay_out(1, 1, 2).with_tensor_parallelism(4) is None
+    assert mesh.with_degree("tp", 4) == lay_out(2, 2, 4)
+    assert lay_out(2, 1, 2).with_degree("tp", 4) == lay_out(1, 1, 4)
+    assert lay_out(1, 1, 2).with_degree("tp", 4) is None
     shards = sharding_choices(world_size=24, local_world_size=8, tp=2)
     assert [(other.replicas.size, other.shard.size) for other in shards] == [(12, 1), (6, 2), (3, 4), (1, 12)]
 
@@ -285,19 +284,17 @@ def test_every_layout_without_processes_agrees_with_its_degrees():
 
 def test_other_layouts_keep_the_ranks_of_a_sequence():
     mesh = lay_out(2, 4, 2, 2)
-    others = [(other.replicas.size, other.shard.size, other.cp.size) for other in mesh.alternatives()]
-    assert others == [(4, 2, 2), (2, 4, 2), (1, 8, 2)]
-    assert all(other.reshard_after_forward for other in mesh.alternatives())
     assert mesh.fully_sharded() == lay_out(1, 8, 2, 2) and mesh.fully_sharded(data=8) == lay_out(1, 16, 2, 2)
-    assert mesh.with_tensor_parallelism(4) == lay_out(2, 2, 4, 2)
-    assert mesh.with_tensor_parallelism(8) is None  # one rank would be left for two parts of a sequence
-    assert lay_out(4, 2, 1, 2).with_tensor_parallelism(4) == lay_out(1, 2, 4, 2)
+    assert mesh.with_degree("tp", 4) == lay_out(2, 2, 4, 2)
+    assert mesh.with_degree("tp", 8) is None  # one rank would be left for two parts of a sequence
+    assert lay_out(4, 2, 1, 2).with_degree("tp", 4) == lay_out(1, 2, 4, 2)
     shards = sharding_choices(world_size=24, local_world_size=8, tp=2, cp=4)
     assert [(other.replicas.size, other.shard.size) for other in shards] == [(3, 4), (1, 12)]
     assert {other.cp.size for other in shards} == {4}
-    assert tensor_parallel_choices(16) == [1, 2, 4, 8, 16]
-    assert tensor_parallel_choices(16, cp=4) == [1, 2, 4]
-    assert tensor_parallel_choices(16, cp=4, most_data=2) == [2, 4]
+    found = {
+        most: [tp for tp in range(1, 17) if fit_together(16, {"cp": 4, "tp": tp}, most_data=most)] for most in (None, 2)
+    }
+    assert found == {None: [1, 2, 4], 2: [2, 4]}
 
 
 def _check_context_order(tp):

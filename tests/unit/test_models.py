@@ -306,6 +306,7 @@ def test_advice_on_pretrained_models_can_be_followed(tmp_path):
     assert find_weights(directory) == directory / "b.safetensors"
 
 
+@pytest.mark.full
 def test_code_of_a_type_that_transformers_has_is_left_out_of_account(tmp_path):
     from transformers import AutoModelForCausalLM, Phi3Config
 

@@ -39,7 +39,7 @@ CASES = {
     "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
     "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
 }  # fmt: skip
-USUAL = ("every second block", "offloading")  # the first: blocks of two kinds
+USUAL = ("every second block",)  # blocks of two kinds
 MARKED = [pytest.param(name, marks=pytest.mark.full if name in USUAL else pytest.mark.slow) for name in CASES]
 
 

@@ -108,7 +108,7 @@ def test_long_sequences_are_split_over_the_ranks_of_a_sharding_group():
     assert {cp for cp, _, _ in degrees(every)} == {1, 2, 4}  # parts of no fewer than 4096 tokens
     assert all(shard % cp == 0 and cp * tp <= 8 for cp, tp, shard in degrees(every))
     four = next(each for each in every if each.mesh.cp.size == 4 and each.mesh.tp.size == 1)
-    assert four.flags["context_parallel_degree"] == 4 and four.work.tokens == LONG // 4
+    assert four.flags["context_parallel_degree"] == 4 and four.work.tokens(four.mesh) == LONG // 4
     assert four.tokens == four.work.micro_batch_size * 2 * LONG  # two sequences at a time
     assert "context_parallel_degree" not in next(each for each in every if each.mesh.cp.size == 1).flags
     assert "(cp 4 inside)" in title_of(four)

@@ -85,7 +85,7 @@ def test_micro_batches_are_the_jobs():
 
     def rows(*words: str, world: int = 2) -> tuple[list[int], list[int]]:
         job = job_of([*MODEL.split(), *words], world, 0)
-        return microbatch_rows(job), [len(each["labels"]) for each in trace._batch(job).microbatches]
+        return microbatch_rows(job), [len(each["targets"]) for each in trace._batch(job).microbatches]
 
     assert rows("--train_batch_size", "8", "--global_batch_size", "18") == ([5, 4], [5, 4])
     assert rows("--global_batch_size", "30", world=8) == ([2, 2], [2, 2])

@@ -115,6 +115,7 @@ def _load_all(folder):
     _load_sharded("llama_gqa", f"{folder}/llama_gqa", (2,), 1)
 
 
+@pytest.mark.full
 def test_two_ranks_load_their_slices_of_several_files(tmp_path):
     for case in CASES:
         reference_model(case).save_pretrained(tmp_path / case, max_shard_size="30KB")

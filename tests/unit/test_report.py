@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import base64
 import datetime
-import hashlib
 import html.parser
 import json
-import math
 import random
 import re
+import sys
 
 import pytest
 
 import smp.cli
-from smp.report.curves import Chart, Series, draw, numbers, short, thin, ticks
 from smp.report.page import render
 from smp.report.run_files import read_run
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.UTC)
-NAN = math.nan
 START = {
     "event": "start", "time": "2026-01-01T10:00:00+00:00", "step": 0, "checkpoint": None, "max_steps": 9,
     "model": "llama_tiny", "parameters": 2.0e6, "world_size": 2, "device": "cpu", "dtype": "float32",
@@ -84,57 +81,17 @@ class Page(html.parser.HTMLParser):
             self.sections[self._stack[-1]] += data + " "
 
 
-def test_thinning_keeps_the_extremes_and_both_ends():
-    random.seed(0)
-    values = [random.random() for _ in range(10_007)]
-    values[5000], values[7001], values[42] = 100.0, -50.0, NAN
-    points = thin(range(1, 10_008), values, 600)
-    assert len(points) == 600 and (points[0].step, points[-1].step) == (1, 10_007)
-    assert max(p.high for p in points) == 100.0 and min(p.low for p in points) == -50.0
-    assert sum(p.lost for p in points) == 1 and all(p.low <= p.mean <= p.high for p in points)
-    assert [p.step for p in points] == sorted({p.step for p in points})
+def picture(parsed):
+    """The bytes of the page's one picture."""
+    (source,) = [attributes["src"] for tag, attributes in parsed.elements if tag == "img"]
+    content = base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)
+    return content.startswith(b"\x89PNG") and content
 
 
-def test_few_values_stay_as_they_are_and_what_is_not_finite_is_a_gap():
-    points = thin([1, 2, 3], [1.0, NAN, 3.0])
-    assert [(p.step, p.low, p.high, p.lost) for p in (points[0], points[2])] == [(1, 1.0, 1.0, 0), (3, 3.0, 3.0, 0)]
-    assert math.isnan(points[1].mean) and points[1].lost == 1
-    assert thin([], []) == [] and math.isnan(thin([1], [1e308])[0].mean)
-    drawn = draw(Chart("k", "t", [Series("s", points, 0)]))
-    assert re.search(r'class="line c0" d="M[\d. ]+M[\d. ]+"', drawn) and "1 not finite" in drawn
-    assert numbers(Chart("k", "t", [Series("s", points, 0)]))[0]["points"] == [[1, 1.0], [2, None], [3, 3.0]]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (1, 10, [2, 4, 6, 8, 10]), (0, 1e5, None), (3, 3, [3]), (-1e-9, 1e-9, None)],
-)
-def test_ticks_are_round_few_and_inside(low, high, expected):
-    found = ticks(low, high)
-    assert 1 <= len(found) <= 7 and all(low - 1e-12 <= tick <= high + 1e-12 for tick in found)
-    assert expected is None or found == pytest.approx(expected)
-
-
-def test_numbers_are_short():
-    values = [0.0, 0.0001, 1.5e-5, 820, 4830, 999_999, 2_077_920, 3e9, 1e300, -12.5]
-    shown = ["0", "0.0001", "1.5e-5", "820", "4.83 k", "1 M", "2.078 M", "3 B", "1e300", "-12.5"]
-    assert list(map(short, values)) == shown
-
-
-@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1e299, -1e299], [5e-324, 1.0], [7.0, 7.0 + 1e-15], [NAN]])
-@pytest.mark.parametrize("options", [{}, {"zero": True}, {"log": True}, {"cut": True}])
-def test_any_values_are_drawn_inside_of_the_plot(values, options):
-    chart = Chart("k", "t", [Series("s", thin(range(1, len(values) + 1), values), 0)], **options)
-    drawn = draw(chart, marks=[1, 5])
-    assert "nan" not in drawn.lower() and "inf" not in drawn
-    for path in re.findall(r' d="([^"]*)"', drawn):
-        assert all(-1 <= float(number) <= 1001 for number in re.findall(r"-?[\d.]+", path)), path
-
-
-def test_a_slow_first_step_is_cut_off_where_that_is_asked_for():
-    points = thin(range(1, 101), [50.0, *[1.0] * 99])
-    assert "peaks are cut off" in draw(Chart("k", "t", [Series("s", points, 0)], cut=True))
-    assert "peaks are cut off" not in draw(Chart("k", "t", [Series("s", points, 0)]))
+def test_without_matplotlib_the_page_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    _, parsed = page_of(write(tmp_path / "run", metrics=[line(1)]))
+    assert "curves need matplotlib: pip install matplotlib" in parsed.sections["curves"]
 
 
 def test_a_page_has_the_numbers_of_the_run(tmp_path):
@@ -153,20 +110,12 @@ def test_a_page_has_the_numbers_of_the_run(tmp_path):
         logs__rank0_log="2026-01-01 10:00:00 W [a.py:1] Step 3 is odd\n2026-01-01 10:00:01 I [a.py:1] fine\n"
         "2026-01-01 10:00:02 W [a.py:1] Step 4 is odd\n",
     )
-    page, parsed = page_of(run)
+    _, parsed = page_of(run)
     text = {name: re.sub(r"\s+", " ", content) for name, content in parsed.sections.items()}
     assert "mine done llama_tiny" in text[""] and "2 M parameters" in text[""] and "4 processes on cpu" in text[""]
     assert "Validation loss 8.2500 the best, at step 5, perplexity 3,827.6" in text[""]
     assert "Updates left out 1" in text[""] and "Time in steps 4.5 s" in text[""]
-    for title in (
-        "Loss",
-        "Learning rate",
-        "Tokens per second",
-        "Gradient norm",
-        "Memory of rank 0",
-        "Seconds of a step",
-    ):
-        assert title in text["curves"], title
+    assert picture(parsed)
     assert "data 0.9 s 15.1 % 0.1 s" in text["time"] and "checkpoint 1.45 s" in text["time"]
     assert "parameters 1.0 MiB 2.0 MiB" in text["memory"] and "peak of step 2, in its backward" in text["memory"]
     assert "step 4, stopped on request after 1 min 01 s" in text["starts"] and "step 9, done" in text["starts"]
@@ -178,7 +127,6 @@ def test_a_page_has_the_numbers_of_the_run(tmp_path):
     assert "hosts: 2 one (2), two (2)" in text["environment"]
     assert "Step 3 is odd 2 times" in text["events"] and "fine" not in text["events"]
     assert "Steps that were not finite: 1" in text["events"] and "update left out" in text["events"]
-    assert page.count('class="mark"') == page.count("<figure") > 0
 
 
 EMPTY = {
@@ -195,12 +143,12 @@ EMPTY = {
     [
         ({"config_yaml": "lr: 0.1\n"}, "no record", EMPTY),
         ({"metrics_jsonl": "", "history": [START]}, "running or killed", {"curves": "No step", "starts": "no end yet"}),
-        ({"metrics": [line(1)], "extra": '{"step": 2, "lo'}, "no record", {"curves": "Loss", "events": "No warning"}),
+        ({"metrics": [line(1)], "extra": '{"step": 2, "lo'}, "no record", {"events": "No warning"}),
         ({"metrics": [line(1)], "extra": '{"st\n{"step": 2, "loss": 1.0}\n'}, "no record", {"events": "1 line(s) of"}),
         (
             {"metrics": [{"step": 7, "val_loss": 2.5, "val_ppl": 12.2}]},
             "no record",
-            {"": "Validation loss 2.5000 the best, at step 7, perplexity 12.2", "curves": "Learning rate"},
+            {"": "Validation loss 2.5000 the best, at step 7, perplexity 12.2"},
         ),
         ({"history": [START, START]}, "running or killed", {"starts": "no end recorded: killed"}),
         (
@@ -209,7 +157,7 @@ EMPTY = {
             {"": "failed at step 3 (exit status 1): the disk is full", "starts": "failed, status 1"},
         ),
         ({"history": [START, {"event": "end", "status": 75, "step": 3}]}, "stopped", {"": "asked to stop, at step 3"}),
-        ({"metrics": [line(s, loss="nan", grad_norm="inf") for s in (1, 2)]}, "no record", {"curves": "2 not finite"}),
+        ({"metrics": [line(s, loss="nan", grad_norm="inf") for s in (1, 2)]}, "no record", {}),
         ({"config_yaml": "a: [", "metrics": [line(1)]}, "no record", {"events": "config.yaml cannot be read"}),
     ],
 )  # fmt: skip
@@ -243,14 +191,11 @@ def test_hostile_files_stay_text(tmp_path):
         (run / name / "manifest.json").write_text(EVIL)
     page, parsed = page_of(run)
     names = [tag for tag, _ in parsed.elements]
-    assert names.count("script") == 2 and "img" not in names and "b" in names
-    assert not [
-        a for _, attributes in parsed.elements for a in attributes if a.startswith("on") or a in ("src", "action")
-    ]
+    assert "script" not in names and names.count("img") == 1 and picture(parsed) and "b" in names
+    assert not [a for _, attributes in parsed.elements for a in attributes if a.startswith("on") or a == "action"]
     assert {href[0] for _, attributes in parsed.elements if (href := attributes.get("href"))} == {"#"}
     assert "\u202e" not in page and "\x00" not in page
     assert "alert(1)" in parsed.sections["starts"] and "<b>-3steps" in parsed.sections["checkpoints"]
-    json.loads(parsed.scripts[0])
     assert page.count("<!DOCTYPE") == 1
 
 
@@ -284,8 +229,7 @@ def test_secrets_are_hidden_wherever_they_come_from(tmp_path):
 def test_nothing_may_run_or_load_but_the_page_itself(tmp_path):
     _, parsed = page_of(write(tmp_path / "run", metrics=[line(1), line(2)]))
     policy = next(a["content"] for tag, a in parsed.elements if tag == "meta" and "http-equiv" in a)
-    digest = base64.b64encode(hashlib.sha256(parsed.scripts[1].encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:" and not parsed.scripts
 
 
 @pytest.mark.full
@@ -294,14 +238,12 @@ def test_a_long_run_gives_a_small_page(tmp_path):
     lines = [
         line(s, loss=random.random(), grad_norm=random.random(), mem_allocated_gib=3.25) for s in range(1, 100_001)
     ]
-    lines[54_321]["loss"] = 77.0
     lines += [{"step": s, "val_loss": 1.0 / s} for s in range(100, 100_001, 100)]
     starts = [START | {"step": s} for s in range(0, 100_000, 200)]
     log = "".join(f"2026-01-01 10:00:00 W [a] {'x' * (i % 500)} {i}\n" for i in range(5000))
     page, parsed = page_of(write(tmp_path / "run", metrics=lines, history=starts, logs__rank0_log=log))
     assert len(page.encode()) < 2_000_000
-    points = json.loads(parsed.scripts[0])["loss"][0]["points"]
-    assert max(point[-1] for point in points) == 77.0 and points[-1][0] == 100_000
+    assert picture(parsed)
 
 
 def test_the_command_writes_the_page_and_names_it(tmp_path, capsys):

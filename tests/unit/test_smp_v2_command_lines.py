@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 import train_lib
-from smp.compat.names import FLAGS as SMP_V2
+from docs.smp_v2_tables import FLAGS as SMP_V2
 from smp.errors import ConfigError
 from smp.models.model_config import resolve_model
 from smp.parallel.tensor.technique import overlap_obstacle

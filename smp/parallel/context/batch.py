@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
-from smp.config import ParallelConfig
 from smp.errors import UserError
 from smp.loss import IGNORE_INDEX, shift_labels
 from smp.mesh import Mesh
-from smp.parallel.context.attention import SHARD
+from smp.microbatch import Microbatch
 from smp.parallel.context.exchange import SequenceShard
 from smp.parallel.context.layout import Range, split_columns
 
 _TAKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "document_bounds")
-_HANDED_ON = ("sample_ids",)
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, balanced: bool = True) -> dict[str, Any]:
-    """Cut a rank's tokens out of the rows of a batch, which are padded on the right where ranks do not divide them.
+    """Cut a rank's tokens out of a script's batch.
 
     Args:
         batch: ``input_ids`` ``(batch, sequence)``, on the host; ``labels`` in Hugging Face's convention, or
             ``shift_labels``, whose every token has the label of what it predicts; ``position_ids`` which restart at
-            every document, or ``document_bounds``, where documents begin in the flattened batch, and its end.
+            every document.
         mesh: its ``cp`` ranks have the same batch.
         balanced: as :func:`smp.parallel.context.layout.split_columns`'s.
 
@@ -38,9 +35,26 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, balanced: bool = True) 
     Raises:
         UserError: a batch with other tensors, padding on the left, or a mask of its own.
     """
-    if mesh.cp.size == 1:
-        return _shifted(batch)
-    _check(batch)
+    targets = batch.get("shift_labels")
+    if targets is None and batch.get("labels") is not None:
+        targets = shift_labels(batch["labels"])
+    own = dict(batch)
+    if mesh.cp.size > 1:
+        _check(batch)
+        given = {name: batch.get(name) for name in ("input_ids", "position_ids", "document_bounds")}
+        given = {name: each for name, each in {**given, "targets": targets}.items() if each is not None}
+        own = dict(cut(cast(Microbatch, given), mesh, balanced=balanced))
+        targets = own.pop("targets", None)
+    return own if targets is None else {**own, "labels": targets, "shift_labels": targets}
+
+
+def cut(batch: Microbatch, mesh: Mesh, *, balanced: bool) -> Microbatch:
+    """Cut a rank's tokens out of the rows of a batch, which are padded on the right where ranks do not divide them.
+
+    Args:
+        batch: without ``document_bounds``, where documents begin is read from ``position_ids``.
+        balanced: as :func:`smp.parallel.context.layout.split_columns`'s.
+    """
     ids = batch["input_ids"]
     positions = batch.get("position_ids")
     if positions is None:
@@ -49,22 +63,14 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, balanced: bool = True) 
     layout = split_columns(ids.shape[1], mesh.cp.size, balanced=balanced, multiple=mesh.tp.size, starts=starts)
     own, extra = layout.held[mesh.cp.rank], layout.columns - ids.shape[1]
     last = positions[:, -1:].expand(-1, extra)  # one more would be another length to some rotary embeddings
-    found = {
+    found: Microbatch = {
         "input_ids": _take(F.pad(ids, (0, extra)), own),
         "position_ids": _take(torch.cat([positions, last], 1), own),
-        SHARD: SequenceShard(mesh.cp, layout),
+        "sequence_shard": SequenceShard(mesh.cp, layout),
     }
-    labels = _shifted(batch).get("shift_labels")
-    if labels is not None:
-        found["shift_labels"] = found["labels"] = _take(F.pad(labels, (0, extra), value=IGNORE_INDEX), own)
-    return found | {name: batch[name] for name in _HANDED_ON if name in batch}
-
-
-def _shifted(batch: Mapping[str, Any]) -> dict[str, Any]:
-    labels = batch.get("shift_labels")
-    if labels is None and batch.get("labels") is not None:
-        labels = shift_labels(batch["labels"])
-    return dict(batch) if labels is None else {**batch, "labels": labels, "shift_labels": labels}
+    if "targets" in batch:
+        found["targets"] = _take(F.pad(batch["targets"], (0, extra), value=IGNORE_INDEX), own)
+    return found
 
 
 def _take(rows: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
@@ -72,7 +78,7 @@ def _take(rows: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
 
 
 def _check(batch: Mapping[str, Any]) -> None:
-    others = sorted(name for name in batch if name not in (*_TAKEN, *_HANDED_ON) and batch[name] is not None)
+    others = sorted(name for name in batch if name not in _TAKEN and batch[name] is not None)
     if others:
         raise UserError(f"smp.shard_sequence: {others[0]} cannot be cut by tokens: give {', '.join(_TAKEN[:-1])}")
     if batch.get("input_ids") is None:
@@ -93,26 +99,19 @@ def _check(batch: Mapping[str, Any]) -> None:
         )
 
 
-def _starts(batch: Mapping[str, Any], positions: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+def _starts(batch: Microbatch, positions: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     """Return where each row's documents begin, or ``((0,),)`` where every row is one."""
     rows, length = positions.shape
     bounds = batch.get("document_bounds")
     if bounds is not None:
-        first = bounds[:-1].long().cpu()
-    elif batch.get("position_ids") is not None:
+        first = bounds.tolist()[:-1]
+    elif "position_ids" in batch:
         restarts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0), value=True)
-        first = restarts.flatten().nonzero().flatten().cpu()
+        first = restarts.flatten().nonzero().flatten().tolist()
     else:
         return ((0,),)
     found = [[0] for _ in range(rows)]
-    for place in first.tolist():
+    for place in first:
         if place % length:
             found[place // length].append(place % length)
     return tuple(map(tuple, found)) if any(len(row) > 1 for row in found) else ((0,),)
-
-
-def sharder(mesh: Mesh, parallel: ParallelConfig) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what takes a rank's tokens out of a micro-batch; without context parallelism, all of them."""
-    if mesh.cp.size == 1:
-        return lambda microbatch: microbatch
-    return functools.partial(shard_batch, mesh=mesh, balanced=parallel.cp_load_balance)

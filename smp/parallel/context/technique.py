@@ -11,10 +11,12 @@ from torch import nn
 from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
+from smp.microbatch import Microbatch
 from smp.models.model_config import ModelConfig
 from smp.parallel import attention
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import name_of, register
+from smp.parallel.context.batch import cut
 from smp.parallel.context.fit import misfit
 from smp.parallel.context.kernels import GPU_DTYPES
 from smp.parallel.technique import Setup
@@ -62,11 +64,11 @@ def choose(situation: Situation) -> Iterator[Choice]:
 
     What the exchanges leave no choice for is chosen, too, before others do.
     """
-    parallel, config = situation.settings[Config], situation.hf_config
-    ranks, heads = parallel.context_parallel_degree, getattr(config, "num_attention_heads", 0) or 0
+    mesh, config = situation.mesh, situation.hf_config
+    ranks, heads = mesh.cp.size, getattr(config, "num_attention_heads", 0) or 0
     if ranks == 1:
         return
-    own = heads // parallel.tensor_parallel_degree
+    own = heads // mesh.tp.size
     few = heads // (getattr(config, "num_key_value_heads", None) or heads or 1)
     moves_less = own % ranks == 0 and few + 1 < ranks
     reason = f"a key has {few} queries, and a sequence is split over {ranks} ranks"
@@ -104,6 +106,13 @@ def split_sequences(model: nn.Module, exchange: str) -> None:
     model.forward = without_cache  # type: ignore[method-assign]
 
 
+def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
+    """Take this rank's tokens."""
+    if setup.mesh.cp.size == 1:
+        return microbatch
+    return cut(microbatch, setup.mesh, balanced=setup.settings[Config].cp_load_balance)
+
+
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count what the exchanges of a block's attention hold in backward beyond what its MLP, by then done, has held.
 
@@ -123,4 +132,4 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     else:  # gradients, and what is sent and received of them
         of_token = (queries + keys) * (wide + 3 * size)
     of_mlp = 2 * shape.intermediate * size
-    return {"activations": work.tokens * -(-max(0, of_token - of_mlp) // mesh.tp.size)}
+    return {"activations": work.tokens(mesh) * -(-max(0, of_token - of_mlp) // mesh.tp.size)}

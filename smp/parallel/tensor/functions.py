@@ -14,17 +14,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from smp.parallel.linear import Linears, Product, by_token, one_product
 from smp.parallel.tensor.group import TPGroup
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
-
-
-def _two(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape to ``(tokens, features)``."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 class GatherTokens(Function):
@@ -60,86 +51,30 @@ class ReducePartial(Function):
         return (tp.gather(gradient)[0] if tp.sequence_parallel else gradient), None
 
 
-class ColumnLinears(Function):
-    """Linear layers of one input, split by their outputs.
-
-    Args (of ``apply``):
-        tp: the group.
-        count: of layers.
-        whole: the input of all tokens, outside autograd.
-        part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
-        tensors: ``count`` weights ``(outputs, inputs)``, then as many biases or None, then the outputs if they are
-            computed already.
-
-    Returns:
-        ``count`` outputs ``(batch, sequence, outputs)``.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tp: TPGroup, count: int, *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
-        whole, part, *others = tensors
-        weights, biases, outputs = others[:count], others[count : 2 * count], others[2 * count :]
-        ctx.tp, ctx.count, ctx.given = tp, count, len(outputs)
-        ctx.regather = tp.sequence_parallel and not tp.save_gathered
-        ctx.save_for_backward(part if ctx.regather else whole, *weights)
-        return tuple(outputs) or tuple(  # type: ignore[return-value,arg-type]
-            torch.nn.functional.linear(whole, w, b)  # type: ignore[arg-type]
-            for w, b in zip(weights, biases, strict=True)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        tp, count = ctx.tp, ctx.count
-        whole, *weights = ctx.saved_tensors
-        overlap = whole.is_cuda
-        gathering = reducing = None
-        needs = ctx.needs_input_grad
-        if ctx.regather and any(needs[4 : 4 + count]):
-            whole, gathering = tp.gather(whole, async_op=overlap)
-        flat = [_two(g) for g in gradients]
-        input_gradient = None
-        if needs[3]:
-            partial = flat[0] @ weights[0]
-            for gradient, weight in zip(flat[1:], weights[1:], strict=True):
-                partial.addmm_(gradient, weight)
-            partial = partial.view(*gradients[0].shape[:-1], -1)
-            _wait(gathering)  # one collective after the other: both are of one group
-            gathering = None
-            input_gradient, reducing = tp.reduce(partial, async_op=overlap)
-        _wait(gathering)
-        tokens = _two(whole)
-        weight_gradients = [g.T @ tokens if needs[4 + i] else None for i, g in enumerate(flat)]
-        bias_gradients = [g.sum(0) if needs[4 + count + i] else None for i, g in enumerate(flat)]
-        _wait(reducing)
-        return None, None, None, input_gradient, *weight_gradients, *bias_gradients, *([None] * ctx.given)
-
-
 def gathered_linears(
-    tp: TPGroup, part: torch.Tensor, parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+    tp: TPGroup, products: Sequence[Product], part: torch.Tensor, parameters: Sequence[Sequence[torch.Tensor | None]]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Gather the tokens of all ranks and compute the column-parallel layers of them in one exchange.
 
     Args:
         tp: the group, with sequence parallelism.
+        products: of each layer.
         part: ``(batch, sequence / size, hidden)``.
-        parameters: of each layer, the weight ``(outputs, hidden)`` and the bias or None.
+        parameters: of each layer, the weight ``(outputs, hidden)``, the bias or None, and the product's own.
 
     Returns:
         The gathered tokens ``(batch, sequence, hidden)`` and the layers' outputs ``(batch, sequence, outputs)``.
     """
-    weights, biases = zip(*parameters, strict=True)
     shape = part.shape[0], part.shape[1] * tp.size, -1
     with torch.no_grad():
-        whole, products = tp.gather_products(_two(part), [w.t() for w in weights])
+        matrices = [product.matrix(own[0]) for product, own in zip(products, parameters, strict=True)]  # type: ignore[arg-type]
+        whole, computed = tp.gather_products(by_token(part), [matrix.t() for matrix in matrices])
         assert whole is not None
-        outputs = [(p if b is None else p + b).view(shape) for p, b in zip(products, biases, strict=True)]
         whole = whole.view(shape)
+    flat = [tensor for own in parameters for tensor in own]
     return (
         GatherTokens.apply(part, tp, whole),
-        ColumnLinears.apply(tp, len(weights), whole, part, *weights, *biases, *outputs),
+        Linears.apply(tp, products, whole, part, *flat, *(p.view(shape) for p in computed)),
     )
 
 
@@ -150,17 +85,23 @@ class _RowProduct(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp: TPGroup) -> torch.Tensor:
-        ctx.tp = tp
-        ctx.save_for_backward(x, weight)
+    def forward(  # type: ignore[override]
+        ctx: Any, tp: TPGroup, product: Product, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.tp, ctx.product = tp, product
+        ctx.save_for_backward(x, weight, *own)
         return x.new_empty(()).expand(x.shape[0], x.shape[1] // tp.size, weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1]
-        whole, (partial,) = ctx.tp.gather_products(_two(gradient), [weight], keep=needed)
-        return partial.view_as(x), whole.T @ _two(x) if needed else None, None
+        x, weight, *own = ctx.saved_tensors
+        product, needs = ctx.product, ctx.needs_input_grad[3:]
+        keep = bool(own) or any(needs)
+        whole, (partial,) = ctx.tp.gather_products(by_token(gradient), [product.matrix(weight)], keep=keep)
+        found: list[torch.Tensor | None] = [None] * len(needs)
+        if any(needs):
+            found = product.parameter_gradients(whole, by_token(x), weight, *own, needs=list(needs))
+        return None, None, product.input_gradient(whole, weight, *own, product=partial).view_as(x), *found
 
 
 class _Values(Function):
@@ -175,20 +116,25 @@ class _Values(Function):
         return gradient, None
 
 
-def reduced_linear(tp: TPGroup, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def reduced_linear(
+    tp: TPGroup, product: Product, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor
+) -> torch.Tensor:
     """Compute a row-parallel layer and reduce it to this rank's tokens in one exchange; so is its gradient gathered.
 
     Args:
         tp: the group, with sequence parallelism.
+        product: of the layer.
         x: ``(batch, sequence, inputs)``.
         weight: ``(outputs, inputs)``.
+        own: the product's own parameters.
 
     Returns:
         ``(batch, sequence / size, outputs)``.
     """
-    place = _RowProduct.apply(x, weight, tp)
-    with torch.no_grad():
-        total = tp.reduce_product(_two(x), weight.t())
+    place = _RowProduct.apply(tp, product, x, weight, *own)
+    with torch.no_grad(), one_product(product, multiplied=True):
+        tokens, matrix = product.as_one(by_token(x), weight, *own)
+        total = tp.reduce_product(tokens, matrix.t())
     return _Values.apply(place, total.view(place.shape))
 
 

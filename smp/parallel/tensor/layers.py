@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from smp.parallel.linear import has_product, linear, local_tensor
+from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of
 from smp.parallel.tensor.functions import (
-    ColumnLinears,
     GatherTokens,
     ReducePartial,
     SumGradients,
@@ -24,42 +23,6 @@ from smp.parallel.tensor.functions import (
 )
 from smp.parallel.tensor.fused import ExchangeRows, RowExchange, SumOverRanks
 from smp.parallel.tensor.group import TPGroup
-
-T = TypeVar("T", torch.Tensor, torch.Tensor | None)
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return whether the weight of a linear layer is ``(inputs, outputs)``: transformers' ``Conv1D``."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(layer, Conv1D)
-
-
-def by_rows(layer: nn.Module, weight: T) -> T:
-    """Return the weight of a linear layer as ``(outputs, inputs)``."""
-    return weight.t() if weight is not None and is_transposed(layer) else weight
-
-
-def _columns(
-    tp: TPGroup, linears: list[nn.Linear], parameters: list[Any], *, whole: torch.Tensor, part: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Compute column-parallel layers of one input.
-
-    Args:
-        tp: the group.
-        linears: the layers.
-        parameters: of each, this rank's weight and bias.
-        whole: the input of all tokens, gathered by :class:`GatherTokens` with sequence parallelism.
-        part: the input of this rank's tokens.
-    """
-    if not any(has_product(layer) for layer in linears):
-        weights, biases = zip(*parameters, strict=True)
-        return ColumnLinears.apply(tp, len(linears), whole.detach(), part, *weights, *biases)
-    # Autograd differentiates another product. The gathered input is saved then, and one collective sums the layers'
-    # gradients of it.
-    if not tp.sequence_parallel:
-        (whole,) = SumGradients.apply(tp, part)
-    return tuple(linear(layer, whole, *own) for layer, own in zip(linears, parameters, strict=True))
 
 
 class Replicated(NamedTuple):
@@ -145,7 +108,11 @@ class ColumnParallel:
     ):  # fmt: skip
         self.tp, self.linears, self.slices, self.replicated = tp, linears, slices, replicated
         self.exchanges = exchanges
-        self._indices = {name: [replicated.index_of(layer, name) for layer in linears] for name in ("weight", "bias")}
+        self._names = [("weight", "bias", *product_of(layer).own) for layer in linears]
+        self._indices = [
+            {name: replicated.index_of(layer, name) for name in names}
+            for layer, names in zip(linears, self._names, strict=True)
+        ]
         self._whole: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
@@ -161,8 +128,8 @@ class ColumnParallel:
         """Gather the input of all tokens, for the layers and other readers."""
         tp = self.tp
         self._part = part
-        if tp.overlap and not any(has_product(layer) for layer in self.linears):
-            self._whole, outputs = gathered_linears(tp, part, self._parameters())
+        if tp.overlap:
+            self._whole, outputs = gathered_linears(tp, self._products(), part, self._parameters())
             self._outputs = dict(enumerate(outputs))
         else:
             self._whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
@@ -172,25 +139,28 @@ class ColumnParallel:
             self._whole = self._part = None
             self._outputs = {}
 
-    def _parameter(self, index: int, name: str) -> torch.Tensor | None:
-        replica, layer = self._indices[name][index], self.linears[index]
-        if replica is not None:
-            whole = self.replicated.tensor(replica)
-            return (whole if name == "bias" else by_rows(layer, whole))[self.slices[index]]  # type: ignore[index,type-var]
-        if name == "bias":
-            return local_tensor(layer.bias)
-        weight = by_rows(layer, local_tensor(layer.weight))
-        return ExchangeRows.apply(weight, self.exchanges[index]) if index in self.exchanges else weight
+    def _products(self) -> tuple[Product, ...]:
+        return tuple(map(product_of, self.linears))
 
-    def _parameters(self) -> list[Any]:
-        return [(self._parameter(i, "weight"), self._parameter(i, "bias")) for i in range(len(self.linears))]
+    def _parameter(self, index: int, name: str) -> torch.Tensor | None:
+        replica, layer = self._indices[index][name], self.linears[index]
+        own = local_tensor(getattr(layer, name)) if replica is None else self.replicated.tensor(replica)
+        tensor = by_rows(layer, own) if name == "weight" else own
+        if replica is not None and product_of(layer).own.get(name, "outputs") == "outputs":
+            return tensor[self.slices[index]]  # type: ignore[index]
+        exchanged = name == "weight" and index in self.exchanges
+        return ExchangeRows.apply(tensor, self.exchanges[index]) if exchanged else tensor
+
+    def _parameters(self) -> list[list[torch.Tensor | None]]:
+        return [[self._parameter(index, name) for name in names] for index, names in enumerate(self._names)]
 
     def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._whole:
             name = type(self.linears[index]).__name__
             raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
         if index not in self._outputs:
-            outputs = _columns(self.tp, self.linears, self._parameters(), whole=x, part=self._part)  # type: ignore[arg-type]
+            flat = [tensor for own in self._parameters() for tensor in own]
+            outputs = Linears.apply(self.tp, self._products(), x.detach(), self._part, *flat)
             self._outputs = dict(enumerate(outputs))
         return self._outputs.pop(index)
 
@@ -215,6 +185,7 @@ def split_part(
         random: whether the part draws random numbers, which must differ between ranks.
     """
     forward, bias = module.forward, replicated.index_of(row, "bias")
+    own = {name: replicated.index_of(row, name) for name in product_of(row).own}
     fork = random and not tp.sequence_parallel
     forked = contextlib.ExitStack()
 
@@ -233,10 +204,11 @@ def split_part(
         if fork:
             forked.close()  # what follows is the same on all ranks
         weight = by_rows(row, local_tensor(row.weight))
-        if tp.overlap and not has_product(row):
-            out = reduced_linear(tp, x, weight)
+        others = [local_tensor(getattr(row, n)) if i is None else replicated.tensor(i) for n, i in own.items()]
+        if tp.overlap:
+            out = reduced_linear(tp, product_of(row), x, weight, *others)  # type: ignore[arg-type]
         else:
-            out = ReducePartial.apply(linear(row, x, weight, None), tp)
+            out = ReducePartial.apply(linear(row, x, weight, None, *others), tp)  # type: ignore[arg-type]
         return out if bias is None else out + replicated.tensor(bias)  # type: ignore[operator]
 
     module.forward = computed  # type: ignore[method-assign]
@@ -284,7 +256,7 @@ def split_head(tp: TPGroup, head: nn.Linear, *, whole: bool) -> None:
         if whole and tp.sequence_parallel:
             return linear(head, part, *own)
         gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
-        return _columns(tp, [head], [own], whole=gathered, part=part)[0]
+        return Linears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]
 
     head.forward = logits  # type: ignore[method-assign,assignment]
 

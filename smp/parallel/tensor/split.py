@@ -14,6 +14,7 @@ from smp.errors import ConfigError, UserError, a_type
 from smp.models.attention_support import attention_dropout
 from smp.models.family import Family, tensor_parallel_problems
 from smp.models.tensor_plan import Part, PlanSizes
+from smp.parallel.linear import is_transposed, product_of
 from smp.parallel.loss import SPLIT_HEAD, SplitHead
 from smp.parallel.technique import draws
 from smp.parallel.tensor.forward import split_forward
@@ -23,7 +24,6 @@ from smp.parallel.tensor.layers import (
     ColumnParallel,
     Replicated,
     ReplicatedParams,
-    is_transposed,
     split_embedding,
     split_head,
     split_part,
@@ -152,16 +152,18 @@ class _PartSplitter:
             self.slices[index] = slice(*tp.bounds(rows))
         else:
             self.slices[index] = slice(*share_of("key_value", rows, heads=heads, rank=tp.rank, tp=tp))
-            self.replicated.params += [
-                Replicated(layer, name, True) for name in ("weight", "bias") if getattr(layer, name) is not None
-            ]
+            names = ("weight", "bias", *product_of(layer).own)
+            self.replicated.params += [Replicated(layer, n, True) for n in names if getattr(layer, n) is not None]
             return
         self.distribute(layer, "weight", Shard(dim))
-        # fully_shard cannot shard an unevenly sharded vector further.
-        if layer.bias is not None and (kinds is not None or rows % tp.size):
-            self.replicated.params.append(Replicated(layer, "bias", True))
-        else:
-            self.distribute(layer, "bias", Shard(0))
+        for name, axis in {"bias": "outputs", **product_of(layer).own}.items():
+            if (parameter := getattr(layer, name)) is None:
+                continue
+            # fully_shard cannot shard an unevenly sharded vector further.
+            if axis != "outputs" or kinds is not None or (parameter.dim() == 1 and rows % tp.size):
+                self.replicated.params.append(Replicated(layer, name, True))
+            else:
+                self.distribute(layer, name, Shard(0))
 
     def _norm(self, path: str, heads: int) -> None:
         """Split a norm over all of so many heads."""
@@ -200,6 +202,11 @@ class _PartSplitter:
         self.distribute(row, "weight", Shard(0 if is_transposed(row) else 1))
         if row.bias is not None:  # added after the reduction
             self.replicated.params.append(Replicated(row, "bias", tp.sequence_parallel))
+        for name, axis in product_of(row).own.items():
+            if axis == "inputs":
+                self.distribute(row, name, Shard(getattr(row, name).dim() - 1))
+            else:
+                self.replicated.params.append(Replicated(row, name, True))
         self._set_counts()
         columns = ColumnParallel(tp, linears, self.slices, self.exchanges, self.replicated)
         # A part that forks the generators for nothing would draw once from those that the ranks share.
@@ -258,6 +265,9 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
         take_from_rank0(model, torch.device(tp.device), parameters=False)
     distribute = _Distributor(tp, from_rank0=from_rank0)
     embedding, head = (_child(model, path, "the model") for path in (family.embedding, family.head))
+    if product_of(head).own:
+        raise UserError(f"{family.head} multiplies by a product with parameters of its own, which tensor parallelism "
+                        f"does not split: leave it out of the layers whose product is replaced")  # fmt: skip
     distribute(embedding, "weight", Shard(0))
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))

@@ -70,8 +70,7 @@ def _refusal(why: str) -> str:
 
 def choose(situation: Situation) -> Iterator[Choice]:
     """Overlap exchanges with their products where the tensor-parallel ranks' GPUs read each other's memory."""
-    parallel = situation.settings[Config]
-    degree = parallel.tensor_parallel_degree
+    parallel, degree = situation.settings[Config], situation.mesh.tp.size
     if degree == 1:
         return
     why = overlap_obstacle(degree, situation.device_type) if parallel.sequence_parallel else "no sequence parallelism"
@@ -94,6 +93,6 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """
     if not splits_tokens(mesh, work) or work.moment is Moment.UPDATE:
         return {}
-    state = work.tokens * shape.hidden * work.compute_bytes
+    state = work.tokens(mesh) * shape.hidden * work.compute_bytes
     buffers = 2 * state // mesh.tp.size if work.settings[Config].tp_overlap else 0
     return {"activations": state, "communication buffers": buffers}

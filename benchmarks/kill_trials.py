@@ -1,6 +1,6 @@
 """Kill ranks of small jobs at random points, resume, and tally what became of the run.
 
-    python -m tests.faults.kill_trials --trials 200 --seed 0
+    python -m benchmarks.kill_trials --trials 200 --seed 0
 
 A trial: a job of 2 to 4 processes saves every 2 of 6 steps and exports its model; one rank is killed by ``kill -9`` in
 a step or at one operation of its saves; the others must leave by themselves; every published checkpoint must be whole,
@@ -73,7 +73,7 @@ def checkpoint_folders(run: pathlib.Path, kind: str) -> list[pathlib.Path]:
 
 
 def outcome_of(run: pathlib.Path, kind: str) -> dict[str, object]:
-    """What must be equal in the end: losses, the content of the last checkpoint, the exported model."""
+    """Return what must be equal in the end: losses, the content of the last checkpoint, the exported model."""
     found: dict[str, object] = {"losses": losses(run)}
     for folder in checkpoint_folders(run, kind):
         last = find_checkpoints(folder, "llama_v2")[-1]
@@ -120,7 +120,7 @@ class Bench:
         shutil.rmtree(run)
 
     def draw(self, random_: random.Random, done: collections.Counter) -> Trial:
-        """A trial, of a phase that few have been of."""
+        """Return a trial, of a phase that few have been of."""
         kind, world_size = random_.choice(KINDS), random_.choice((2, 2, 3, 4))
         options = [("step", rank, 6) for rank in range(world_size)]
         for rank, counter in enumerate(self.labels(kind, world_size)):

@@ -1,6 +1,6 @@
 """Kill small jobs while their checkpoints are uploaded to an S3 server, resume on a new machine, and tally.
 
-    python -m tests.faults.upload_kill_trials --trials 48 --seed 0
+    python -m benchmarks.upload_kill_trials --trials 48 --seed 0
 
 A trial: a job of 2 processes saves every 2 of 6 steps to ``s3://``, through a proxy that holds one request of a phase
 of an upload, a deletion or a download; then all ranks, or one, are killed by ``kill -9``. After that
@@ -58,7 +58,7 @@ _ = CONFIG_MAPPING["llama"]  # imported, too
 
 
 def job(server: Server, run: pathlib.Path, *words: object, steps: int = 6) -> list[object]:
-    """The job's words, for a machine whose own disk is ``run``."""
+    """Return the job's words, for a machine whose own disk is ``run``."""
     return [*JOB, "--max_steps", steps, "--output_dir", run, "--checkpoint_dir", f"{server.url}/run", *words]
 
 
@@ -75,7 +75,7 @@ def uploads_settle_between_steps() -> None:
 
 
 def prepared(proxy: Proxy, *, settle: bool = True) -> Callable[[int], None]:
-    """What each rank does first."""
+    """Return what each rank does first."""
 
     def prepare(rank: int) -> None:
         os.environ.update(environment(proxy.url))
@@ -132,12 +132,12 @@ class Bench:
         self._numbers = 0
 
     def fresh(self) -> pathlib.Path:
-        """An empty disk of a new machine."""
+        """Return an empty disk of a new machine."""
         self._numbers += 1
         return self._folder / f"machine{self._numbers}"
 
     def bucket(self) -> Server:
-        """A new bucket, and a proxy that does nothing yet and remembers nothing."""
+        """Make a new bucket, and a proxy that does nothing yet and remembers nothing."""
         self.proxy.rules, self.proxy.requests = [], []
         return new_bucket(self._port)
 
@@ -151,7 +151,7 @@ class Bench:
         return self._expected
 
     def draw(self, random_: random.Random, done: collections.Counter) -> Trial:
-        """A trial, of a phase that few have been of."""
+        """Return a trial, of a phase that few have been of."""
         fewest = min(done[phase] for phase in PHASES)
         phase = random_.choice([phase for phase in PHASES if done[phase] == fewest])
         _, places, count = PHASES[phase]
@@ -191,7 +191,7 @@ class Bench:
         return self._after(server, words, known, expected, first.output)
 
     def _after(self, server: Server, words: list[object], known: int, expected, said: str) -> str:
-        """What a look at the store and a new machine find."""
+        """Return what a look at the store and a new machine find."""
         if problem := damage(server):
             return f"damaged: {problem}\n{said}"
         run = self.fresh()
@@ -211,7 +211,7 @@ class Bench:
 
 
 def newest_acknowledged(proxy: Proxy) -> int:
-    """The newest step whose manifest the job knows to be there; 0: none."""
+    """Return the newest step whose manifest the job knows to be there; 0: none."""
     found = [re.search(r"-(\d+)steps/manifest.json$", key) for key in proxy.answered("put", "manifest.json")]
     return max((int(match[1]) for match in found if match), default=0)
 
@@ -231,14 +231,14 @@ def verify(server: Server) -> tuple[int, str]:
 
 
 def damage(server: Server) -> str | None:
-    """What ``smp verify`` finds that is published and not whole."""
+    """Return what ``smp verify`` finds that is published and not whole."""
     status, said = verify(server)
     nothing = status == 2 and ("holds no complete" in said or "none is below" in said or "does not exist" in said)
     return None if status == 0 or nothing else said
 
 
 def leftovers(server: Server) -> str | None:
-    """What is in the store and belongs to no whole checkpoint."""
+    """Return what is in the store and belongs to no whole checkpoint."""
     keys = server.keys("run")
     folders = {key.rpartition("/")[0] for key in keys if key.endswith("/manifest.json")}
     left = [key for key in keys if key.rpartition("/")[0] not in folders and not key.endswith("writer.json")]
@@ -247,7 +247,7 @@ def leftovers(server: Server) -> str | None:
 
 @contextlib.contextmanager
 def bench(folder: pathlib.Path, port: int | None = None) -> Iterator[Bench]:
-    """A server, unless there is one, a proxy, and this process's environment set to them."""
+    """Start a server, unless there is one, a proxy, and this process's environment set to them."""
 
     with contextlib.ExitStack() as stack:
         port = port or stack.enter_context(s3_server())

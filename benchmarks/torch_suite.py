@@ -5,7 +5,7 @@ chooses its tests by the name of the backend when it is imported. Here it is alw
 ``BACKEND`` is replaced afterwards by a name that starts ``smddp`` groups and passes for gloo where a test asks. What
 stays out for ``smddp``: the lists of backends whose C++ profiler events (shapes, asynchronous) the suite looks at.
 
-    python tests/torch_suite.py --processes 4 --output suite.json
+    python benchmarks/torch_suite.py --processes 4 --output suite.json
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _suite_module(backend: str, processes: int):
 
 
 def _test_case(module, backend: str, counts: str):
-    """The suite's tests as a class whose ranks are forked, so that they do not import everything again."""
+    """Return the suite's tests as a class whose ranks are forked, so that they do not import everything again."""
 
     class TorchSuite(module.TestDistBackend, module.DistributedTest._DistTestBase):
         def setUp(self):
@@ -112,7 +112,7 @@ def run(backend: str, processes: int, only: str, output: pathlib.Path) -> None:
 
 
 def compare(reference: dict, ours: dict) -> str:
-    """The counts, and what passes on gloo and not here, as text."""
+    """Return the counts, and what passes on gloo and not here, as text."""
     lines = []
     for run_ in (reference, ours):
         counts = collections.Counter(test["outcome"] for test in run_["tests"].values())

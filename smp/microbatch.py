@@ -1,0 +1,41 @@
+"""The form of a micro-batch, from the data to the loss."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+
+
+class Microbatch(TypedDict, total=False):
+    """The samples of one forward pass, on the host.
+
+    The data makes the first seven; each technique's ``own_part`` then takes what its rank computes, and may add an
+    argument of the model. Nothing after the data looks at token ids to find a document's end or a trained token.
+
+    Attributes:
+        input_ids: ``(batch, sequence)`` int64.
+        targets: ``(batch, sequence)`` int64, the id that each token predicts. -100 where nothing is trained: what comes
+            next is padding, masked, another document, or (a chat's prompt) only read.
+        attention_mask: ``(batch, sequence)``, only where a token is hidden before one that is shown.
+        position_ids: ``(batch, sequence)``, which restart at each document; where documents are kept apart.
+        document_bounds: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and its end: as who
+            packed the rows knows, be it by end-of-sequence tokens. The sequences of a pair would be documents.
+        longest_document: its tokens, or more.
+        sample_ids: ``(batch,)`` positions in the stream, -1 for a padding row.
+        chosen: row and column of each token that gets logits, ``(2, tokens)``; without it, all do.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_bounds: torch.Tensor
+    longest_document: int
+    sample_ids: torch.Tensor
+    chosen: torch.Tensor
+    sequence_shard: Any
+
+
+# What is not an argument of the model.
+FOR_THE_STEP = ("targets", "document_bounds", "longest_document", "sample_ids", "chosen")

@@ -1,0 +1,109 @@
+"""Parameters that a technique adds to a model, and parameters that stay as pretrained weights have them.
+
+Both are marked on the model, so that filling, saving and exporting it need to know no technique.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from smp.models.init_rules import InitRule
+from smp.models.weight_files import digest_of
+
+_ADDED, _FROZEN, _BASE = "_smp_added", "_smp_frozen", "_smp_base"
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A file beside the model's weights.
+
+    Attributes:
+        file: its name, of safetensors.
+        beside: other files that belong to it: their texts by name.
+    """
+
+    file: str
+    beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class AddedParameter:
+    """A parameter that a technique adds.
+
+    Tensor parallelism splits it as :class:`smp.parallel.linear.Product` says, if it is of a layer's product; otherwise
+    it is replicated.
+
+    Attributes:
+        module: path of the module that gets it.
+        name: in the module.
+        shape: of all of it.
+        initial: its initial values; without steps, zeros.
+        key: its name in files; None: as the model's other parameters.
+        apart: the file that it is exported to; None: that of the model.
+    """
+
+    module: str
+    name: str
+    shape: tuple[int, ...]
+    initial: InitRule = InitRule()
+    key: str | None = None
+    apart: Apart | None = None
+
+    @property
+    def path(self) -> str:
+        """Qualified name in the model."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+
+class Base(NamedTuple):
+    """Parameters that checkpoints and exports leave out: they are as the pretrained weights have them."""
+
+    names: frozenset[str]
+    digest: str
+    weights: str  # path, for messages
+
+
+def add_parameters(model: nn.Module, parameters: Iterable[AddedParameter], *, freezes: bool) -> None:
+    """Register parameters, without values, in the dtype and on the device of the model's.
+
+    Args:
+        freezes: none of the model's others is trained.
+    """
+    like, added = next(model.parameters()), dict(added_parameters(model))
+    if freezes:
+        own = {name: parameter for name, parameter in model.named_parameters() if name not in added}
+        setattr(model, _FROZEN, frozenset(own))
+        for parameter in own.values():
+            parameter.requires_grad_(False)
+    for each in parameters:
+        values = torch.empty(each.shape, dtype=like.dtype, device=like.device)
+        model.get_submodule(each.module).register_parameter(each.name, nn.Parameter(values))
+        added[each.path] = each
+    setattr(model, _ADDED, added)
+
+
+def added_parameters(model: nn.Module) -> Mapping[str, AddedParameter]:
+    """Return the added parameters by qualified name."""
+    return getattr(model, _ADDED, {})
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """Return whether a technique has frozen the model's own parameters."""
+    return hasattr(model, _FROZEN)
+
+
+def leave_out_frozen(model: nn.Module, weights: pathlib.Path) -> None:
+    """Let checkpoints and exports leave out what is frozen, as it was loaded from ``weights``."""
+    if is_frozen(model):
+        setattr(model, _BASE, Base(getattr(model, _FROZEN), digest_of(weights), str(weights)))
+
+
+def base_of(model: nn.Module) -> Base | None:
+    """Return what checkpoints and exports leave out, if there is any."""
+    return getattr(model, _BASE, None)

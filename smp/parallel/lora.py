@@ -1,0 +1,363 @@
+"""Low-rank adapters beside frozen linear layers (LoRA: Hu et al., arXiv:2106.09685), with peft's names and files.
+
+The factors are parameters of the layer itself, ``lora_A`` (rank, inputs) and ``lora_B`` (outputs, rank): blocks remain
+the sharding units, and tensor parallelism splits the factors as it splits the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.config import Section, Settings, setting
+from smp.delayed_init import fill_added_
+from smp.errors import UserError
+from smp.json_input import read_object
+from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters
+from smp.models.family import Family
+from smp.models.init_rules import InitRule, Step, drawn
+from smp.models.model_config import ModelConfig
+from smp.models.registry import family_of
+from smp.models.weight_files import ADAPTER_CONFIG
+from smp.parallel.linear import Product, is_transposed, replace_product
+from smp.parallel.technique import Parameters, Setup
+
+WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+# Fields of peft's config that change what an adapter computes, with the values that are known here.
+_PLAIN = {
+    "bias": ("none",), "use_dora": (False,), "modules_to_save": (None, []), "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None), "layers_to_transform": (None,), "lora_bias": (False,), "use_qalora": (False,),
+    "trainable_token_indices": (None,), "target_parameters": (None, []), "layer_replication": (None,),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """Low-rank adapters."""
+
+    lora_rank: int = setting(
+        0, "Rank of low-rank adapters beside frozen linear layers. 0: none, every parameter is trained.", minimum=0,
+        aliases=("peft_rank",),
+    )  # fmt: skip
+    lora_alpha: float = setting(16.0, "Adapters are scaled by this / --lora_rank.", above=0.0)
+    lora_dropout: float = setting(
+        0.0, "peft's dropout of the adapters' input.", only=(0.0,), otherwise="adapters are trained without dropout"
+    )
+    lora_target_modules: tuple[str, ...] = setting(
+        (ALL_LINEAR,), "Layers that get adapters, by the ends of their names. Default: all linear layers of blocks."
+    )
+    lora_use_rslora: bool = setting(False, "Scale by --lora_alpha / the square root of --lora_rank.")
+    adapter_path: str | None = setting(
+        None, "Start from an adapter in peft's format: a directory, which sets the flags above."
+    )
+    save_merged_model: bool = setting(
+        False, "Write the final model with the adapters added to its weights, and not the adapters alone."
+    )
+
+    def problems(self) -> list[str]:
+        """Add settings without adapters."""
+        found = super().problems()
+        if not self.lora_rank and self.adapter_path is None and self.save_merged_model:
+            found.append("--save_merged_model 1 adds adapters to the weights: set --lora_rank or --adapter_path")
+        return found
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the adapters' product."""
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
+
+    def with_adapter(self) -> Config:
+        """Return the settings of ``--adapter_path``, or these.
+
+        Raises:
+            UserError: there is no adapter that can be read, or it is another than these settings ask for.
+        """
+        return self if self.adapter_path is None else _read_config(self, pathlib.Path(self.adapter_path).expanduser())
+
+
+def _read_config(config: Config, folder: pathlib.Path) -> Config:
+    try:
+        found = read_object(folder / ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
+            f"and {WEIGHTS}, as peft's save_pretrained writes them"
+        ) from error
+    if found.get("peft_type") != "LORA":
+        raise UserError(f"--adapter_path {folder}: peft_type is {found.get('peft_type')!r}; only LORA is known")
+    for name, known in _PLAIN.items():
+        if found.get(name, known[0]) not in known:
+            raise UserError(f"--adapter_path {folder}: {name} is {found[name]!r}, which is not known here")
+    targets = found.get("target_modules")
+    theirs: dict[str, Any] = {
+        "lora_rank": found.get("r"),
+        "lora_alpha": float(found.get("lora_alpha", 0)),
+        "lora_target_modules": (targets,) if isinstance(targets, str) else tuple(sorted(targets or ())),
+        "lora_use_rslora": bool(found.get("use_rslora", False)),
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    for name, value in theirs.items():
+        own = getattr(config, name)
+        asked = tuple(sorted(own)) if isinstance(own, tuple) else own
+        if asked not in (defaults[name], value):
+            raise UserError(f"--{name} {own} is not that of --adapter_path {folder}, {value}: leave it out")
+    return dataclasses.replace(config, **theirs)
+
+
+class Adapter(Product):
+    """A frozen weight's product, and beside it the scaled one of two factors."""
+
+    own: Mapping[str, Literal["outputs", "inputs"] | None] = {"lora_A": "inputs", "lora_B": "outputs"}
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor,
+        product: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Add the factors' product."""
+        a, b = own
+        return super().forward(x, weight, bias, product=product) + (x @ a.T @ b.T) * self.scale
+
+    def input_gradient(
+        self, gradient: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, into: torch.Tensor | None = None,
+        product: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Add what comes through the factors."""
+        a, b = own
+        return (
+            super()
+            .input_gradient(gradient, weight, into=into, product=product)
+            .addmm_(gradient @ b, a, alpha=self.scale)
+        )
+
+    def parameter_gradients(
+        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Add the factors' gradients."""
+        a, b = own
+        return [
+            *super().parameter_gradients(gradient, x, weight, needs=needs),
+            (gradient @ b).T @ x * self.scale if needs[1] else None,
+            gradient.T @ (x @ a.T) * self.scale if needs[2] else None,
+        ]
+
+    def as_one(self, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the input beside its product with A, and the weight beside B."""
+        a, b = own
+        return torch.cat([x, x @ a.T * self.scale], 1), torch.cat([weight, b], 1)
+
+
+def _linear_layers(model: nn.Module, family: Family) -> dict[str, nn.Module]:
+    """Return the linear layers of the blocks by path."""
+    blocks = model.get_submodule(family.blocks)
+    return {
+        f"{family.blocks}.{path}": module
+        for path, module in blocks.named_modules()
+        if isinstance(module, nn.Linear) or is_transposed(module)
+    }
+
+
+def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str, nn.Module]:
+    """Return the layers that get adapters by path.
+
+    Raises:
+        UserError: a target is the end of no layer's name.
+    """
+    layers, targets = _linear_layers(model, family), config.lora_target_modules
+    if targets == (ALL_LINEAR,):
+        return layers
+    names = sorted({path.rpartition(".")[2] for path in layers})
+    for target in targets:
+        if not any(_matches(path, target) for path in layers):
+            raise UserError(
+                f"--lora_target_modules {target} is the end of no linear layer's name in the blocks; there are "
+                f"{', '.join(names)}, or {ALL_LINEAR} for all"
+            )
+    return {path: layer for path, layer in layers.items() if any(_matches(path, target) for target in targets)}
+
+
+def _matches(path: str, target: str) -> bool:
+    return path == target or path.endswith(f".{target}")
+
+
+def problems(hf_config: Any, setup: Setup) -> list[str]:
+    """Return why the adapter of ``--adapter_path`` cannot be used."""
+    try:
+        setup.settings[Config].with_adapter()
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def parameters(model: nn.Module, family: Family, settings: Settings) -> Parameters:
+    """Return the factors of every target: A uniform as torch's linear layers, B zero, or those of the adapter given."""
+    config = settings[Config].with_adapter()
+    if not config.lora_rank:
+        return Parameters()
+    layers = target_layers(model, family, config)
+    given = _Given(config, layers) if config.adapter_path is not None else None
+    apart = Apart(WEIGHTS, {ADAPTER_CONFIG: _config_text(model, config, settings, layers)})
+    return Parameters(list(_factors(layers, config, apart, given)), freezes=True)
+
+
+def _factors(
+    layers: Mapping[str, nn.Module], config: Config, apart: Apart, given: _Given | None
+) -> Iterator[AddedParameter]:
+    for path, layer in layers.items():
+        outputs, inputs = _sizes(layer)
+        bound = 1 / math.sqrt(inputs)  # kaiming_uniform_ with a = sqrt(5)
+        uniform = drawn(lambda values, generator, b=bound: values.uniform_(-b, b, generator=generator))
+        for name, shape, fresh in (
+            ("lora_A", (config.lora_rank, inputs), uniform),
+            ("lora_B", (outputs, config.lora_rank), InitRule()),
+        ):
+            key = f"base_model.model.{path}.{name}.weight"
+            values = fresh if given is None else given.rule(key, shape)
+            yield AddedParameter(path, name, shape, values, key, apart)
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Return outputs and inputs."""
+    first, second = layer.weight.shape
+    return (second, first) if is_transposed(layer) else (first, second)
+
+
+class _Given:
+    """The tensors of an adapter's file.
+
+    Raises:
+        UserError: they are not those of the layers.
+    """
+
+    def __init__(self, config: Config, layers: Mapping[str, nn.Module]):
+        self._file = pathlib.Path(str(config.adapter_path)).expanduser() / WEIGHTS
+        keys = {f"base_model.model.{path}.{name}.weight" for path in layers for name in Adapter.own}
+        try:
+            with safe_open(self._file, "pt") as content:
+                self._tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+        except Exception as error:  # safetensors raises its own
+            raise UserError(f"--adapter_path: {self._file} cannot be read: {error}") from error
+        if wrong := sorted(keys ^ self._tensors.keys()):
+            what = "lacks" if wrong[0] in keys else "has"
+            raise UserError(f"--adapter_path: {self._file} {what} {wrong[0]}: it is an adapter of another model")
+
+    def rule(self, key: str, shape: tuple[int, int]) -> InitRule:
+        """Return the values of a factor as its initial ones."""
+        found = self._tensors[key]
+        if tuple(found.shape) != shape:
+            raise UserError(
+                f"--adapter_path: {self._file}: {key} is {tuple(found.shape)}, and the model's is {shape}: it is an "
+                f"adapter of another model"
+            )
+        return InitRule((Step(0, found.numel(), "copy", values=found.float().flatten()),))
+
+
+def _config_text(model: nn.Module, config: Config, settings: Settings, layers: Mapping[str, nn.Module]) -> str:
+    hf_config: Any = model.config
+    base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
+    names = sorted({path.rpartition(".")[2] for path in layers})
+    return json.dumps(
+        {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
+            "lora_dropout": 0.0, "target_modules": names, "use_rslora": config.lora_use_rslora, "bias": "none",
+            "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
+            "base_model_name_or_path": base or None,
+        },
+        indent=2,
+    )  # fmt: skip
+
+
+def apply(model: nn.Module, setup: Setup) -> None:
+    """Let the targets add the factors' product; before the layers are split."""
+    _replace_products(model, setup.family, setup.settings)
+
+
+def _replace_products(model: nn.Module, family: Family, settings: Settings) -> None:
+    config = settings[Config].with_adapter()
+    if config.lora_rank:
+        adapter = Adapter(config.scale)
+        for layer in target_layers(model, family, config).values():
+            replace_product(layer, adapter)  # type: ignore[arg-type]
+
+
+def adapt(
+    model: nn.Module,
+    rank: int = 0,
+    *,
+    alpha: float = 16.0,
+    target_modules: Sequence[str] = (ALL_LINEAR,),
+    use_rslora: bool = False,
+    adapter_path: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze a Hugging Face causal language model and add low-rank adapters to it, in place.
+
+    Before ``smp.transform``, ``smp.parallelize`` or ``FSDP``; the optimizer is made over parameters with
+    ``requires_grad``. ``smp.export_hf`` writes the adapters in peft's format.
+
+    Args:
+        model: the same on every rank, or of ``smp.meta_init``.
+        rank: of the factors; 0 with ``adapter_path``.
+        alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
+        target_modules: ends of the names of the blocks' linear layers that get adapters.
+        adapter_path: directory of an adapter in peft's format to start from, which sets the others.
+        seed: of the initial values, the same on every rank.
+
+    Raises:
+        UserError: there is no rank, a target is no linear layer, or the adapter is of another model.
+    """
+    if not rank and adapter_path is None:
+        raise UserError("smp.lora: give a rank, such as 16, or an adapter_path")
+    if added_parameters(model):
+        raise UserError("smp.lora: the model has adapters already: call it once")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UserError("smp.lora: the model is split or sharded already: call it before that")
+    config = Config(
+        lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(target_modules), lora_use_rslora=use_rslora,
+        adapter_path=None if adapter_path is None else os.fspath(adapter_path),
+    )  # fmt: skip
+    hf_config: Any = model.config
+    family, settings = family_of(hf_config), Settings((config,))
+    own = parameters(model, family, settings)
+    add_parameters(model, own.added, freezes=True)
+    if not next(model.parameters()).is_meta:
+        fill_added_(model, seed=seed)
+    _replace_products(model, family, settings)
+    return model
+
+
+def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
+    """Return the model's own parameters by name, and what makes one of them with its adapter added; collective.
+
+    As peft's ``merge_and_unload``: in the weight's dtype.
+    """
+    added, everything = added_parameters(model), dict(model.named_parameters())
+    scale = settings[Config].with_adapter().scale
+
+    def whole(name: str) -> torch.Tensor:
+        weight, path = _gathered(everything[name]), name.removesuffix(".weight")
+        if f"{path}.lora_A" not in added:
+            return weight
+        a, b = (_gathered(everything[f"{path}.{factor}"]) for factor in Adapter.own)
+        delta = b @ a * scale
+        return weight + (delta.T if is_transposed(model.get_submodule(path)) else delta)
+
+    return {name: tensor for name, tensor in everything.items() if name not in added}, whole
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,152 @@
+"""Low-rank adapters: gradients, losses and files of peft in one process, at any layout."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import smp
+from smp.checkpoint.hf_export import export_hf
+from smp.config import LossConfig, Settings
+from smp.errors import UserError
+from smp.models.registry import family_of
+from smp.parallel import lora
+from smp.parallel.parallelize import apply_techniques
+from smp.parallel.technique import Setup
+from smp.train.optimizer import OptimConfig, build_optimizer
+from smp.train.step import train_step
+from tests.distributed import run_distributed
+from tests.reference import (
+    CLIP,
+    LR,
+    Layout,
+    build_reference,
+    global_batch,
+    rank_batch,
+    reference_trajectory,
+    relative,
+)
+from tests.tensor_parallel import whole
+
+peft = pytest.importorskip("peft")
+RANK, STEPS = 3, 3
+LAYOUTS = {
+    1: [Layout("no_shard", checkpointing=True)],
+    2: [
+        Layout("full_shard"),
+        Layout("full_shard", tp=2, mode="selective", checkpointing=True),
+        Layout("full_shard", tp=2, sequence=False, save_gathered=True),
+        Layout("full_shard", cp=2),
+    ],
+    4: [Layout("full_shard", tp=2, accumulation=2), Layout("full_shard", tp=4), Layout("full_shard", tp=2, cp=2)],
+}
+
+
+def peft_of(model, **changes):
+    """The model with peft's adapters of every linear layer of its blocks, B not zero."""
+    torch.manual_seed(5)
+    settings = {"r": RANK, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **(settings | changes)))
+
+
+def settings_with(layout, **config) -> Settings:
+    loss = LossConfig(loss_chunk_tokens=layout.chunk)
+    return Settings((layout.parallel(), layout.activation(), loss, lora.Config(**config)))
+
+
+def our_name(name: str) -> str:
+    return re.sub(r"^base_model\.model\.|\.default\.weight$", "", name)
+
+
+def check_layouts(name, layouts, folder):
+    """Three steps from peft's file, compared with peft's own; then files that peft reads, and merged weights."""
+    theirs = peft.PeftModel.from_pretrained(build_reference(name, torch.float64), folder / "adapter", is_trainable=True)
+    expected = reference_trajectory(theirs, STEPS)
+    gradients = {our_name(key): gradient for key, gradient in expected.gradients.items()}
+    for number, layout in enumerate(layouts):
+        model, mesh = build_reference(name, torch.float64), layout.mesh()
+        settings = settings_with(layout, adapter_path=str(folder / "adapter"))
+        setup = Setup(family_of(model.config), mesh, settings)
+        apply_techniques(model, setup)
+        assert {key for key, p in model.named_parameters() if p.requires_grad} == gradients.keys()
+        optimizer = build_optimizer(model, OptimConfig(), lr=LR)
+        for step in range(STEPS):
+            found = {}
+            hook = optimizer.register_step_pre_hook(
+                lambda *_, m=model, f=found: f.update(
+                    {n: whole(p.grad) for n, p in m.named_parameters() if p.requires_grad}
+                )
+            )
+            result = train_step(
+                model, optimizer, rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation),
+                setup=setup, device=torch.device("cpu"), grad_clip=CLIP,
+            )  # fmt: skip
+            hook.remove()
+            assert abs(result.loss() - expected.losses[step]) <= 1e-9 * expected.losses[step], (layout, step)
+            for key, gradient in found.items() if step == 0 else ():
+                assert relative(gradient - gradients[key], gradients[key]) <= 1e-9, (layout, key)
+        assert len(optimizer.state) == len(gradients)
+        check_files(model, settings, name, folder / f"{number}")
+
+
+def check_files(model, settings, name, folder):
+    """What is exported gives peft the values here; merged weights are peft's bit for bit."""
+    export_hf(model, folder / "adapter")
+    parameters, of = lora.merged(model, settings)
+    export_hf(parameters, folder / "merged", hf_config=model.config, whole=of)
+    ours = {key: whole(p).detach() for key, p in model.named_parameters() if p.requires_grad}
+    if dist.get_rank() == 0:
+        theirs = peft.PeftModel.from_pretrained(build_reference(name, torch.float64), folder / "adapter")
+        loaded = {our_name(key): p for key, p in theirs.named_parameters() if "lora_" in key}
+        assert loaded.keys() == ours.keys() and all(torch.equal(ours[key], p) for key, p in loaded.items())
+        plain = theirs.merge_and_unload().state_dict()
+        merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float64).state_dict()
+        assert merged.keys() == plain.keys()
+        assert all(torch.equal(tensor, plain[key]) for key, tensor in merged.items())
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox"])
+def test_steps_and_files_are_those_of_peft(name, world_size, tmp_path):
+    peft_of(build_reference(name, torch.float64)).save_pretrained(tmp_path / "adapter")
+    run_distributed(check_layouts, name, LAYOUTS[world_size], tmp_path, world_size=world_size)
+
+
+def script(folder):
+    """What a script's model computes is what peft's does."""
+    smp.init(tensor_parallel_degree=2)
+    model = smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder / "adapter")
+    trained = [parameter for parameter in smp.parallelize(model).parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 7 * 3
+    theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), folder / "adapter")
+    inputs, _ = global_batch(0)
+    wanted = theirs(input_ids=inputs).logits
+    assert relative(whole(model(input_ids=inputs).logits) - wanted, wanted) <= 1e-9
+    smp.export_hf(model, folder / "again")
+    again, first = (load_file(folder / name / "adapter_model.safetensors") for name in ("again", "adapter"))
+    assert again.keys() == first.keys() and all(torch.equal(again[key], first[key]) for key in first)
+
+
+def test_a_script_adds_adapters(tmp_path):
+    peft_of(build_reference("llama_gqa", torch.float64)).save_pretrained(tmp_path / "adapter")
+    run_distributed(script, tmp_path, world_size=2)
+
+
+def test_a_script_is_refused_what_cannot_be_done():
+    model = build_reference("llama_gqa", torch.float32)
+    with pytest.raises(UserError, match="give a rank"):
+        smp.lora(model)
+    with pytest.raises(
+        UserError, match=r"q_prj is the end of no linear layer's name in the blocks; there are down_proj"
+    ):
+        smp.lora(model, 2, target_modules=["q_prj"])
+    smp.lora(model, 2, target_modules=["q_proj"])
+    assert sum(p.requires_grad for p in model.parameters()) == 2 * 3
+    with pytest.raises(UserError, match="has adapters already"):
+        smp.lora(model, 2)

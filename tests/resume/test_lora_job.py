@@ -1,0 +1,99 @@
+"""The job trains adapters: small checkpoints of any layout, files of peft, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from smp.checkpoint.manifest import read_manifest
+from tests.job import losses, run_job
+from tests.reference import build_reference
+
+RANK = 2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a pretrained model, its data, and another model of the same shape."""
+    reference = build_reference("llama_gqa", torch.float32)
+    reference.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        reference.model.norm.weight.add_(1)
+    reference.save_pretrained(tmp_path / "other")
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, reference.config.vocab_size, (2, 12), generator=generator).tolist() * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return tmp_path
+
+
+def flags(folder, run="run", base="base"):
+    return [
+        "--training_dir", folder / "rows.jsonl", "--data_cache_dir", folder / "cache", "--max_context_width", 12,
+        "--hf_pretrained_model_name_or_dir", folder / base, "--output_dir", folder / run, "--train_batch_size", 2,
+        "--lr", 0.05, "--lora_rank", RANK, "--lora_alpha", 8, "--lr_decay_iters", 8,
+    ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_adapters_are_trained_resumed_and_exported(folder):
+    tp = ["--tensor_parallel_degree", 2, "--global_batch_size", 4]
+    every = [*flags(folder), *tp, "--checkpoint_freq", 2]
+    run_job(*every, "--max_steps", 4, world_size=2).succeeded()
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")
+    names = {name for name in read_manifest(checkpoint).tensors if not name.startswith("rng")}
+    assert names and all("lora_" in name for name in names)
+    # At another layout, from the middle, to the end: as it was; then adapters alone, which any layout evaluates.
+    more = ["--global_batch_size", 4, "--max_steps", 4, "--resume_from_checkpoint", checkpoint, "--save_final_model", 1]
+    done = run_job(*flags(folder, "resumed"), *more, world_size=2).succeeded()
+    assert losses(folder / "resumed") == pytest.approx(losses(folder / "run")[2:], rel=1e-5)
+    assert losses(folder / "run")[3] < losses(folder / "run")[0]
+    assert "of which" in done.output and "Final adapter" in done.output
+    final = folder / "resumed" / "final"
+    assert not list(final.glob("model*.safetensors"))
+    adapter, config = (
+        load_file(final / "adapter_model.safetensors"),
+        json.loads((final / "adapter_config.json").read_text()),
+    )
+    assert len(adapter) == 2 * 7 * 3 and (config["r"], config["lora_alpha"]) == (RANK, 8)
+    assert config["base_model_name_or_path"] == str(folder / "base")
+    # Merged by a run whose step changes nothing: the base's weights and the adapter's product.
+    start = [*flags(folder, "merged")[:-6], "--adapter_path", final, "--max_steps", 1, "--lr", 1e-30, "--min_lr", 0]
+    run_job(*start, "--save_final_model", 1, "--save_merged_model", 1, world_size=2).succeeded()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged" / "final").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
+    for name, weight in base.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora"
+        delta = adapter[f"{key}_B.weight"] @ adapter[f"{key}_A.weight"] * 4 if f"{key}_A.weight" in adapter else 0
+        assert torch.equal(merged[name], weight + delta), name
+
+
+@pytest.mark.full
+def test_what_cannot_be_used_is_one_sentence(folder):
+    start = [*flags(folder), "--max_steps", 2, "--global_batch_size", 4, "--checkpoint_freq", 2]
+    run_job(*start, "--save_final_model", 1, world_size=1).succeeded()
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")
+    final = folder / "run" / "final"
+    resume = ["--max_steps", 4, "--resume_from_checkpoint", checkpoint]
+    for words, sentence in (
+        ([*flags(folder, "a", "other"), *resume], "was made with other pretrained weights than"),
+        ([*flags(folder, "b"), *resume, "--lora_rank", 3], "lora_A"),
+        (
+            [*flags(folder, "c"), "--lora_target_modules", "q_prj", "--max_steps", 1],
+            "is the end of no linear layer's name",
+        ),
+        (
+            [*flags(folder, "d"), "--adapter_path", final, "--lora_rank", 3],
+            "--lora_rank 3 is not that of --adapter_path",
+        ),
+        ([*flags(folder, "e"), "--adapter_path", folder / "base"], "no adapter that can be read"),
+        ([*flags(folder, "f"), "--lora_dropout", 0.1], "adapters are trained without dropout"),
+        (["--model", folder / "base", *flags(folder, "g")[:4], "--save_merged_model", 1], "set --lora_rank"),
+        ([*flags(folder, "h")[:4], "--hf_pretrained_model_name_or_dir", final], "by --adapter_path"),
+    ):
+        refused = run_job(*words, world_size=1)
+        assert refused.statuses == [2] and sentence in refused.output, refused.output
+        assert "Traceback" not in refused.output
