@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from smp.data.config import TrainOn
 from smp.errors import UserError, a_type
 
 Message = dict[str, Any]
-TrainOn = Literal["auto", "assistant", "completion", "all", "last"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 # Some templates print today's date: here the one that Llama's takes without a clock, as a file keeps its tokens.

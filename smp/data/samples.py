@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
 from smp.data.best_fit import best_fit
+from smp.data.config import Overlong
 from smp.data.packing import BLOCK, Row
 from smp.data.sampler import permute
 from smp.data.token_cache import IGNORED, Columns, digest_of
 from smp.errors import UserError
 
-Overlong = Literal["cut", "drop", "refuse"]
 log = logging.getLogger("smp.data")
 
 
@@ -56,6 +55,9 @@ class PackedSamples:
         what: the source, for the log.
         origins: of each of ``stores`` its file, for messages.
 
+    Attributes:
+        numbers: of the samples that are taken, in the data's order.
+
     Raises:
         UserError: a sample is too long and such are refused, or none remains.
     """
@@ -91,6 +93,7 @@ class PackedSamples:
                 f"the {what} has no token to train on: all {idle} samples are without an assistant's turn in their "
                 f"first {sequence_length} tokens; --train_on all trains on all tokens"
             )
+        self.numbers = chosen
         members, self._offsets = best_fit(self._lengths[chosen], sequence_length)
         self._members = chosen[members]
         self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice))

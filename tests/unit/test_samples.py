@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from smp.data.best_fit import best_fit
+from smp.data.packing import Collator
 from smp.data.samples import Choice, PackedSamples
 from smp.data.token_cache import Columns
 from smp.errors import UserError
@@ -75,3 +76,16 @@ def test_validation_is_the_samples_that_are_not_trained_on():
     assert sorted([*train.of(1000), *validation.of(1000)]) == list(range(200))
     assert Choice(most=5).of(3).tolist() == [0, 1, 2]
     assert [len(Choice(validation_split=0.02, validation=part).of(2)) for part in (False, True)] == [1, 1]
+
+
+def test_what_is_beside_a_sample_changes_nothing_of_it():
+    """Positions restart with each sample, of which the first token is not predicted, whatever token ends it."""
+    collate = Collator(sequence_length=8, pad_token_id=0, document_end=3)
+    row = packed([stored("xxx", ".xx")]).rows(np.array([0]))[0]
+    batch = collate([row, None])
+    assert batch["input_ids"][0].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]  # 3 ends the first by chance, 4 begins the next
+    assert batch["targets"][0].tolist() == [2, 3, -100, 5, 6, -100, -100, -100]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1], list(range(8))]
+    assert batch["document_bounds"].tolist() == [0, 3, 6, 8, 16] and batch["longest_document"] == 8
+    inside = packed([stored("xxxx", ".xx")]).rows(np.array([0]))[0]
+    assert collate([inside])["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]  # 3 is inside
