@@ -24,7 +24,9 @@ def hub_advice(name: str, kind: str = "") -> str:
 
 
 def a_type(value: object) -> str:
-    """Return the name of a value's type with its article, such as ``an int``."""
+    """Return the name of a value's type with its article, such as ``an int``; ``null`` for None."""
+    if value is None:
+        return "null"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 

@@ -8,6 +8,9 @@ from typing import Literal
 from smp.config import AUTO, Section, setting
 
 Split = Literal["train", "validation"]
+TrainOn = Literal["auto", "assistant", "completion", "all", "last"]
+Overlong = Literal["cut", "drop", "refuse"]
+OF_CHAT = ("train_on", "chat_template", "overlong", "show_masks", "max_samples", "validation_split")
 NO_DATA = "no training data: set --training_dir or --dataset_name, or --use_synthetic_data 1 for random tokens"
 
 
@@ -15,9 +18,24 @@ NO_DATA = "no training data: set --training_dir or --dataset_name, or --use_synt
 class DataConfig(Section):
     """Sources of samples and their loading."""
 
-    dataset_type: Literal["auto", "gpt_jsonl", "hf", "text"] = setting(
+    dataset_type: Literal["auto", "gpt_jsonl", "hf", "text", "chat"] = setting(
         AUTO,
-        "Files to read: JSON lines; a saved Hugging Face dataset, parquet, Arrow or CSV; text. auto: what is there.",
+        "Files to read: JSON lines; a saved Hugging Face dataset, parquet, Arrow or CSV; text; conversations in JSON "
+        "lines or tables. auto: what is there, but no conversations.",
+    )
+    train_on: TrainOn = setting(
+        AUTO,
+        "Conversations: tokens to train on. auto: the assistant's turns, of prompt and completion the completion; "
+        "last: the last turn.",
+    )
+    chat_template: str | None = setting(
+        None, "Conversations: file with the chat template, in Jinja. Default: the tokenizer's."
+    )
+    overlong: Overlong = setting("cut", "Conversations longer than --max_context_width: cut them there, drop, refuse.")
+    show_masks: int = setting(0, "Print so many conversations at the start, with what is trained on marked.", minimum=0)
+    max_samples: int | None = setting(None, "Train on the first so many conversations only.", minimum=2)
+    validation_split: float = setting(
+        0.0, "Conversations: fraction that is left out of training and validated on.", minimum=0.0, maximum=0.5
     )
     dataset_name: str | None = setting(
         None, "Hugging Face dataset to train on, in the cache of `datasets` or on the hub, instead of --training_dir."
@@ -71,11 +89,30 @@ class DataConfig(Section):
         False, "Restore numpy's random state after validation.", no_effect="validation draws no random numbers"
     )
 
+    @property
+    def keeps_apart(self) -> bool:
+        """Return whether packed documents are masked from each other, as conversations always are."""
+        return self.document_mask or self.is_chat
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether conversations are read."""
+        return self.dataset_type == "chat" and not self.use_synthetic_data
+
     def problems(self) -> list[str]:
         """Add settings that contradict each other."""
         found = super().problems()
         if self.use_synthetic_data:
             return found
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.dataset_type != "chat":
+            found += [
+                f"--{name} is for conversations: set --dataset_type chat, or leave it out"
+                for name in OF_CHAT
+                if getattr(self, name) != defaults[name]
+            ]
+        elif self.validation_split and self.test_dir is not None:
+            found.append("--validation_split and --test_dir both name the validation data: leave one out")
         if self.dataset_name is None:
             names = {"dataset_config_name": self.dataset_config_name, "dataset_split": self.dataset_split}
             found += [
@@ -85,7 +122,7 @@ class DataConfig(Section):
             ]
         elif self.training_dir is not None:
             found.append("--training_dir and --dataset_name both name the training data: leave one out")
-        elif self.dataset_type not in (AUTO, "hf"):
+        elif self.dataset_type not in (AUTO, "hf", "chat"):
             found.append(f"--dataset_name is not read as --dataset_type {self.dataset_type}: leave that out")
         if self.dataset_type not in (AUTO, "text") and self.text_document_separator is not None:
             found.append(f"--text_document_separator is for text, not --dataset_type {self.dataset_type}: leave it out")
@@ -101,6 +138,7 @@ class DataConfig(Section):
         if (
             self.test_dir is None
             and self.dataset_name is None
+            and not self.validation_split
             and (self.evaluate_only or self.validation_freq is not None)
         ):
             flag = "--evaluate_only 1" if self.evaluate_only else f"--validation_freq {self.validation_freq}"

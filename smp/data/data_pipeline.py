@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from smp.data.chat import open_conversations
 from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
@@ -254,23 +255,23 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
             f"0 to 4 are enough for most data"
         )
     source, eos = _open_source(config, split, batch)
-    if config.document_mask and eos is None and batch.eos_token_id is not None:
+    if config.document_mask and not config.is_chat and eos is None and batch.eos_token_id is not None:
         log.info("--document_mask 1: documents end with token %d, the model's eos_token_id", batch.eos_token_id)
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:
         raise UserError(f"the {split} data holds no tokens: nothing to train on")
-    if config.document_mask and (eos is None or eos >= batch.vocab_size):
+    if config.document_mask and not config.is_chat and (eos is None or eos >= batch.vocab_size):
         ends = "the model's config names no one eos_token_id" if eos is None else f"{eos} is outside the vocabulary"
         raise UserError(
             f"--document_mask 1 needs to know which token ends a document, and {ends}: set --tokenizer_name_or_dir to "
             f"the tokenizer that made the data, or leave it at 0"
         )
     # Where documents are masked, positions say which tokens are padding.
-    if batch.left_padding_misfit is not None and not config.document_mask and isinstance(source, WindowRows):
+    if batch.left_padding_misfit is not None and not config.keeps_apart and isinstance(source, WindowRows):
         source.refuse_left_padding(batch.left_padding_misfit)
     pad = next((each for each in (batch.pad_token_id, eos) if each is not None and each < batch.vocab_size), 0)
     collate = Collator(
-        sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.document_mask else None
+        sequence_length=batch.sequence_length, pad_token_id=pad, document_end=eos if config.keeps_apart else None
     )
     train = split == "train"
     return DataPipeline(
@@ -287,7 +288,7 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
     length, vocab = batch.sequence_length, batch.vocab_size
     directory = config.tokenizer_name_or_dir or batch.tokenizer_dir
     flag = "training_dir" if split == "train" else "test_dir"
-    path = config.training_dir if split == "train" else config.test_dir
+    path = config.training_dir if split == "train" or config.validation_split else config.test_dir
     named = config.dataset_name if path is None else None
 
     @functools.cache
@@ -311,6 +312,14 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
     else:
         raise UserError(f"no {split} data: set --{flag}")
+    if config.is_chat:
+        words = tokenizer()
+        words.require_below(vocab)
+        what = "training data" if split == "train" else "validation data"
+        chats = open_conversations(
+            found, words, config, sequence_length=length, validation=split == "validation", what=what
+        )
+        return chats, words.eos_token_id
     if split == "validation" and fast and not found.saved:
         found = dataclasses.replace(found, files=found.files[-1:])
     source = open_rows(

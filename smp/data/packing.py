@@ -21,11 +21,15 @@ BLOCK = 1 << 22  # values of a column that are looked at at once
 
 
 class Row(NamedTuple):
-    """At most ``sequence_length`` tokens: ids (n,), mask (n,) or None, labels (n,) or None."""
+    """At most ``sequence_length`` tokens: ids (n,), mask (n,) or None, labels (n,) or None.
+
+    ``documents`` (d,), or None: the lengths of the documents that they consist of; None: ``document_end`` ends them.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray | None = None
     labels: np.ndarray | None = None
+    documents: np.ndarray | None = None
 
 
 class RowSource(Protocol):
@@ -141,7 +145,8 @@ class Collator:
     Attributes:
         sequence_length: columns of every tensor.
         pad_token_id: pads short rows on the right.
-        document_end: the id that ends a document where documents are masked from each other; None: they are not.
+        document_end: the id that ends a document where documents are masked from each other and rows do not say where
+            they begin; None: they are not.
     """
 
     sequence_length: int
@@ -166,7 +171,8 @@ class Collator:
                 ids[b, :n] = row.tokens
                 labels[b, :n] = ids[b, :n] if row.labels is None else row.labels
         masks: Microbatch = {}
-        if self.document_end is not None or any(row is not None and row.mask is not None for row in rows):
+        known = [row for row in rows if row is not None]
+        if self.document_end is not None or any(row.mask is not None or row.documents is not None for row in known):
             masks = self._apply_masks(ids, labels, rows)
         targets = np.full(shape, IGNORED, np.int64)
         targets[:, :-1] = labels[:, 1:]
@@ -182,9 +188,14 @@ class Collator:
         after_masked = np.zeros(ids.shape, bool)
         after_masked[:, 1:] = real[:, 1:] & ~real[:, :-1]
         labels[~real | after_masked] = IGNORED
-        if self.document_end is not None:
+        given = [(b, row.documents) for b, row in enumerate(rows) if row is not None and row.documents is not None]
+        if self.document_end is not None or given:
             starts = after_masked
-            starts[:, 1:] |= real[:, :-1] & ((ids[:, :-1] == self.document_end) | ~real[:, 1:])
+            starts[:, 1:] |= real[:, :-1] & ~real[:, 1:]
+            if not given:
+                starts[:, 1:] |= real[:, :-1] & (ids[:, :-1] == self.document_end)
+            for b, lengths in given:
+                starts[b, np.cumsum(lengths)[:-1]] = True
             labels[starts] = IGNORED
             columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
             positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)

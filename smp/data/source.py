@@ -19,6 +19,7 @@ from smp.errors import UserError
 
 KINDS = {"JSON lines": JSONL, "text": TEXT, "parquet": PARQUET, "Arrow": ARROW, "CSV": CSV}
 OF_TYPE = {"auto": tuple(KINDS), "gpt_jsonl": ("JSON lines",), "hf": ("parquet", "Arrow", "CSV"), "text": ("text",)}
+OF_TYPE["chat"] = ("JSON lines", *OF_TYPE["hf"])
 
 # As `datasets` has them, which takes such files of a folder for other splits.
 HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
@@ -163,10 +164,13 @@ def _is_text(found: Found, text_key: str) -> bool:
     """Return whether the first row has a text and no ids.
 
     Raises:
-        UserError: it has ids, and beside them what is not read; also of files that earlier versions have converted.
+        UserError: it is a conversation, or has ids and beside them what is not read; also of files that earlier versions
+            have converted.
     """
     where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
+        if text_key not in row and ("messages" in row or {"prompt", "completion"} <= row.keys()):
+            raise UserError(f"{found.path} holds conversations: set --dataset_type chat")
         return text_key in row
     refuse_unread(row, where)
     return False

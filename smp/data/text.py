@@ -79,6 +79,11 @@ class TextTokenizer:
             return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
+    @property
+    def hugging_face(self) -> Any:
+        """Return the tokenizer of transformers; not in a worker process."""
+        return self._tokenizer
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a worker process would import transformers for."""
         return {**self.__dict__, "_tokenizer": self._tokenizer if self._backend is None else None}

@@ -110,7 +110,7 @@ def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
     def microbatch(size: int) -> Microbatch:
         ids, targets = (torch.empty(size, length, dtype=integer) for _ in range(2))
         made: Microbatch = {"input_ids": ids, "targets": targets, "sample_ids": torch.empty(size, dtype=integer)}
-        if job.config.data.document_mask:  # every row is one document
+        if job.config.data.keeps_apart:  # every row is one document
             made["position_ids"] = torch.empty(size, length, dtype=integer)
             made["document_bounds"] = torch.from_numpy(np.arange(size + 1, dtype=np.int32) * length)  # with values
             made["longest_document"] = length

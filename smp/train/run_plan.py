@@ -160,7 +160,7 @@ def _check_settings(config: TrainConfig, launch: Launch, problems: Problems) -> 
     job = make_job(config, launch, device, model, problems)
     misfits = find_problems(model.hf_config, job.setup)
     problems += misfits
-    if config.data.document_mask:
+    if config.data.keeps_apart:
         attempt(check_documents, model.hf_config, model.sequence_length)
     size = attempt(check_global_batch, planned_batch(config, job.mesh), job.mesh)
     # A GPU's memory is asked for when the group runs: that takes some of it.

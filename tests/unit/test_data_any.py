@@ -325,3 +325,9 @@ def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog
     assert "documents end with token 0, the model's eos_token_id" in caplog.text
     with pytest.raises(UserError, match="and the model's config names no one eos_token_id: set --tokenizer"):
         plan_of([*words], tmp_path, data=[])
+
+
+def test_conversations_are_named_where_they_are_not_asked_for(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Where?"}]}\n')
+    with pytest.raises(UserError, match="holds conversations: set --dataset_type chat"):
+        create_data_pipeline(DataConfig(training_dir=str(tmp_path)), split="train", batch=shape())

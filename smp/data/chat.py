@@ -1,0 +1,117 @@
+"""Conversations from files to packed samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from smp.data.config import DataConfig
+from smp.data.conversation import Chat, ConversationError, chat_of
+from smp.data.convert import Rows, joined, token_files
+from smp.data.rows import Reader
+from smp.data.samples import Choice, PackedSamples
+from smp.data.source import Found
+from smp.data.storage import DataFile
+from smp.data.text import TextTokenizer
+from smp.data.token_cache import IGNORED, digest_of, token_dtype
+from smp.errors import UserError
+from smp.log import say
+
+_ALL_COLUMNS = ("",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+    """Format of examples that :class:`smp.data.conversation.Chat` encodes, each a row with labels."""
+
+    reader: Reader
+    tokenizer: TextTokenizer
+    chat: Chat
+    content = "conversations"
+
+    @property
+    def name(self) -> str:
+        """Return the first part of a token file's key."""
+        return f"{self.reader.name}_chat"
+
+    @property
+    def key(self) -> list[Any]:
+        """Return what the tokens depend on besides the file."""
+        return [self.tokenizer.digest, self.chat.template, self.chat.train_on]
+
+    @property
+    def dtype(self) -> str:
+        """Return the number format of the ids."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    def chunks(self, file: DataFile) -> Iterator[tuple[Any, int]]:
+        """Yield the reader's chunks."""
+        return self.reader.chunks(file, _ALL_COLUMNS)
+
+    def convert(self, file: DataFile, chunk: Any) -> list[Rows]:
+        """Return the conversations of a chunk."""
+        found = []
+        for where, sample in self.reader.examples(file, chunk):
+            try:
+                ids, labels = self.chat.encode(sample)
+            except ConversationError as error:
+                raise UserError(f"{where}: {error}") from error
+            if (highest := int(ids.max(initial=0))) >= self.tokenizer.limit:
+                raise UserError(self.tokenizer.refusal(where, highest))
+            if len(ids):
+                found.append(Rows(ids.astype(self.dtype), np.array([len(ids)]), None, labels))
+        return joined(found)
+
+
+def open_conversations(
+    found: Found, words: TextTokenizer, config: DataConfig, *, sequence_length: int, validation: bool, what: str
+) -> PackedSamples:
+    """Encode conversations, unless they are cached, and pack them.
+
+    Args:
+        found: the files.
+        words: the tokenizer; its ``limit`` is the model's vocabulary.
+        config: the settings.
+        sequence_length: tokens of a row.
+        validation: whether the part to validate on is wanted.
+        what: the source, for the log.
+
+    Raises:
+        UserError: a file or a conversation cannot be used; with file and row.
+    """
+    tokenizer, directory = words.hugging_face, words.folder
+    chat = chat_of(tokenizer, directory, template=config.chat_template, train_on=config.train_on)
+    form, files = Conversations(found.reader, words, chat), found.files
+    stores = token_files(files, form, what=what, cache_dir=config.data_cache_dir)
+    for file, store in zip(files, stores, strict=True):
+        if store.highest >= words.limit:  # encoded for a model with a larger vocabulary
+            for chunk, _ in form.chunks(file):
+                form.convert(file, chunk)  # names the row
+    own = bool(config.validation_split) and validation
+    choice = Choice(
+        most=config.max_samples if not validation or own else None,
+        validation_split=config.validation_split, validation=validation, overlong=config.overlong,
+    )  # fmt: skip
+    identity = digest_of(form.name, *form.key, [file.identity for file in files])
+    packed = PackedSamples(stores, sequence_length, identity, choice, what=what, origins=[file.url for file in files])
+    if config.show_masks and not validation:
+        show(packed, words, config.show_masks)
+    return packed
+
+
+def show(packed: PackedSamples, words: TextTokenizer, count: int) -> None:
+    """Print the first conversations with what is trained on in green on a terminal, else between brackets."""
+    begin, end = ("\033[32m", "\033[0m") if sys.stderr.isatty() else ("⟦", "⟧")
+    for number in packed.numbers[:count].tolist():
+        text, inside = "", False
+        tokens, labels = packed.sample(number)
+        for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+            if inside != (label != IGNORED):
+                inside = not inside
+                text += begin if inside else end
+            text += words.word(token)
+        say(f"conversation {number + 1}, trained on between {begin}...{end}:\n{text}{end if inside else ''}")

@@ -1,0 +1,213 @@
+"""Conversations: from messages to tokens by a chat template, and which of the tokens are trained on.
+
+Stock templates do not mark what the assistant says (``{% generation %}``), so a turn is found by rendering the
+conversation up to it, with the generation prompt, and including it: the difference is what the model would generate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from smp.data.config import TrainOn
+from smp.errors import UserError, a_type
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+NO_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+# Some templates print today's date: here the one that Llama's takes without a clock, as a file keeps its tokens.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+
+
+class ConversationError(ValueError):
+    """A conversation cannot be used; says why, without file and line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat template with its tokenizer; pickled to worker processes.
+
+    Attributes:
+        tokenizer: a fast tokenizer of transformers.
+        template: Jinja.
+        train_on: ``assistant``: every assistant turn; ``last``: the last one; ``completion``: the turns of
+            ``completion``; ``all``: all tokens; ``auto``: what the sample's keys ask for.
+    """
+
+    tokenizer: Any
+    template: str
+    train_on: TrainOn = "auto"
+
+    def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids (n,) int64 and labels (n,) int64, not shifted, -100 where a token is not trained on.
+
+        Args:
+            sample: ``messages``, or ``prompt`` and ``completion`` (both strings or both messages), or ``text``; with
+                messages also ``tools``.
+
+        Raises:
+            ConversationError: it is none of these, or the template cannot render it.
+        """
+        if sample.get("messages") is not None:
+            if self.train_on == "completion":
+                raise ConversationError("has messages, and --train_on completion needs prompt and completion")
+            return self._encode_messages(_messages(sample, "messages"), sample, first=0)
+        if sample.get("prompt") is not None and sample.get("completion") is not None:
+            if isinstance(sample["prompt"], str) and isinstance(sample["completion"], str):
+                return self._encode_text(sample["prompt"], sample["completion"])
+            prompt = _messages(sample, "prompt")
+            return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=len(prompt))
+        if isinstance(sample.get("text"), str):
+            return self._encode_text("", sample["text"])
+        raise ConversationError(
+            f"has no conversation; keys found: {', '.join(sample) or 'none'}; needed is messages, or prompt and "
+            f"completion, or text"
+        )
+
+    def _encode_text(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a text between the tokens that the tokenizer begins texts with and its end-of-sequence token."""
+        if self.train_on == "last" or (self.train_on == "assistant" and not prompt):
+            raise ConversationError(f"has no assistant turns, and --train_on {self.train_on} trains on these")
+        start = 0 if self.train_on == "all" else len(prompt)
+        encoding = self.tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
+        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+        trained = [end > start and begin >= start for begin, end in offsets]
+        if ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids, trained = [*ids, self.tokenizer.eos_token_id], [*trained, True]
+        return _labelled(ids, trained)
+
+    def _encode_messages(
+        self, messages: list[Message], sample: Mapping[str, Any], *, first: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tools = sample.get("tools")
+        text = self._render(messages, tools)
+        for number, message in enumerate(messages):
+            if message["role"] in ("system", "user") and message["content"].strip() not in text:
+                raise ConversationError(f"message {number + 1} ({message['role']}) is left out by the chat template")
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begins, ends = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
+        if self.train_on == "all":
+            return _labelled(encoding["input_ids"], np.ones(len(begins), bool))
+        trained = np.zeros(len(begins), bool)
+        for start, end in self._turns(messages, tools, text, first):
+            # A token that begins before a turn is part of the prompt's tokens when the model generates.
+            trained |= (begins >= start) & (ends <= end) & (ends > begins)
+        return _labelled(encoding["input_ids"], trained)
+
+    def _turns(self, messages: list[Message], tools: Any, text: str, first: int) -> Iterator[tuple[int, int]]:
+        """Yield begin and end in ``text`` of what the assistant generates in each turn from message ``first`` on."""
+        turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
+        for at in turns[-1:] if self.train_on == "last" else turns:
+            before = self._render(messages[:at], tools, prompt=True) if at else ""
+            after = self._render(messages[: at + 1], tools)
+            if not (text.startswith(before) and after.startswith(before)):
+                raise ConversationError(_rewritten(at))
+            body, stop = self._split_stop(after[len(before) :])
+            empty = NO_THOUGHT.match(body)
+            thought = empty.end() if empty and not NO_THOUGHT.match(messages[at]["content"]) else 0
+            start = len(before)
+            if text.startswith(body, start):
+                start, body = start + thought, body[thought:]
+            elif text.startswith(body[thought:], start):  # inserted into the last turn alone
+                body = body[thought:]
+            else:
+                raise ConversationError(_rewritten(at))
+            end = start + len(body)
+            # Where an earlier turn ends otherwise than the last one does, its end is not what stops generation.
+            yield start, end + (len(stop) if text.startswith(stop, end) else 0)
+
+    def _split_stop(self, generated: str) -> tuple[str, str]:
+        """Split what a turn generates into its text and the token that ends it; white space after that is left out."""
+        shown = generated.rstrip()
+        for token in self._stops:
+            if shown.endswith(token):
+                return shown[: -len(token)], token
+        raise ConversationError(
+            f"the chat template ends an assistant turn with {shown[-20:]!r}, no special token: a model trained so "
+            f"would not stop; give --chat_template FILE with a template that ends it with {self.tokenizer.eos_token}"
+        )
+
+    @property
+    def _stops(self) -> list[str]:
+        added = [str(token) for token in self.tokenizer.added_tokens_encoder]
+        return sorted({*added, *self.tokenizer.all_special_tokens}, key=len, reverse=True)
+
+    def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[messages], chat_template=FIXED_DATE + self.template, tools=tools,
+                add_generation_prompt=prompt, **self.tokenizer.special_tokens_map,
+            )  # fmt: skip
+            return str(rendered[0][0])
+        except Exception as error:  # of any type: templates raise their own, and fail on what they do not expect
+            raise ConversationError(f"the chat template refuses it: {error}") from error
+
+
+def _labelled(ids: Sequence[int], trained: Any) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.array(ids, np.int64)
+    return tokens, np.where(np.asarray(trained, bool), tokens, -100)
+
+
+def _rewritten(at: int) -> str:
+    return (
+        f"the chat template shows message {at + 1} (assistant) otherwise once another turn follows, as it drops "
+        f"reasoning: what the model would generate is not in the text; --train_on last trains on the last turn alone"
+    )
+
+
+def _messages(sample: Mapping[str, Any], key: str) -> list[Message]:
+    """Return checked messages, with their texts as strings."""
+    found = sample[key]
+    if not isinstance(found, list) or not found:
+        raise ConversationError(f"{key} must be a list of messages, it is {a_type(found)}")
+    return [_message(each, f"{key}[{number}]") for number, each in enumerate(found)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        shown = f"has the keys {', '.join(message)}" if isinstance(message, dict) else f"is {a_type(message)}"
+        raise ConversationError(f"{name} must have role and content, it {shown}")
+    if role not in ROLES:
+        raise ConversationError(f"{name} has role {role!r}; allowed: {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = {part.get("type") for part in content if isinstance(part, dict)}
+        if kinds != {"text"} or not all(isinstance(part, dict) for part in content):
+            raise ConversationError(f"{name} has content that is not text, which cannot be trained on: leave it out")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ConversationError(f"{name} has content that is {a_type(content)}; it must be a string")
+    # Tables give every message the keys of all others, with null.
+    return {**{k: v for k, v in message.items() if v is not None}, "content": content or ""}
+
+
+def chat_of(tokenizer: Any, folder: str, *, template: str | None, train_on: TrainOn) -> Chat:
+    """Return the chat of a tokenizer.
+
+    Args:
+        tokenizer: of transformers.
+        folder: it comes from, for messages.
+        template: path of a file, or None for the tokenizer's own.
+
+    Raises:
+        UserError: there is no template, or the tokenizer tells no positions of its tokens.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"the tokenizer in {folder} has no tokenizer.json, which conversations need: convert it")
+    if template is not None:
+        try:
+            with open(template, encoding="utf-8") as file:
+                return Chat(tokenizer, file.read(), train_on)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--chat_template {template} cannot be read: {error}") from error
+    if not isinstance(own := tokenizer.chat_template, str):
+        raise UserError(
+            f"the tokenizer in {folder} has no chat template: give --chat_template FILE, or a chat model's tokenizer"
+        )
+    return Chat(tokenizer, own, train_on)

@@ -1,0 +1,139 @@
+"""Samples to finetune on, each a document of its own, packed into sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from smp.data.best_fit import best_fit
+from smp.data.config import Overlong
+from smp.data.packing import BLOCK, Row
+from smp.data.sampler import permute
+from smp.data.token_cache import IGNORED, Columns, digest_of
+from smp.errors import UserError
+
+log = logging.getLogger("smp.data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which samples are taken, and how.
+
+    Attributes:
+        most: samples, from the first on; None: all.
+        validation_split: fraction of them that is kept for validation.
+        validation: whether it is that part that is wanted.
+        overlong: what becomes of samples longer than a sequence: ``cut`` at its end, ``drop`` or ``refuse``.
+    """
+
+    most: int | None = None
+    validation_split: float = 0.0
+    validation: bool = False
+    overlong: Overlong = "cut"
+
+    def of(self, samples: int) -> np.ndarray:
+        """Return the numbers of the samples that are taken, ascending; the same on every rank and in every run."""
+        samples = min(samples, samples if self.most is None else self.most)
+        if not self.validation_split:
+            return np.arange(samples)
+        held_out = min(max(1, round(samples * self.validation_split)), samples - 1)
+        order = permute(np.arange(samples), samples, seed=0, epoch=0)
+        return np.sort(order[:held_out] if self.validation else order[held_out:])
+
+
+class PackedSamples:
+    """Samples packed by best fit, without those of which no token is trained on.
+
+    Args:
+        stores: the samples, one a row.
+        sequence_length: tokens of a sequence.
+        fingerprint: changes with the samples.
+        choice: of the samples.
+        what: the source, for the log.
+        origins: of each of ``stores`` its file, for messages.
+
+    Attributes:
+        numbers: of the samples that are taken, in the data's order.
+
+    Raises:
+        UserError: a sample is too long and such are refused, or none remains.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Columns],
+        sequence_length: int,
+        fingerprint: str,
+        choice: Choice,
+        *,
+        what: str,
+        origins: Sequence[str],
+    ):
+        self._stores = stores
+        self._first = np.cumsum([0, *(len(store.offsets) - 1 for store in stores)])  # sample of each store
+        lengths = np.concatenate([np.diff(store.offsets) for store in stores])
+        self._lengths = np.minimum(lengths, sequence_length)
+        chosen = choice.of(len(lengths))
+        long = chosen[lengths[chosen] > sequence_length]
+        if len(long) and choice.overlong == "refuse":
+            which = int(np.searchsorted(self._first, long[0], side="right")) - 1
+            raise UserError(
+                f"{origins[which]}, sample {long[0] - self._first[which] + 1} has {lengths[long[0]]} tokens, more than "
+                f"--max_context_width {sequence_length}: raise it, or use --overlong cut or drop"
+            )
+        if choice.overlong == "drop":
+            chosen = np.setdiff1d(chosen, long, assume_unique=True)
+        trained = np.concatenate([_trained(store, sequence_length) for store in stores])[chosen]
+        idle, chosen = int((trained == 0).sum()), chosen[trained > 0]
+        if not len(chosen):
+            raise UserError(
+                f"the {what} has no token to train on: all {idle} samples are without an assistant's turn in their "
+                f"first {sequence_length} tokens; --train_on all trains on all tokens"
+            )
+        self.numbers = chosen
+        members, self._offsets = best_fit(self._lengths[chosen], sequence_length)
+        self._members = chosen[members]
+        self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice))
+        tokens, count = int(self._lengths[chosen].sum()), len(self)
+        cut = f", {len(long)} {'cut' if choice.overlong == 'cut' else 'left out'} as too long" if len(long) else ""
+        log.info(
+            "%s: %d samples in %d sequences (%.1f %% full), %.1f %% of their tokens trained on%s%s",
+            what, len(chosen), count, 100 * tokens / count / sequence_length, 100 * int(trained.sum()) / tokens, cut,
+            f", {idle} left out as nothing of them is trained on" if idle else "",
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def rows(self, indices: np.ndarray) -> list[Row]:
+        """Return sequences by number, with the length of each sample in them."""
+        return [self._sequence(int(index)) for index in indices]
+
+    def _sequence(self, index: int) -> Row:
+        members = self._members[self._offsets[index] : self._offsets[index + 1]]
+        parts = [self.sample(sample) for sample in members.tolist()]
+        tokens, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return Row(tokens, None, labels, self._lengths[members])
+
+    def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids (n,) and labels (n,) of a sample by its number in the data."""
+        which = int(np.searchsorted(self._first, sample, side="right")) - 1
+        store = self._stores[which]
+        start = int(store.offsets[sample - self._first[which]])
+        part = slice(start, start + int(self._lengths[sample]))
+        tokens = store.tokens[part]
+        return tokens, tokens.astype(np.int64) if store.labels is None else store.labels[part]
+
+
+def _trained(store: Columns, sequence_length: int) -> np.ndarray:
+    """Count the tokens of each sample that are predicted in training: labels but the first, within a sequence."""
+    starts, ends = store.offsets[:-1], store.offsets[1:]
+    ends = np.minimum(ends, starts + sequence_length)
+    if store.labels is None:
+        return ends - starts - 1
+    blocks = range(0, len(store.labels), BLOCK)
+    trained = np.concatenate([np.flatnonzero(store.labels[at : at + BLOCK] != IGNORED) + at for at in blocks])
+    return np.searchsorted(trained, ends) - np.searchsorted(trained, starts + 1)

@@ -1,0 +1,161 @@
+"""Which tokens of a conversation are trained on, against conversations marked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp.data.conversation import Chat, ConversationError, chat_of
+from smp.errors import UserError
+from tests.chat import TEMPLATES, chat_tokenizer, marked
+
+ASKED = [
+    {"role": "system", "content": "You are a sailor."},
+    {"role": "user", "content": "Where is the whale?"},
+    {"role": "assistant", "content": "It is in the sea."},
+    {"role": "user", "content": "And you?"},
+    {"role": "assistant", "content": "I am at the mast."},
+]
+THOUGHT = [
+    {"role": "user", "content": "Where is the whale?"},
+    {"role": "assistant", "content": "In the sea.", "reasoning_content": "Whales swim.", "thinking": "Whales swim."},
+]
+TOOLS = [
+    {"role": "user", "content": "Where is the whale?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"to": "sea"}}}],
+    },
+    {"role": "tool", "content": "a spout"},
+    {"role": "assistant", "content": "It is there."},
+]
+CALL = '{"name": "look", "arguments": {"to": "sea"}}'
+
+
+def chat(name: str, train_on="auto") -> Chat:
+    return chat_of(chat_tokenizer(), "here", template=str(TEMPLATES / f"{name}.jinja"), train_on=train_on)
+
+
+def shown(name: str, messages, train_on="auto") -> str:
+    return marked(*chat(name, train_on).encode({"messages": messages}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "llama3_1",
+            "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\nYou are a sailor.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nWhere is the whale?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦It is in the sea.<|eot_id|>⟧"
+            "<|start_header_id|>user<|end_header_id|>\n\nAnd you?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am at the mast.<|eot_id|>⟧",
+        ),
+        (
+            "qwen3",
+            "<|im_start|>system\nYou are a sailor.<|im_end|>\n<|im_start|>user\nWhere is the whale?<|im_end|>\n"
+            "<|im_start|>assistant\n⟦It is in the sea.<|im_end|>⟧\n<|im_start|>user\nAnd you?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n⟦I am at the mast.<|im_end|>⟧\n",
+        ),
+        (
+            "gemma3",
+            "<s><start_of_turn>user\nYou are a sailor.\n\nWhere is the whale?<end_of_turn>\n"
+            "<start_of_turn>model\n⟦It is in the sea.<end_of_turn>⟧\n<start_of_turn>user\nAnd you?<end_of_turn>\n"
+            "<start_of_turn>model\n⟦I am at the mast.<end_of_turn>⟧\n",
+        ),
+        (
+            "mistral",
+            "<s>[INST] You are a sailor.\n\nWhere is the whale?[/INST]⟦ It is in the sea.</s>⟧[INST] And you?[/INST]"
+            "⟦ I am at the mast.</s>⟧",
+        ),
+        (
+            "gpt_oss",  # earlier turns end with a token that does not stop generation
+            "<|start|>system<|message|>Current date: 26 Jul 2024<|end|>"
+            "<|start|>developer<|message|>You are a sailor.<|end|><|start|>user<|message|>Where is the whale?<|end|>"
+            "<|start|>assistant⟦<|channel|>final<|message|>It is in the sea.⟧<|end|><|start|>user<|message|>And you?"
+            "<|end|><|start|>assistant⟦<|channel|>final<|message|>I am at the mast.<|return|>⟧",
+        ),
+        (
+            "smollm3",
+            "<|im_start|>system\nToday Date: 26 Jul 2024\n\nYou are a sailor.<|im_end|>\n"
+            "<|im_start|>user\nWhere is the whale?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n⟦It is in the sea.<|im_end|>⟧\n"
+            "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n"
+            "⟦I am at the mast.<|im_end|>⟧\n",
+        ),
+    ],
+)
+def test_turns_of_a_template(name, text):
+    assert shown(name, ASKED) == text
+
+
+def test_reasoning_and_tools_are_trained_on_as_rendered():
+    asked = "<|im_start|>user\nWhere is the whale?<|im_end|>\n<|im_start|>assistant\n"
+    assert shown("qwen3", THOUGHT) == f"{asked}⟦<think>\nWhales swim.\n</think>\n\nIn the sea.<|im_end|>⟧\n"
+    call, answer = f"⟦<tool_call>\n{CALL}\n</tool_call><|im_end|>⟧\n", "⟦It is there.<|im_end|>⟧\n"
+    assert shown("qwen3", TOOLS) == (
+        f"{asked}{call}<|im_start|>user\n<tool_response>\na spout\n</tool_response><|im_end|>\n"
+        f"<|im_start|>assistant\n<think>\n\n</think>\n\n{answer}"
+    )
+    assert shown("llama3_1", TOOLS).endswith(
+        '⟦{"name": "look", "parameters": {"to": "sea"}}<|eot_id|>⟧<|start_header_id|>ipython<|end_header_id|>\n\n'
+        '"a spout"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦It is there.<|eot_id|>⟧'
+    )
+    assert shown("gpt_oss", THOUGHT).endswith(
+        "<|start|>assistant⟦<|channel|>analysis<|message|>Whales swim.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>In the sea.<|return|>⟧"
+    )
+
+
+def test_what_is_trained_on_can_be_chosen():
+    assert shown("gemma3", ASKED, "last").count("⟦") == 1
+    assert shown("gemma3", ASKED, "last").endswith("⟦I am at the mast.<end_of_turn>⟧\n")
+    assert shown("gemma3", ASKED, "all").startswith("⟦<s>") and shown("gemma3", ASKED, "all").count("⟦") == 1
+    # Reasoning that an earlier turn loses when another one follows.
+    twice = [*THOUGHT, {"role": "user", "content": "And you?"}, {**THOUGHT[1], "content": "At the mast."}]
+    with pytest.raises(ConversationError, match=r"message 2 \(assistant\).*--train_on last"):
+        chat("qwen3").encode({"messages": twice})
+    assert shown("qwen3", twice, "last").endswith("⟦<think>\nWhales swim.\n</think>\n\nAt the mast.<|im_end|>⟧\n")
+
+
+def test_prompt_and_completion_and_text():
+    words = chat("gemma3")
+    assert marked(*words.encode({"prompt": "Where is", "completion": " the whale?"})) == "Where is⟦ the whale?</s>⟧"
+    assert marked(*words.encode({"text": "It is in the sea."})) == "⟦It is in the sea.</s>⟧"
+    turns = {"prompt": ASKED[1:4], "completion": ASKED[4:]}
+    text = marked(*words.encode(turns))
+    assert text.count("⟦") == 1 and text.endswith("⟦I am at the mast.<end_of_turn>⟧\n")
+    assert marked(*chat("gemma3", "assistant").encode({**turns, "messages": None})).count("⟦") == 1
+    # Columns of a table that this row does not use.
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "it?"}]}]
+    assert "Where is it?" in shown("gemma3", [*parts, {"role": "assistant", "content": "There.", "tool_calls": None}])
+
+
+@pytest.mark.parametrize(
+    ("sample", "name", "train_on", "match"),
+    [
+        ({"conversations": []}, "qwen3", "auto", "keys found: conversations; needed is messages, or prompt"),
+        ({"messages": []}, "qwen3", "auto", "messages must be a list of messages"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "qwen3", "auto", "it has the keys from, value"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "qwen3", "auto", "role 'human'; allowed: system"),
+        ({"messages": [{"role": "user", "content": None}]}, "qwen3", "auto", "content that is null; it must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "qwen3", "auto", "not text"),
+        ({"messages": ASKED[1:2] * 2}, "gemma3", "auto", "refuses it: roles must alternate"),
+        ({"messages": [*ASKED[1:3], ASKED[0]]}, "smollm3", "auto", r"message 3 \(system\) is left out"),
+        ({"messages": ASKED[1:]}, "no_stop", "auto", "no special token: a model trained so would not stop"),
+        ({"messages": ASKED}, "qwen3", "completion", "--train_on completion needs prompt and completion"),
+        ({"text": "a"}, "qwen3", "last", "--train_on last trains on these"),
+    ],
+)  # fmt: skip
+def test_conversations_that_cannot_be_used(sample, name, train_on, match):
+    with pytest.raises(ConversationError, match=match):
+        chat(name, train_on).encode(sample)
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path):
+    with pytest.raises(UserError, match="has no chat template: give --chat_template FILE"):
+        chat_of(chat_tokenizer(), "here", template=None, train_on="auto")
+    with pytest.raises(UserError, match="cannot be read"):
+        chat_of(chat_tokenizer(), "here", template=str(tmp_path), train_on="auto")
+    with pytest.raises(UserError, match="has no tokenizer"):
+        chat_of(object(), "here", template=None, train_on="auto")

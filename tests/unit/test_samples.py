@@ -1,0 +1,91 @@
+"""Samples packed into sequences: each once, none split, and what is left out is said."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+
+from smp.data.best_fit import best_fit
+from smp.data.packing import Collator
+from smp.data.samples import Choice, PackedSamples
+from smp.data.token_cache import Columns
+from smp.errors import UserError
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_takes_each_sample_once_and_wastes_little(seed):
+    lengths = np.random.default_rng(seed).integers(1, 101, 1000)
+    members, offsets = best_fit(lengths, 100)
+    assert sorted(members.tolist()) == list(range(1000))
+    filled = np.add.reduceat(lengths[members], offsets[:-1])
+    assert filled.max() <= 100 and len(filled) <= 11 / 9 * -(-lengths.sum() // 100) + 1
+    firsts = members[offsets[:-1]]
+    assert (np.diff(firsts) > 0).all()
+    assert all((np.diff(members[a:b]) > 0).all() for a, b in itertools.pairwise(offsets))
+
+
+def test_best_fit_fills_what_can_be_filled():
+    members, offsets = best_fit(np.array([60, 50, 40, 30, 20]), 100)
+    assert [members[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [[0, 2], [1, 3, 4]]
+    assert best_fit(np.array([7]), 7)[1].tolist() == [0, 1]
+
+
+def stored(*samples: str, first: int = 1) -> Columns:
+    """Rows of ids that count on from ``first``; of each sample ``x`` is trained on and ``.`` is not."""
+    text = "".join(samples)
+    ids = np.arange(first, first + len(text), dtype=np.uint16)
+    labels = np.where(np.array([*text]) == "x", ids.astype(np.int32), -100)
+    return Columns(ids, np.cumsum([0, *map(len, samples)]), None, labels)
+
+
+def packed(stores, length=8, **choice) -> PackedSamples:
+    return PackedSamples(stores, length, "f", Choice(**choice), what="training data", origins=["a.jsonl", "b.jsonl"])
+
+
+def test_rows_are_samples_of_all_files_with_their_lengths(caplog):
+    caplog.set_level(logging.INFO, "smp.data")
+    rows = packed([stored("..xx", ".xxxx"), stored(".xx", first=100)]).rows(np.array([0, 1]))
+    assert [row.documents.tolist() for row in rows] == [[4], [5, 3]]
+    assert rows[1].tokens.tolist() == [5, 6, 7, 8, 9, 100, 101, 102]
+    assert rows[1].labels.tolist() == [-100, 6, 7, 8, 9, -100, 101, 102]
+    assert "3 samples in 2 sequences (75.0 % full), 66.7 % of their tokens trained on" in caplog.text
+
+
+def test_long_samples_and_those_without_a_trained_token(caplog):
+    caplog.set_level(logging.INFO, "smp.data")
+    # The third is trained on behind the end of a sequence alone, the fourth in its first token, which nothing predicts.
+    data = [stored(".xx", ".xxxxxxxxx", "........xx", "x..")]
+    cut = packed(data)
+    assert [row.documents.tolist() for row in cut.rows(np.arange(len(cut)))] == [[3], [8]]
+    assert "2 cut as too long, 2 left out as nothing of them is trained on" in caplog.text
+    dropped = packed(data, overlong="drop")
+    assert [row.documents.tolist() for row in dropped.rows(np.arange(len(dropped)))] == [[3]]
+    with pytest.raises(UserError, match=r"a\.jsonl, sample 2 has 10 tokens, more than --max_context_width 8"):
+        packed(data, overlong="refuse")
+    with pytest.raises(UserError, match="no token to train on: all 1 samples"):
+        packed([stored("....")])
+    assert len({cut.fingerprint, dropped.fingerprint}) == 2
+
+
+def test_validation_is_the_samples_that_are_not_trained_on():
+    train, validation = (Choice(validation_split=0.1, validation=part, most=200) for part in (False, True))
+    assert len(train.of(1000)) == 180 and len(validation.of(1000)) == 20
+    assert sorted([*train.of(1000), *validation.of(1000)]) == list(range(200))
+    assert Choice(most=5).of(3).tolist() == [0, 1, 2]
+    assert [len(Choice(validation_split=0.02, validation=part).of(2)) for part in (False, True)] == [1, 1]
+
+
+def test_what_is_beside_a_sample_changes_nothing_of_it():
+    """Positions restart with each sample, of which the first token is not predicted, whatever token ends it."""
+    collate = Collator(sequence_length=8, pad_token_id=0, document_end=3)
+    row = packed([stored("xxx", ".xx")]).rows(np.array([0]))[0]
+    batch = collate([row, None])
+    assert batch["input_ids"][0].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]  # 3 ends the first by chance, 4 begins the next
+    assert batch["targets"][0].tolist() == [2, 3, -100, 5, 6, -100, -100, -100]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1], list(range(8))]
+    assert batch["document_bounds"].tolist() == [0, 3, 6, 8, 16] and batch["longest_document"] == 8
+    inside = packed([stored("xxxx", ".xx")]).rows(np.array([0]))[0]
+    assert collate([inside])["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]  # 3 is inside
