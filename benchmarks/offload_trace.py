@@ -55,7 +55,7 @@ def traced_step(directory: Path, trace: Path, *, horizon: int, layers: int, widt
     blocks = [Block(index, width) for index in range(layers)]
     apply_activation_checkpointing(blocks)
     store = DiskStore(directory)
-    apply_activation_offload(blocks, store, horizon=horizon, minimum_bytes=0)
+    apply_activation_offload(blocks, store, horizon=horizon, minimum_bytes=1)
 
     def step() -> None:
         hidden = torch.randn(tokens, width, requires_grad=True) * 1

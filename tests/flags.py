@@ -64,7 +64,7 @@ def one_process(words: Words) -> Iterator[Any]:
         mesh = mesh.join("cpu")
         resolved = resolve_model(config.model)
         model = prepare_model(
-            resolved, mesh=mesh, settings=Settings((config.parallel, config.activation, config.loss)),
+            resolved, mesh=mesh, settings=Settings((config.parallel, config.activation, config.loss, config.lora)),
             dtype=torch.float32, device=device, seed=config.run.seed, load_weights=True,
         )  # fmt: skip
         yield SimpleNamespace(model=model, config=config)

@@ -24,6 +24,7 @@ import torch
 import smp.memory.tracker
 import tests.unit.test_choices
 import tests.unit.test_flags_faults
+import tests.unit.test_flags_finetuning
 import tests.unit.test_flags_model
 import tests.unit.test_plan_ledger
 import tests.unit.test_trackers  # noqa: F401

@@ -1,0 +1,63 @@
+"""Each flag of finetuning does what it says: conversations and adapters."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from tests.flags import check, one_process, parse, plan_of
+
+SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
+TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Emma."}]
+
+
+@check("train_on", "chat_template", "overlong", "show_masks", "max_samples", "validation_split")
+def test_conversations(tmp_path, capfd):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"messages": TURNS * (number + 1)}) + "\n" for number in range(4)))
+    data = ["--dataset_type", "chat", "--training_dir", file, "--tokenizer_name_or_dir", SAMPLE / "tokenizer",
+            "--chat_template", SAMPLE / "chat_template.jinja", "--vocab_size", 2048, "--max_context_width", 128,
+            "--shuffle_data", 0, "--data_cache_dir", tmp_path / "cache"]  # fmt: skip
+
+    def trained(*words):
+        pipeline = plan_of(words, tmp_path, data=data).train_data
+        source = pipeline._microbatches.source
+        return [int((source.sample(number)[1] != -100).sum()) for number in source.numbers]
+
+    first, second, third, fourth = trained()
+    assert (second, third, fourth) == (2 * first, 3 * first, 4 * first)
+    assert trained("--train_on", "last") == [first] * 4 and trained("--train_on", "all")[0] > first
+    assert trained("--max_samples", 2) == [first, second]
+    assert len(trained("--overlong", "drop", "--max_context_width", 40)) < 4 == len(trained("--max_context_width", 40))
+    held_out = plan_of(["--validation_split", 0.25, "--validation_freq", 1], tmp_path, data=data)
+    assert [len(each._microbatches.source.numbers) for each in (held_out.train_data, held_out.validation_data)] == [
+        3,
+        1,
+    ]
+    capfd.readouterr()
+    trained("--show_masks", 2)
+    assert capfd.readouterr().err.count("Assistant:⟦ Emma.") == 1 + 2
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content + m.content + eos_token }}{% endfor %}")
+    assert trained("--chat_template", template)[0] > first
+
+
+@check("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora", "adapter_path", "save_merged_model")
+def test_adapters(tmp_path):
+    def trained(*words):
+        with one_process(words) as built:
+            return {name: p.numel() for name, p in built.model.named_parameters() if p.requires_grad}
+
+    base = trained()
+    rank = trained("--lora_rank", 2)
+    assert "model.embed_tokens.weight" in base and all(".lora_" in name for name in rank)
+    assert sum(trained("--lora_rank", 4).values()) == 2 * sum(rank.values())
+    only = trained("--lora_rank", 2, "--lora_target_modules", "q_proj", "v_proj")
+    assert {name.split(".")[-2] for name in only} == {"q_proj", "v_proj"}
+    scale = lambda *words: parse(["--lora_rank", 4, *words]).lora.scale  # noqa: E731
+    assert (scale(), scale("--lora_alpha", 8), scale("--lora_use_rslora", 1)) == (4.0, 2.0, 8.0)
+    assert parse(["--lora_rank", 4, "--save_merged_model", 1]).lora.save_merged_model  # see test_lora_job
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": False}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    given = parse(["--adapter_path", tmp_path]).lora.with_adapter()
+    assert (given.lora_rank, given.scale, given.lora_target_modules) == (3, 2.0, ("q_proj",))
