@@ -164,8 +164,8 @@ def _is_text(found: Found, text_key: str) -> bool:
     """Return whether the first row has a text and no ids.
 
     Raises:
-        UserError: it is a conversation, or has ids and beside them what is not read; also of files that earlier versions
-            have converted.
+        UserError: it is a conversation, or has ids and beside them what is not read; also of files that earlier
+            versions have converted.
     """
     where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
