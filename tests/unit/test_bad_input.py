@@ -359,7 +359,7 @@ DATA = [
     ("notes.md", "text", "no data files in .*looked for \\*.json"),
     ("a.jsonl", "", "a.jsonl is empty: remove it"),
     ("a.jsonl", ROW + "{oops\n", "a.jsonl, line 2: not valid JSON"),
-    ("a.jsonl", ROW + ROW + '{"text": "x"}\n', "a.jsonl, line 3: has no input_ids; keys found: text"),
+    ("a.jsonl", ROW + ROW + '{"text": "x"}\n', "a.jsonl, line 3: has no input_ids; found: text"),
     ("a.jsonl", ROW + '{"input_ids": [1, 64]}\n', "a.jsonl, line 2: token id 64 .*vocabulary of 64: set --vocab_size"),
     ("a.jsonl", '{"input_ids": [1, -1]}\n', "a.jsonl, line 1: token id -1 is negative; ids must be in"),
     ("a.jsonl.gz", gzip.compress(ROW.encode() * 999)[:-20], "a.jsonl.gz is truncated: .*copy it again"),

@@ -11,6 +11,7 @@ import yaml
 
 import train_lib
 from smp.config import AUTO, ActivationConfig, LossConfig, ParallelConfig, Settings
+from smp.mesh import lay_out
 from smp.parallel import allocator, choices
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
 from smp.parallel.tensor import technique
@@ -120,7 +121,7 @@ def test_every_setting_that_may_be_auto_is_decided(tmp_path, monkeypatch):
     plan = plan_of(["--sharding_strategy", "full_shard"], tmp_path)
     degrees = ["--tensor_parallel_degree", 2, "--context_parallel_degree", 2]
     plan = dataclasses.replace(plan, config=parse([*LLAMA, *SYNTHETIC, *degrees]))
-    seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config)
+    seen = dataclasses.replace(situation(plan.settings), hf_config=plan.model.hf_config, mesh=lay_out(1, 2, 2, 2))
     made = [choice for chooser in run_plan.CHOOSERS for choice in chooser(seen)]
     assert {choice.name for choice in made} | {"sharding_strategy"} == may_be
     for name in may_be:
