@@ -263,9 +263,10 @@ def test_horizons_that_make_no_sense(tmp_path, caplog):
         apply_activation_offload([nn.Linear(2, 2), nn.Linear(2, 2)], DiskStore(tmp_path), horizon=1)
         assert not caplog.messages
         apply_activation_offload([nn.Linear(2, 2), nn.Linear(2, 2)], DiskStore(tmp_path), horizon=2)
-    assert caplog.messages == [
+    # Once more where a handler was left on smp's logger, as its records then reach root's as well.
+    assert set(caplog.messages) == {
         "Nothing is offloaded: the model has 2 blocks, and activation_loading_horizon keeps the last 2."
-    ]
+    }
 
 
 @pytest.mark.full
