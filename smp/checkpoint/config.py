@@ -99,6 +99,8 @@ class CheckpointConfig(Section):
                 f"--num_kept_checkpoints must be at least 2 with --checkpoint_type {self.checkpoint_type}: a crash in "
                 f"the middle of a save leaves ranks with different newest checkpoints"
             )
+        if self.checkpoint_cache_dir is not None and not is_url(self.resume_from_checkpoint or ""):
+            found.append("--checkpoint_cache_dir is for a URL in --resume_from_checkpoint: give one, or leave it out")
         if self.reset_progress and self.resume_from_checkpoint in (None, "latest"):
             found.append(
                 "--reset_progress 1 needs a path in --resume_from_checkpoint, as latest is this run's own: give the "

@@ -18,6 +18,7 @@ from smp.data.source import Found
 from smp.data.storage import DataFile
 from smp.data.text import TextTokenizer
 from smp.data.token_cache import IGNORED, digest_of, token_dtype
+from smp.environment import read_launch
 from smp.errors import UserError
 from smp.log import say
 
@@ -98,7 +99,7 @@ def open_conversations(
     )  # fmt: skip
     identity = digest_of(form.name, *form.key, [file.identity for file in files])
     packed = PackedSamples(stores, sequence_length, identity, choice, what=what, origins=[file.url for file in files])
-    if config.show_masks and not validation:
+    if config.show_masks and not validation and read_launch().rank == 0:
         show(packed, words, config.show_masks)
     return packed
 

@@ -111,6 +111,10 @@ class DataConfig(Section):
                 for name in OF_CHAT
                 if getattr(self, name) != defaults[name]
             ]
+        elif self.validation_split and self.validation_freq is None and not self.evaluate_only:
+            found.append(
+                "--validation_split leaves out what nothing validates on: set --validation_freq, or leave it out"
+            )
         elif self.validation_split and self.test_dir is not None:
             found.append("--validation_split and --test_dir both name the validation data: leave one out")
         if self.dataset_name is None:

@@ -70,8 +70,8 @@ class Chat:
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text between the tokens that the tokenizer begins texts with and its end-of-sequence token."""
-        if self.train_on == "last" or (self.train_on == "assistant" and not prompt):
-            raise ConversationError(f"has no assistant turns, and --train_on {self.train_on} trains on these")
+        if self.train_on == "last" or (self.train_on in ("assistant", "completion") and not prompt):
+            raise ConversationError(f"is a text without turns, and --train_on {self.train_on} trains on some of them")
         start = 0 if self.train_on == "all" else len(prompt)
         encoding = self.tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
         ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
@@ -177,8 +177,7 @@ def _message(message: Any, name: str) -> Message:
         raise ConversationError(f"{name} has role {role!r}; allowed: {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") for part in content if isinstance(part, dict)}
-        if kinds != {"text"} or not all(isinstance(part, dict) for part in content):
+        if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in content):
             raise ConversationError(f"{name} has content that is not text, which cannot be trained on: leave it out")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):

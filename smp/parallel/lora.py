@@ -23,6 +23,7 @@ from smp.config import Section, Settings, setting
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.json_input import read_object
+from smp.log import get_logger
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, Step, drawn
@@ -32,6 +33,7 @@ from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel.linear import Product, is_transposed, replace_product
 from smp.parallel.technique import Parameters, Setup
 
+logger = get_logger("model")
 WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # Fields of peft's config that change what an adapter computes, with the values that are known here.
@@ -39,6 +41,7 @@ _PLAIN = {
     "bias": ("none",), "use_dora": (False,), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "layers_to_transform": (None,), "lora_bias": (False,), "use_qalora": (False,),
     "trainable_token_indices": (None,), "target_parameters": (None, []), "layer_replication": (None,),
+    "exclude_modules": (None, []),
 }  # fmt: skip
 
 
@@ -68,8 +71,12 @@ class Config(Section):
     def problems(self) -> list[str]:
         """Add settings without adapters."""
         found = super().problems()
-        if not self.lora_rank and self.adapter_path is None and self.save_merged_model:
-            found.append("--save_merged_model 1 adds adapters to the weights: set --lora_rank or --adapter_path")
+        if not self.lora_rank and self.adapter_path is None:
+            found += [
+                f"--{field.name} is of adapters: set --lora_rank or --adapter_path, or leave it out"
+                for field in dataclasses.fields(self)
+                if getattr(self, field.name) != field.default
+            ]
         return found
 
     @property
@@ -89,7 +96,14 @@ class Config(Section):
 def _read_config(config: Config, folder: pathlib.Path) -> Config:
     try:
         found = read_object(folder / ADAPTER_CONFIG)
-    except (OSError, ValueError) as error:
+        targets = found.get("target_modules")
+        theirs: dict[str, Any] = {
+            "lora_rank": int(found["r"]),
+            "lora_alpha": float(found["lora_alpha"]),
+            "lora_target_modules": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+            "lora_use_rslora": bool(found.get("use_rslora", False)),
+        }
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
             f"and {WEIGHTS}, as peft's save_pretrained writes them"
@@ -99,13 +113,6 @@ def _read_config(config: Config, folder: pathlib.Path) -> Config:
     for name, known in _PLAIN.items():
         if found.get(name, known[0]) not in known:
             raise UserError(f"--adapter_path {folder}: {name} is {found[name]!r}, which is not known here")
-    targets = found.get("target_modules")
-    theirs: dict[str, Any] = {
-        "lora_rank": found.get("r"),
-        "lora_alpha": float(found.get("lora_alpha", 0)),
-        "lora_target_modules": (targets,) if isinstance(targets, str) else tuple(sorted(targets or ())),
-        "lora_use_rslora": bool(found.get("use_rslora", False)),
-    }
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     for name, value in theirs.items():
         own = getattr(config, name)
@@ -283,6 +290,9 @@ def _config_text(model: nn.Module, config: Config, settings: Settings, layers: M
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the targets add the factors' product; before the layers are split."""
     _replace_products(model, setup.family, setup.settings)
+    path = setup.settings[Config].adapter_path
+    if path is not None and (rate := read_object(pathlib.Path(path).expanduser() / ADAPTER_CONFIG).get("lora_dropout")):
+        logger.warning("--adapter_path %s: its lora_dropout of %s is not applied", path, rate)
 
 
 def _replace_products(model: nn.Module, family: Family, settings: Settings) -> None:

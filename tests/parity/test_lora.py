@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import smp
 from smp.checkpoint.hf_export import export_hf
+from smp.comm.gloo import DirectReduceScatter
 from smp.config import LossConfig, Settings
 from smp.errors import UserError
 from smp.models.registry import family_of
@@ -63,6 +66,19 @@ def our_name(name: str) -> str:
     return re.sub(r"^base_model\.model\.|\.default\.weight$", "", name)
 
 
+@contextlib.contextmanager
+def reduced_sizes():
+    """Yield the sizes of what is reduced to shards."""
+    call, sizes = DirectReduceScatter.__call__, []
+
+    def reduce(self, output_tensor, input_tensor, *args, **kwargs):
+        sizes.append(input_tensor.numel())
+        return call(self, output_tensor, input_tensor, *args, **kwargs)
+
+    with mock.patch.object(DirectReduceScatter, "__call__", reduce):
+        yield sizes
+
+
 def check_layouts(name, layouts, folder):
     """Three steps from peft's file, compared with peft's own; then files that peft reads, and merged weights."""
     theirs = peft.PeftModel.from_pretrained(build_reference(name, torch.float64), folder / "adapter", is_trainable=True)
@@ -82,10 +98,12 @@ def check_layouts(name, layouts, folder):
                     {n: whole(p.grad) for n, p in m.named_parameters() if p.requires_grad}
                 )
             )
-            result = train_step(
-                model, optimizer, rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation),
-                setup=setup, device=torch.device("cpu"), grad_clip=CLIP,
-            )  # fmt: skip
+            batch = rank_batch(step, mesh.data_rank, mesh.data_size, layout.accumulation)
+            with reduced_sizes() as sizes:
+                result = train_step(model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=CLIP)
+            if layout == Layout("full_shard"):  # the factors alone are reduced, once, and padded to the ranks
+                rows = sum(-(-p.shape[0] // 2) * 2 * p.shape[1] for p in model.parameters() if p.requires_grad)
+                assert sum(sizes) == rows and len(sizes) == 3  # blocks
             hook.remove()
             assert abs(result.loss() - expected.losses[step]) <= 1e-9 * expected.losses[step], (layout, step)
             for key, gradient in found.items() if step == 0 else ():

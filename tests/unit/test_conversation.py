@@ -144,7 +144,8 @@ def test_prompt_and_completion_and_text():
         ({"messages": [*ASKED[1:3], ASKED[0]]}, "smollm3", "auto", r"message 3 \(system\) is left out"),
         ({"messages": ASKED[1:]}, "no_stop", "auto", "no special token: a model trained so would not stop"),
         ({"messages": ASKED}, "qwen3", "completion", "--train_on completion needs prompt and completion"),
-        ({"text": "a"}, "qwen3", "last", "--train_on last trains on these"),
+        ({"text": "a"}, "qwen3", "last", "a text without turns, and --train_on last"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "qwen3", "auto", "not text"),
     ],
 )  # fmt: skip
 def test_conversations_that_cannot_be_used(sample, name, train_on, match):
