@@ -96,7 +96,7 @@ class Config(Section):
 def _read_config(config: Config, folder: pathlib.Path) -> Config:
     try:
         found = read_object(folder / ADAPTER_CONFIG)
-        targets = found.get("target_modules")
+        targets = found["target_modules"]
         theirs: dict[str, Any] = {
             "lora_rank": int(found["r"]),
             "lora_alpha": float(found["lora_alpha"]),
