@@ -88,6 +88,9 @@ class Section:
 
     def __post_init__(self) -> None:
         fields = [field for field in dataclasses.fields(self) if field.metadata]
+        for field in fields:
+            if isinstance(field.default, tuple) and isinstance(getattr(self, field.name), list):  # as JSON has it
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
         wrong = [_type_problem(field.name, getattr(self, field.name), field.default) for field in fields]
         if found := [text for text in wrong if text]:
             raise ConfigError(found)

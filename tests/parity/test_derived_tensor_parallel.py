@@ -53,7 +53,7 @@ def _cases():
         config_of("glm", head_dim=8, attention_bias=True, **{**GROUPED, "num_key_value_heads": 2}),
     ]
     for config in configs:
-        family_of(config)  # derived once, in fp32
+        family_of(build(config, attention="eager").config)  # derived once, in fp32
         yield Case(config, Layout("no_shard", tp=2, sequence=False), batch_of(config, LENGTH), "eager")
         # Padded inside; and no rank has whole rows.
         batch = {key: rows[:3] for key, rows in batch_of(config, 11).items()}

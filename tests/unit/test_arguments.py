@@ -17,6 +17,7 @@ from docs.smp_v2_tables import FLAGS as SMP_V2
 from smp.compat import other_trainers
 from smp.errors import ConfigError, UserError
 from smp.models.preset import list_presets
+from smp.parallel.parallelize import settings_of
 from smp.train.arguments import FLAGS, SECTIONS, parse_args
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -124,6 +125,9 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
     json.dumps(config.flat(), allow_nan=False)  # as checkpoints and the history keep them
     again = parse_args(["--config", str(tmp_path / "config.yaml")])
     assert {**vars(again), "given": None} == {**vars(config), "given": None}
+    # As the planner and the reader of a checkpoint build the techniques' sections.
+    rebuilt = settings_of(json.loads(json.dumps(config.flat()))).sections
+    assert [section for section in rebuilt if section not in vars(config).values()] == []
 
 
 @pytest.mark.parametrize(
