@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 # Lists the files of an export, so that a later export may replace them and nothing else.
 MARKER = "smp_export.json"
 
+_CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "merges.txt", "tokenizer.model", _CHAT_TEMPLATE, "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "sentencepiece.model", "tekken.json", "emoji.json", "chat_template.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _GENERATION = "generation_config.json"
@@ -133,7 +134,9 @@ def _plan_files(
 
 
 def _pretrained_files(
-    tokenizer_dir: pathlib.Path | str | None, generation_dir: pathlib.Path | str | None
+    tokenizer_dir: pathlib.Path | str | None,
+    generation_dir: pathlib.Path | str | None,
+    chat_template: pathlib.Path | str | None,
 ) -> dict[str, pathlib.Path]:
     """Return the files that an export copies, by their names in it.
 
@@ -145,6 +148,10 @@ def _pretrained_files(
             root = pathlib.Path(directory)
             files = [file for name in names for file in root.glob(name) if file.is_file()]
             found.update({str(file.relative_to(root)): file for file in files})
+    if chat_template is not None and (template := pathlib.Path(chat_template)).is_file():
+        found[_CHAT_TEMPLATE] = template
+    elif chat_template is not None:
+        logger.warning("%s is not there any more: the export has no such chat template", chat_template)
     return found
 
 
@@ -261,6 +268,7 @@ def export_hf(
     whole: Callable[[str], torch.Tensor] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
     generation_dir: pathlib.Path | str | None = None,
+    chat_template: pathlib.Path | str | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: torch.dtype | None = None,
     progress: Callable[[], None] = lambda: None,
@@ -279,6 +287,7 @@ def export_hf(
         whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
         tokenizer_dir: directory whose tokenizer files are copied along.
         generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
+        chat_template: file of the template that the model was trained with, if it is not the tokenizer's own.
         max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
         dtype: dtype of the files; None: the parameters'.
         progress: called before each parameter and each file.
@@ -313,7 +322,7 @@ def export_hf(
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # of a failure: a published one has its name
             _claim(directory)
             generation = getattr(model, "generation_config", None)
-            copied = _pretrained_files(tokenizer_dir, generation_dir)
+            copied = _pretrained_files(tokenizer_dir, generation_dir, chat_template)
             _write_configs(partial, hf_config, family, generation=generation, dtype=stored, copied=copied)
             for each in {p.apart.file: p.apart for p in added.values() if p.apart is not None}.values():
                 for name, text in each.beside.items():

@@ -156,6 +156,7 @@ def _write(place: Place, manifest: Manifest, output: Path, options: argparse.Nam
             whole=lambda name: reader.read(_MODEL + name),
             tokenizer_dir=tokenizer,
             generation_dir=generation_dir_of(*model_dirs(manifest)),
+            chat_template=_setting(manifest, "chat_template"),
             max_shard_bytes=parse_size(options.max_shard_size),
             dtype=DTYPES[options.dtype] if options.dtype else None,
         )

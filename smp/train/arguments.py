@@ -196,7 +196,7 @@ def _convert(name: str, values: list[Any]) -> Any:
         UserError: an argument does not fit the setting's type.
     """
     flag = FLAGS[name]
-    if flag.optional and values == [None]:
+    if flag.optional and values in ([None], ["none"]):  # to leave out what --config gives
         return None
     if not values or (len(values) > 1 and not flag.is_list):
         got = " ".join(map(str, values)) or "nothing"

@@ -15,6 +15,7 @@ from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
 from smp.log import configure_logging, get_logger
+from smp.parallel import lora
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.metrics import json_line, perplexity
@@ -121,6 +122,8 @@ def _resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start
 def _report(plan: RunPlan, start: Start, result: Validation) -> None:
     """Log the result, and print it as a line of JSON, the last of the output."""
     model, step = plan.model.weights or plan.model.name, start.saved.step if start.saved else None
+    if adapter := plan.settings[lora.Config].adapter_path:
+        model = f"{model} with {adapter}"
     untrained = start.checkpoint is None and plan.model.weights is None
     logger.info(
         "Evaluated %s%s on %d samples, %d tokens",

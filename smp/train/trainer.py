@@ -256,6 +256,7 @@ def finish(trainer: Trainer, status: int) -> None:
             hf_config=plan.model.hf_config,
             tokenizer_dir=Path(tokenizer).expanduser() if tokenizer else plan.model.tokenizer_dir,
             generation_dir=plan.model.generation_dir,
+            chat_template=plan.config.data.chat_template,
             progress=functools.partial(trainer.guard.enter, "checkpoint"),
         )
         is_adapter = (final / ADAPTER_CONFIG).exists()

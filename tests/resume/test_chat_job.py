@@ -6,6 +6,7 @@ import json
 import pathlib
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.job import losses, run_job
 
@@ -26,7 +27,12 @@ def words(tmp_path, run, data=SAMPLE / "conversations.jsonl"):
 @pytest.mark.full
 def test_the_curve_is_the_same_at_any_layout(tmp_path):
     more = ["--validation_split", 0.1, "--validation_freq", 2, "--show_masks", 2]
-    one = run_job(*words(tmp_path, "one"), *more, "--train_batch_size", 2, world_size=1).succeeded()
+    final = ["--save_final_model", 1, "--train_batch_size", 2]
+    one = run_job(*words(tmp_path, "one"), *more, *final, world_size=1).succeeded()
+    messages = [{"role": "user", "content": "Where?"}]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one" / "final")  # has the template that it was trained with
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "User: Where?\nAssistant:"
     assert one.output.count("trained on between") == 2 and "Assistant:⟦ " in one.output
     for name, layout in (
         ("two", []),

@@ -105,6 +105,13 @@ def test_yaml_that_cannot_be_used(text, expected, tmp_path):
         from_yaml(tmp_path, text)
 
 
+def test_none_leaves_out_what_the_file_gives(tmp_path):
+    (tmp_path / "config.yaml").write_text("resume_from_checkpoint: latest\nmax_context_width: 8\n")
+    words = ["--resume_from_checkpoint", "none", "--max_context_width", "none"]
+    config = parse("--config", tmp_path / "config.yaml", *words)
+    assert config.checkpoint.resume_from_checkpoint is None and config.model.max_context_width is None
+
+
 def test_a_missing_config_file_is_one_sentence(tmp_path):
     (problem,) = problems("--config", tmp_path / "absent.yaml")
     assert "absent.yaml cannot be read" in problem and "give the path" in problem
