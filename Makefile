@@ -7,7 +7,7 @@ ARGS ?=
 # Where torch is taken from, such as https://download.pytorch.org/whl/cpu; empty: as pip is configured.
 TORCH_INDEX ?=
 
-.PHONY: setup train test test-all test-slow test-floor gpu lint docs clean
+.PHONY: setup train finetune test test-all test-slow test-floor gpu lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -24,8 +24,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo 'DeepSpeed, Open MPI or a checker could not be installed: the tests that need them are skipped'
 	@touch $@
 
+JOB := $(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) -m smp.train
+
 train: setup
-	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) -m smp.train --config configs/demo.yaml $(ARGS)
+	@$(JOB) --config configs/demo.yaml $(ARGS)
+
+# After `make train`: adapters beside its model, trained on conversations, evaluated before and after, merged, and asked.
+finetune: setup
+	@test -e runs/demo/final || { echo 'make finetune: there is no runs/demo/final, which make train makes: run that first' >&2; exit 2; }
+	@$(JOB) --config configs/lora.yaml --evaluate_only 1 --resume_from_checkpoint none
+	@$(JOB) --config configs/lora.yaml $(ARGS)
+	@$(JOB) --config configs/lora.yaml --evaluate_only 1
+	@$(BIN)/smp export --merge runs/lora runs/lora/merged
+	@$(BIN)/python examples/ask.py runs/lora/merged 'Where is Lucas Lodge?'
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not full" tests
