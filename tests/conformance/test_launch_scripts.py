@@ -282,17 +282,19 @@ def planned(*words):
                     for name, value in json.loads(out.getvalue())["layouts"][0]["flags"].items()}  # fmt: skip
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("own", "flags"),
     [
-        (["--gpu_memory_gib", 40, "--nodes", 4], ["--model", "llama7b", "--global_batch_size", 16]),
+        pytest.param(
+            ["--gpu_memory_gib", 40, "--nodes", 4], ["--model", "llama7b", "--global_batch_size", 16],
+            marks=pytest.mark.smoke,
+        ),
         (
             ["--device", "a100_80gb"],
             ["--model", "llama3_8b", "--max_context_width", 65536, "--sharding_strategy", "auto"],
         ),
     ],
-)
+)  # fmt: skip
 def test_the_script_has_the_flags_that_the_planner_chooses(own, flags, closed):
     status, expected = planned(*own, *flags)
     given = {name.removeprefix("--"): str(value) for name, value in zip(flags[::2], flags[1::2], strict=True)}
