@@ -29,9 +29,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 train: setup
 	@$(BIN)/python -m smp.launch.local --nproc_per_node $(NPROC) -m smp.train --config configs/demo.yaml $(ARGS)
 
-# In the tree's order: by their number of tests, files of few long ones (tests/parity) would come last, on one core.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not full" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not full" tests
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=100 -m "not slow" tests

@@ -285,16 +285,13 @@ def planned(*words):
 @pytest.mark.parametrize(
     ("own", "flags"),
     [
-        pytest.param(
-            ["--gpu_memory_gib", 40, "--nodes", 4], ["--model", "llama7b", "--global_batch_size", 16],
-            marks=pytest.mark.smoke,
-        ),
+        (["--gpu_memory_gib", 40, "--nodes", 4], ["--model", "llama7b", "--global_batch_size", 16]),
         (
             ["--device", "a100_80gb"],
             ["--model", "llama3_8b", "--max_context_width", 65536, "--sharding_strategy", "auto"],
         ),
     ],
-)  # fmt: skip
+)
 def test_the_script_has_the_flags_that_the_planner_chooses(own, flags, closed):
     status, expected = planned(*own, *flags)
     given = {name.removeprefix("--"): str(value) for name, value in zip(flags[::2], flags[1::2], strict=True)}

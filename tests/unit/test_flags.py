@@ -442,6 +442,7 @@ def test_tp_overlap(tmp_path):
     plan_of(["--sequence_parallel", 0], tmp_path)
 
 
+@pytest.mark.full
 @check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
 def test_tensor_parallelism(tmp_path):
     def calls(*words):
