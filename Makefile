@@ -6,6 +6,8 @@ NPROC ?= 2
 ARGS ?=
 # Where torch is taken from, such as https://download.pytorch.org/whl/cpu; empty: as pip is configured.
 TORCH_INDEX ?=
+# Containers often forbid it; without cached bytecode every process compiles smp anew, and pytest all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup train finetune test test-all test-slow test-floor gpu lint docs clean
 

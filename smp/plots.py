@@ -38,13 +38,9 @@ def metrics_figure(
     Raises:
         UserError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, StrMethodFormatter
-    except ImportError as error:
-        raise UserError("curves need matplotlib: pip install matplotlib") from error
-    # Without pyplot the program's own backend and figures are left alone.
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = _figure("curves need", height=7)
+    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+
     (loss, lr), (speed, norm) = figure.subplots(2, 2, sharex=True)
     _draw(loss, train, "loss", title="Loss", color=_TRAIN, label="training")
     if validation:
@@ -85,11 +81,7 @@ def plot_memory(
     Raises:
         UserError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("a memory timeline needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = _figure("a memory timeline needs", height=5)
     axes = figure.subplots()
     shown = {name: [size / 2**20 for size in sizes] for name, sizes in categories.items() if any(sizes)}
     axes.stackplot(seconds, *shown.values(), labels=list(shown), step="post", lw=0)
@@ -103,6 +95,15 @@ def plot_memory(
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside right upper")
     _save(figure, png)
+
+
+def _figure(what: str, *, height: int) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"{what} matplotlib: pip install matplotlib") from error
+    # Without pyplot the program's own backend and figures are left alone.
+    return Figure(figsize=(11, height), layout="constrained")
 
 
 def _save(figure: Any, png: Path) -> None:

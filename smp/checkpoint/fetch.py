@@ -49,7 +49,7 @@ def fetch(store: ObjectStore, name: str, storage: Storage, advance: Callable[[in
     together(lambda: _require_room(storage.directory, manifest, store.at(name)))
     if dist.get_rank() == 0:
         logger.info("Downloading %s (%s) to %s.", store.at(name), readable(manifest.nbytes), storage.directory)
-    temporary = _begin(storage, name)
+    temporary = _asking(functools.partial(storage.begin, name))
     try:
         mine = together(lambda: _asking(functools.partial(_download_share, store, name, manifest, temporary, advance)))
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -111,13 +111,6 @@ def _require_room(directory: Path, manifest: Manifest, url: str) -> None:
             f"{url} has {readable(manifest.nbytes)} and {directory}, where it is to be copied to, has {readable(free)} "
             f"free: free some space, or choose another --output_dir (or --checkpoint_cache_dir)"
         )
-
-
-def _begin(storage: Storage, name: str) -> Path:
-    try:
-        return storage.begin(name)
-    except RunError as error:
-        raise UserError(str(error)) from error
 
 
 def _download_share(

@@ -22,7 +22,7 @@ from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.restore import ARCHITECTURE_KEYS
 from smp.cli.find import existing_directory, is_checkpoint, is_model
-from smp.cli.output import Progress, dtype_name, shown, table
+from smp.cli.output import dtype_name, progress, shown, table
 from smp.cli.places import one_place
 from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
@@ -186,10 +186,10 @@ def _compare_values(a: Side, b: Side, names: list[str], limit: int) -> bool:
     """Print the tensors that differ most; return whether any do."""
     sizes = {name: math.prod(a.tensors.entries[name].shape) * a.tensors.entries[name].dtype.itemsize for name in names}
     gaps = []
-    with Progress("comparing", sum(sizes.values())) as progress:
+    with progress("comparing", sum(sizes.values())) as bar:
         for name in names:
             gap = compare_tensor(a.tensors, b.tensors, name)
-            progress.add(sizes[name])
+            bar.update(sizes[name])
             if gap.count:
                 gaps.append(gap)
     print(

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from smp.comm.report import readable
+from tqdm import tqdm
+
 from smp.log import is_terminal, redact
 
 
@@ -29,28 +30,7 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
     return "\n".join(indent + line.rstrip() for line in lines)
 
 
-class Progress:
-    """A line that counts bytes, on a terminal only.
-
-    Args:
-        title: of the line.
-        total: bytes to come.
-    """
-
-    def __init__(self, title: str, total: int):
-        self._title, self._total, self._done = title, max(total, 1), 0
-        self._active = is_terminal(sys.stderr)
-
-    def add(self, count: int) -> None:
-        """Count bytes that are done."""
-        self._done += count
-        if self._active:
-            percent = 100 * self._done // self._total
-            print(f"\r{self._title}: {percent} % of {readable(self._total)}", end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._active:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def progress(title: str, total: int) -> tqdm[Any]:
+    """Return a bar that counts ``total`` bytes, on a terminal only."""
+    bar = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+    return tqdm(desc=title, total=total, disable=not is_terminal(sys.stderr), **bar)

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from smp.checkpoint.manifest import Manifest
-from smp.cli.output import Progress, shown
+from smp.cli.output import progress, shown
 from smp.cli.places import Place, find
 from smp.comm.report import readable
 from smp.environment.threads import available_cores
@@ -42,14 +42,14 @@ def problems_of(place: Place, manifest: Manifest, *, content: bool) -> list[str]
     if problems or not content:
         return problems
     threads = min(_MOST_THREADS, available_cores())
-    with Progress(f"reading {shown(place.name)}", manifest.nbytes) as progress, ThreadPoolExecutor(threads) as pool:
+    with progress(f"reading {shown(place.name)}", manifest.nbytes) as bar, ThreadPoolExecutor(threads) as pool:
 
         def read(names: list[str]) -> list[str]:
             return place.problems_of(manifest, names)
 
         groups = _groups(manifest, 4 * threads)
         for names, found in zip(groups, pool.map(read, groups), strict=True):
-            progress.add(sum(manifest.files[name].size for name in names))
+            bar.update(sum(manifest.files[name].size for name in names))
             problems += found
     return sorted(problems)
 

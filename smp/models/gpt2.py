@@ -7,7 +7,6 @@ from smp.models.tensor_plan import Part, TensorPlan
 
 def plan(hf_config: Any) -> TensorPlan:
     """Return the tensor-parallel plan of a config."""
-    heads = hf_config.num_attention_heads
     return TensorPlan(
         parts=(
             Part(
@@ -16,7 +15,5 @@ def plan(hf_config: Any) -> TensorPlan:
             ),
             Part("mlp", ("c_fc",), "c_proj"),
         ),
-        heads=heads,
-        key_value_heads=heads,
         width=hf_config.n_inner or 4 * hf_config.hidden_size,
     )  # fmt: skip

@@ -27,56 +27,45 @@ def llama_like(hf_config: Any) -> TensorPlan | None:
 
 def gptj(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-J."""
-    heads = hf_config.num_attention_heads
     return TensorPlan(
         parts=(
             Part("attn", _QKV, "out_proj", heads=True, counts=("num_attention_heads",)),
             Part("mlp", ("fc_in",), "fc_out"),
         ),
-        heads=heads,
-        key_value_heads=heads,
         width=hf_config.n_inner or 4 * hf_config.hidden_size,
     )
 
 
 def gpt_neo(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-Neo."""
-    heads = hf_config.num_heads
     return TensorPlan(
         parts=(
             Part("attn.attention", _QKV, "out_proj", heads=True, counts=("num_heads",)),
             Part("mlp", ("c_fc",), "c_proj"),
         ),
-        heads=heads,
-        key_value_heads=heads,
         width=hf_config.intermediate_size or 4 * hf_config.hidden_size,
     )
 
 
 def persimmon(hf_config: Any) -> TensorPlan:
     """Return the plan of Persimmon: queries, keys and values of a head are neighbours."""
-    heads = hf_config.num_attention_heads
     return TensorPlan(
         parts=(
             Part("self_attn", ("query_key_value",), "dense", heads=True, counts=("num_heads",)),
             Part("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
-        ),
-        heads=heads,
-        key_value_heads=heads,
-        width=hf_config.intermediate_size,
+        )
     )
 
 
 def gpt_bigcode(hf_config: Any) -> TensorPlan:
     """Return the plan of GPT-BigCode: one key/value head for all, or queries, keys and values of a head together."""
-    heads, multi_query = hf_config.num_attention_heads, hf_config.multi_query
+    multi_query = hf_config.multi_query
     fused = {"c_attn": ("heads", "key_value", "key_value")} if multi_query else {}
     return TensorPlan(
         parts=(
             Part("attn", ("c_attn",), "c_proj", heads=True, fused=fused, counts=("num_heads", "embed_dim")),
             Part("mlp", ("c_fc",), "c_proj"),
         ),
-        heads=heads,
-        key_value_heads=1 if multi_query else heads,
+        key_value_heads=1 if multi_query else "num_attention_heads",
         width=hf_config.n_inner or 4 * hf_config.hidden_size,
     )

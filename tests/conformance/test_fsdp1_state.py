@@ -144,7 +144,6 @@ def _whole_states(folder):
             assert abs(a - b) <= 1e-9
 
 
-@pytest.mark.smoke
 def test_whole_states_go_to_and_from_fsdp1_and_a_plain_model(tmp_path):
     run_distributed(_whole_states, tmp_path, world_size=2)
 

@@ -88,7 +88,7 @@ def test_without_a_gpu_it_ends_with_status_1(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(report.FILES)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_call_on_the_stand_in_gpu(tmp_path):
     words = ("a bf16 job", "eager, full, 8 documents")
     done = call(tmp_path / "out", "--tiny", "--stand_in", shim(), "--side_by_side", 2, "--match", *words)

@@ -282,7 +282,6 @@ def planned(*words):
                     for name, value in json.loads(out.getvalue())["layouts"][0]["flags"].items()}  # fmt: skip
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("own", "flags"),
     [

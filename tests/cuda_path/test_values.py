@@ -31,7 +31,6 @@ def curve(folder: pathlib.Path) -> list[tuple[float, float]]:
     "flags",
     [
         "--tensor_parallel_degree 2",
-        f"--context_parallel_degree 2 --cp_comm_type p2p {DOCUMENTS}",
         *(
             pytest.param(flags, marks=pytest.mark.slow)  # more than a minute of a core each
             for flags in (
@@ -39,6 +38,7 @@ def curve(folder: pathlib.Path) -> list[tuple[float, float]]:
                 "--gradient_accumulation_steps 2 --reshard_between_microbatches 0",
                 "--offload_activations 1 --activation_loading_horizon 1",
                 "--cpu_offload 1",
+                f"--context_parallel_degree 2 --cp_comm_type p2p {DOCUMENTS}",
                 "--context_parallel_degree 2 --cp_comm_type all_gather --gradient_accumulation_steps 2",
                 "--context_parallel_degree 2 --cp_comm_type all_to_all --activation_checkpointing_mode selective",
                 f"--checkpoint_type async_sharded {DOCUMENTS}",

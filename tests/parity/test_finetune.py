@@ -43,7 +43,10 @@ def hugging_face_loss(model, rows) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "llama_tied", "mistral", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_gqa", "gpt_neox", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama_tied", "mistral"))],
+)
 def test_first_loss_is_hugging_faces_own(name, rows, tmp_path):
     reference = build_reference(name, torch.float32).eval()
     reference.save_pretrained(tmp_path / "pretrained")

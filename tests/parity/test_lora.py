@@ -129,8 +129,11 @@ def check_files(model, settings, name, folder):
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox"])
+@pytest.mark.parametrize(("name", "world_size"), [
+    ("llama_gqa", 1), ("gpt_neox", 1), ("llama_gqa", 2),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("gpt_neox", 2), ("llama_gqa", 4))),
+    pytest.param("gpt_neox", 4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_steps_and_files_are_those_of_peft(name, world_size, tmp_path):
     peft_of(build_reference(name, torch.float64)).save_pretrained(tmp_path / "adapter")
     run_distributed(check_layouts, name, LAYOUTS[world_size], tmp_path, world_size=world_size)

@@ -44,6 +44,8 @@ NAMES = ["llama_tied", "gpt_neox", "odd"]
 FOUR = [  # of four processes
     Layout("full_shard", tp=2), Layout("full_shard", tp=4), Layout("no_shard", tp=2), Layout("full_shard"),
 ]  # fmt: skip
+# Every layout with the model whose sizes do not divide; the others, whose parameters are other ones, at the first.
+LAID_OUT = {name: FOUR if name == "odd" else FOUR[:1] for name in NAMES}
 
 
 def tiny_config(name: str):
@@ -103,9 +105,9 @@ def one_process(name: str) -> dict[str, torch.Tensor]:
 
 def _check_initial(expected):
     for name in expected:
-        for layout in FOUR:
+        for layout in LAID_OUT[name]:
             assert_values(values(prepared(name, layout)), expected[name], (name, layout))
-        assert_values(values(prepared(name, FOUR[0], delayed=False)), expected[name], (name, "not delayed"))
+    assert_values(values(prepared("odd", FOUR[0], delayed=False)), expected["odd"], "not delayed")
 
 
 @pytest.mark.full
@@ -166,7 +168,7 @@ def resident() -> int:
 def _check_pretrained(folder, names):
     for name in names:
         expected = values(changed_model(name))
-        for layout in FOUR:
+        for layout in LAID_OUT[name]:
             with pytest.MonkeyPatch.context() as patches:
                 reads = CountReads(patches)
                 model = prepared(name, layout, weights=folder / name)

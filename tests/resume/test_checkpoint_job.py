@@ -241,31 +241,20 @@ def test_a_damaged_newer_one_is_set_aside_and_does_not_push_out_good_ones(tmp_pa
     assert os.readlink(run / "checkpoints" / "latest") == "llama_v2-3steps"
 
 
-def test_one_directory_that_fails_does_not_keep_the_last_checkpoint_from_the_other(tmp_path):
+@pytest.mark.parametrize(("kind", "freq", "most", "written"), [("sharded", 9, 2, 2), ("async_sharded", 3, 6, 3)])
+def test_one_directory_that_fails_does_not_keep_a_checkpoint_from_the_other(kind, freq, most, written, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
 
     def prepare(rank: int) -> None:
         if rank == 0:
             fail(a, "rename directory", set(range(9)))
 
-    words = [*JOB, "--checkpoint_dir", a, b, "--checkpoint_freq", 9, 9, "--num_kept_checkpoints", 2, 2]
-    outcome = run_job(*words, "--max_steps", 2, "--output_dir", tmp_path / "run", world_size=2, prepare=prepare)
-    assert outcome.statuses == [1, 1] and "a/llama_v2-2steps could not be written" in outcome.output, outcome.output
-    assert steps(a) == [] and steps(b) == [2]
-
-
-def test_one_directory_that_fails_does_not_keep_an_asynchronous_checkpoint_from_the_other(tmp_path):
-    a, b = tmp_path / "a", tmp_path / "b"
-
-    def prepare(rank: int) -> None:
-        if rank == 0:
-            fail(a, "rename directory", set(range(9)))
-
-    words = [*JOB, "--checkpoint_dir", a, b, "--checkpoint_freq", 3, 3, "--num_kept_checkpoints", 2, 2]
-    words += ["--checkpoint_type", "async_sharded", "--max_steps", 6, "--output_dir", tmp_path / "run"]
+    words = [*JOB, "--checkpoint_dir", a, b, "--checkpoint_freq", freq, freq, "--num_kept_checkpoints", 2, 2]
+    words += ["--checkpoint_type", kind, "--max_steps", most, "--output_dir", tmp_path / "run"]
     outcome = run_job(*words, world_size=2, prepare=prepare)
-    assert outcome.statuses == [1, 1] and "a/llama_v2-3steps could not be written" in outcome.output, outcome.output
-    assert steps(a) == [] and steps(b) == [3]
+    assert outcome.statuses == [1, 1], outcome.output
+    assert f"a/llama_v2-{written}steps could not be written" in outcome.output, outcome.output
+    assert steps(a) == [] and steps(b) == [written]
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -230,12 +230,3 @@ def test_a_small_validation_set_counts_each_row_once(jsonl, tmp_path):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         found += [line["val_loss"] for line in lines if "val_loss" in line and line["step"]]
     assert found == pytest.approx([found[0]] * 2, rel=1e-5)
-
-
-@pytest.mark.full
-def test_retention_and_latest(jsonl, tmp_path):
-    run = tmp_path / "run"
-    flags = [*LLAMA, "--training_dir", jsonl, "--data_cache_dir", tmp_path / "cache", "--output_dir", run]
-    run_job(*flags, "--max_steps", 7, "--checkpoint_freq", 2, "--num_kept_checkpoints", 2).succeeded()
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "llama_v2-6steps", "llama_v2-7steps"]
-    assert (run / "checkpoints" / "latest").resolve().name == "llama_v2-7steps"

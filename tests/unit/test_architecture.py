@@ -8,7 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -61,9 +61,14 @@ def package(module: str) -> str:
 
 
 @functools.cache
+def nodes(path: pathlib.Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: pathlib.Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -173,9 +178,9 @@ def of_a_role(expression: ast.AST, kind: str) -> bool:
     return False
 
 
-def ranks_from_degrees(tree: ast.AST) -> Iterator[ast.BinOp]:
+def ranks_from_degrees(syntax: Iterable[ast.AST]) -> Iterator[ast.BinOp]:
     """Where a rank or the world is divided by a degree, or degrees are multiplied."""
-    for node in ast.walk(tree):
+    for node in syntax:
         if isinstance(node, ast.BinOp):
             divides = isinstance(node.op, (ast.FloorDiv, ast.Mod, ast.Div)) and of_a_role(node.right, "size")
             of_ranks = of_a_role(node.left, "rank") or of_a_role(node.left, "size")
@@ -190,27 +195,35 @@ def test_only_the_mesh_computes_ranks_from_degrees():
     for path in sources():
         # The environment's readers have the launcher's numbers, and the backend its own group's.
         if module_name(path).split(".")[1:2] not in (["mesh"], ["environment"], ["comm"]):
-            wrong += [f"{path}:{node.lineno}" for node in ranks_from_degrees(ast.parse(path.read_text()))]
+            wrong += [f"{path}:{node.lineno}" for node in ranks_from_degrees(nodes(path))]
     assert wrong == []
     for text in ("launch.rank // mesh.tp.size", "world_size % plan.mesh.tp.size", "m.shard.size * m.replicas.size"):
-        assert list(ranks_from_degrees(ast.parse(text))), text
-    assert not list(ranks_from_degrees(ast.parse("batch * mesh.data.size + tokens // mesh.loss.size")))
+        assert list(ranks_from_degrees(ast.walk(ast.parse(text)))), text
+    other = ast.parse("batch * mesh.data.size + tokens // mesh.loss.size")
+    assert not list(ranks_from_degrees(ast.walk(other)))
 
 
 def test_sizes_stay_readable():
     for path in sources():
         lines = path.read_text().count("\n")
         assert lines <= 400 or str(path.relative_to(ROOT)) in LONG_FILES, f"{path} has {lines} lines"
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 100, f"{path}:{node.lineno} {node.name} has {length} lines"
 
 
 def test_importing_smp_is_light():
-    code = "import sys, smp; print([m for m in ('transformers', 'datasets', 'matplotlib') if m in sys.modules])"
+    """Heavy packages are imported where they are used, ``smp.plots`` can be run by ``-m``, and no handler is added."""
+    code = (
+        "import logging, sys, smp\n"
+        "smp.log.get_logger('a')\n"
+        "print('smp.plots' in sys.modules, logging.root.handlers, logging.getLogger('smp').handlers)\n"
+        "import smp.plots\n"
+        "print([name for name in ('transformers', 'datasets', 'matplotlib') if name in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert out.stdout.splitlines() == ["False [] []", "[]"]
 
 
 def test_no_unnumbered_todo():

@@ -156,7 +156,7 @@ def test_kinds_of_batches_do_not_end_a_run(allowed, graphs, monkeypatch):
 @pytest.mark.full
 @pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler takes no path with a space")
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 mixes fp64 and fp32 in attention's backward")
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_inductor(mode):
     torch._dynamo.reset()
     counters.clear()
@@ -170,7 +170,7 @@ def test_inductor(mode):
 @pytest.mark.full
 def test_blocks_of_any_number_are_compiled_once(graphs):
     config = tiny_config("llama_gqa")
-    config.num_hidden_layers = 12  # more than torch compiles anew
+    config.num_hidden_layers = 9  # more than torch compiles anew
     model = prepared(type(build_reference("llama_gqa", torch.float32))(config), "selective")
     for each in range(2):
         step(model, each)

@@ -88,13 +88,19 @@ CONTAINERS = ["txt", "txt.gz", "jsonl", "json.gz", "parquet", "arrow", "saved"]
 OFTEN = ("jsonl", "parquet")
 
 
+@pytest.fixture(scope="module")
+def in_texts(tmp_path_factory):
+    """The tokens of the documents in text files."""
+    folder = tmp_path_factory.mktemp("texts")
+    return tokens(write("txt", folder / "txt", TEXTS), folder)
+
+
 @pytest.mark.parametrize(
     "kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.full) for each in CONTAINERS[1:]]
 )
-def test_the_same_documents_give_the_same_tokens_in_any_container(tmp_path, kind):
-    expected = tokens(write("txt", tmp_path / "txt", TEXTS), tmp_path)
-    assert expected.count(0) == len(TEXTS) - 1 and len(expected) > 100_000
-    assert tokens(write(kind, tmp_path / kind, TEXTS), tmp_path) == expected
+def test_the_same_documents_give_the_same_tokens_in_any_container(tmp_path, kind, in_texts):
+    assert in_texts.count(0) == len(TEXTS) - 1 and len(in_texts) > 100_000
+    assert tokens(write(kind, tmp_path / kind, TEXTS), tmp_path) == in_texts
 
 
 def test_ids_are_found_in_every_container(tmp_path):

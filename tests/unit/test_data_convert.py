@@ -119,7 +119,9 @@ def write_table(folder):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("write", [write_texts, write_ids, write_json_texts, write_table])
+@pytest.mark.parametrize("write", [
+    write_texts, write_ids, *(pytest.param(each, marks=pytest.mark.slow) for each in (write_json_texts, write_table)),
+])  # fmt: skip
 def test_all_cores_write_the_bytes_that_one_writes(tmp_path, monkeypatch, cores, write):
     """A file with more than its share in chunks, the others whole."""
     monkeypatch.setattr(jsonl, "CHUNK", 10_000)

@@ -417,18 +417,18 @@ def test_a_dry_run_plans_large_jobs_in_little_memory(tmp_path):
     code = (
         "import sys, train_lib\n"
         "for model in ('llama70b', 'gpt_neox_20b'):\n"
-        "    for world in ('64', '256'):\n"
-        "        words = ['--model', model, '--dry_run', '1', '--dry_run_world_size', world, *sys.argv[1:]]\n"
-        "        assert train_lib.main(words) == 0\n"
-        "        print('NEXT')\n"
+        "    words = ['--model', model, '--dry_run', '1', '--dry_run_world_size', '256', *sys.argv[1:]]\n"
+        "    assert train_lib.main(words) == 0\n"
+        "    print('NEXT')\n"
         # Not ru_maxrss, which begins with that of the process that started this one.
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", code, *SYNTHETIC, "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     *reports, peak_kib = done.stdout.split("NEXT\n")
-    for report, world in zip(reports, (64, 256, 64, 256), strict=True):
-        assert f"dp_replicate {world // 8} x dp_shard 8 x tp 1 = {world} processes" in report
+    assert len(reports) == 2
+    for report in reports:
+        assert "dp_replicate 32 x dp_shard 8 x tp 1 = 256 processes" in report
     assert int(peak_kib) < 1.5 * 2**20
 
 
@@ -442,6 +442,7 @@ def test_tp_overlap(tmp_path):
     plan_of(["--sequence_parallel", 0], tmp_path)
 
 
+@pytest.mark.full
 @check("tensor_parallel_degree", "sequence_parallel", "tp_save_gathered")
 def test_tensor_parallelism(tmp_path):
     def calls(*words):

@@ -3,7 +3,6 @@ import logging
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -193,10 +192,3 @@ def test_a_full_disk_is_one_warning_and_no_traceback(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == "" and [f"line {number}" in out for number in range(3)] == [True] * 3
     assert out.count("rank0.log cannot be written (No space left on device)") == 1
-
-
-@pytest.mark.full
-def test_importing_adds_no_handler():
-    code = "import logging as g, smp.log as l; l.get_logger('a'); print(g.root.handlers, g.getLogger('smp').handlers)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[] []"

@@ -73,7 +73,7 @@ def _check_every_split():
                 _check_split(dtype, tolerance, vocabulary, ignored)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_split_logits_have_the_loss_and_gradient_of_whole_ones(world_size):
     run_distributed(_check_every_split, world_size=world_size)
 

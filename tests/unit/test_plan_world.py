@@ -31,7 +31,7 @@ OFFLOADED = f"{DEEP} --offload_activations 1 --activation_loading_horizon 1"
 FOLDER = f"--offload_dir {tempfile.gettempdir()}"
 TO_DISK = f"{OFFLOADED} {FOLDER}"
 
-full = pytest.mark.full
+trial = pytest.mark.slow  # two minutes of a core; the bytes of the plan as it is: tests/parity/test_plan_bytes.py
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="a plan for GPUs needs a C++ compiler")
 of_a_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,7 +93,7 @@ def test_micro_batches_are_the_jobs():
     assert rows("--global_batch_size", "22") == ([2] * 5 + [1], [2, 2, 1])
 
 
-@full
+@trial
 def test_a_number_is_read():
     """The counted tokens, the norm, the flags of faults: no fake tensor has a value."""
     right, without = answers("cpu")["numbers"]
@@ -101,7 +101,7 @@ def test_a_number_is_read():
     assert without == {"error": "DataDependentOutputException: aten._local_scalar_dense.default"}
 
 
-@full
+@trial
 @pytest.mark.parametrize(("trap", "error"), [
     ("mesh", "DataDependentOutputException"),  # the mesh's ranks are read
     ("concatenate", "DynamicOutputShapeException: aten.nonzero"),  # fully_shard joins its mesh to that of tp
@@ -113,28 +113,28 @@ def test_the_step_ends_on_cpus(trap, error):
     assert without["error"].startswith(error)
 
 
-@full
+@trial
 def test_shapes_of_dtensors_are_no_allocations():
     right, without = answers("cpu")["pause"]
     assert right == answers("cpu")["concatenate"][0]  # where no shape is new
     assert without["own_peaks"]["gathered parameters"] > right["own_peaks"]["gathered parameters"]
 
 
-@full
+@trial
 def test_a_padding_mask_without_padding_makes_no_square():
     right, without = answers("cpu")["is_tracing"]
     assert right["total"] == answers("cpu")[""][0]["total"] + 8 * BATCH * LENGTH  # the padding masks
     assert without["total"] >= right["total"] + BATCH * LENGTH * LENGTH
 
 
-@full
+@trial
 def test_buffers_of_gloo():
     """Torch's own collectives receive all at once; those for gloo each peer's part."""
     right, without = answers("cpu")["collectives"]
     assert right["own_peaks"]["communication buffers"] < without["own_peaks"]["communication buffers"]
 
 
-@full
+@trial
 def test_buffers_of_smddp():
     """Memory that the ranks share: of the inputs of reduce-scatter there is one for the host, in two turns."""
     right, without = answers("cpu")["collectives of smddp"]
@@ -142,14 +142,14 @@ def test_buffers_of_smddp():
     assert right["at_peak"]["communication buffers"] > without["at_peak"]["communication buffers"]
 
 
-@full
+@trial
 def test_storages_differ_though_all_are_at_address_0():
     right, without = answers("cpu")["identity"]
     assert right["total"] < without["total"]
     assert without["at_peak"]["activations"] == answers("cpu")[DEEP][0]["at_peak"]["activations"]  # none leaves
 
 
-@full
+@trial
 @needs_compiler
 @of_a_cpu_build
 def test_attention_has_the_kernel_of_a_gpu():
@@ -158,7 +158,7 @@ def test_attention_has_the_kernel_of_a_gpu():
     assert without["total"] >= right["total"] + 4 * BATCH * LENGTH * LENGTH * 4  # heads, fp32
 
 
-@full
+@trial
 @needs_compiler
 def test_streams_do_not_share_a_pool():
     right, without = answers("cuda")["streams"]
@@ -166,14 +166,14 @@ def test_streams_do_not_share_a_pool():
     assert right["reserved"] > without["reserved"]
 
 
-@full
+@trial
 @needs_compiler
 def test_offloading_leaves_the_gpu_though_all_is_at_address_0():
     right, without = answers("cuda")["identity"]
     assert right["total"] < without["total"] == answers("cuda")[DEEP][0]["total"]
 
 
-@full
+@trial
 @needs_compiler
 @of_a_cpu_build
 def test_kernels_that_a_gpu_has_are_not_taken_apart(tmp_path: pathlib.Path):

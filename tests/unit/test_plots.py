@@ -50,12 +50,6 @@ def test_without_matplotlib_a_sentence_says_how_to_get_it(tmp_path, monkeypatch)
         plot_metrics(write(tmp_path), tmp_path / "curves.png")
 
 
-@pytest.mark.full
-def test_importing_does_not_import_matplotlib():
-    code = "import sys, smp.plots; print([m for m in ('matplotlib', 'transformers', 'datasets') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -280,6 +280,7 @@ def with_adapters(monkeypatch):
     monkeypatch.setattr(parallelize, "TECHNIQUES", [adapters, *parallelize.TECHNIQUES])
 
 
+@pytest.mark.full
 def test_its_parameters_are_trained_saved_and_exported(with_adapters, tmp_path):
     run_distributed(with_parameters, str(tmp_path), world_size=4)
 
