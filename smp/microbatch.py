@@ -23,6 +23,8 @@ class Microbatch(TypedDict, total=False):
             packed the rows knows, be it by end-of-sequence tokens. The sequences of a pair would be documents.
         longest_document: its tokens, or more.
         sample_ids: ``(batch,)`` positions in the stream, -1 for a padding row.
+        sequences: ``(batch, sequence)`` int64, the number of each token's sequence, where sums of each are wanted.
+        sequence_tokens: ``(sequences,)`` int64, how many of each one's tokens are trained on, on all ranks.
         chosen: row and column of each token that gets logits, ``(2, tokens)``; without it, all do.
     """
 
@@ -33,9 +35,13 @@ class Microbatch(TypedDict, total=False):
     document_bounds: torch.Tensor
     longest_document: int
     sample_ids: torch.Tensor
+    sequences: torch.Tensor
+    sequence_tokens: torch.Tensor
     chosen: torch.Tensor
     sequence_shard: Any
 
 
 # What is not an argument of the model.
-FOR_THE_STEP = ("targets", "document_bounds", "longest_document", "sample_ids", "chosen")
+FOR_THE_STEP = (
+    "targets", "document_bounds", "longest_document", "sample_ids", "sequences", "sequence_tokens", "chosen",
+)  # fmt: skip
