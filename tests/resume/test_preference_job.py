@@ -44,7 +44,7 @@ def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
     done = run_job(*flags(base, "shard", *validation), "--train_batch_size", 4, world_size=2).succeeded()
     found = curve(base / "shard")
     assert found[0][0] == pytest.approx(0.693147, rel=1e-5) and found[0][1:] == [0, 0, 0, 0]  # the policy is the base
-    assert found[-1][4] > 0.05 and found[-1][0] < found[0][0], found
+    assert found[-1][4] > 0.01 and found[-1][0] < found[0][0], found
     assert "rewards/margins: " in done.output and "Validation loss: " in done.output
     lines = [json.loads(line) for line in (base / "shard" / "metrics.jsonl").read_text().splitlines()]
     validated = [line for line in lines if "val_loss" in line]
