@@ -20,7 +20,7 @@ class Microbatch(TypedDict, total=False):
         attention_mask: ``(batch, sequence)``, only where a token is hidden before one that is shown.
         position_ids: ``(batch, sequence)``, which restart at each document; where documents are kept apart.
         document_bounds: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and its end: as who
-            packed the rows knows, be it by end-of-sequence tokens. The sequences of a pair would be documents.
+            packed the rows knows, be it by end-of-sequence tokens. The answers of a pair are two.
         longest_document: its tokens, or more.
         sample_ids: ``(batch,)`` positions in the stream, -1 for a padding row.
         sequences: ``(batch, sequence)`` int64, the number of each token's sequence, where sums of each are wanted.

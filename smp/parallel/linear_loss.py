@@ -110,7 +110,7 @@ def _pass(
                 torch.mm(slopes, weight, out=into_tokens[here])
             if into_weight is not None:
                 _add_product(into_weight, slopes, tokens[here])
-        del logits, slopes, below_cap  # before the next chunk's are made
+        del logits, slopes, below_cap, losses  # before the next chunk's are made
     return loss, (into_tokens, into_weight, into_bias)
 
 

@@ -99,7 +99,7 @@ def formula(model, config: Config):
     losses.mean().backward()
     gradients = {our_name(name): p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     of_pairs = [*rewards, (rewards[0] > rewards[1]).double(), rewards[0] - rewards[1]]
-    return [float(losses.mean()), *(float(each.mean()) for each in of_pairs)], gradients
+    return [losses.mean().item(), *(float(each.mean()) for each in of_pairs)], gradients
 
 
 def check(expected, folder):
