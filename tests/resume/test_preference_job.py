@@ -58,6 +58,12 @@ def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
     resume = ["--resume_from_checkpoint", checkpoint, "--train_batch_size", 4]
     run_job(*flags(base, "resumed", *validation), *resume, world_size=2).succeeded()
     assert curve(base / "resumed") == found[3:]
+    # In one process, what the two validated at that step.
+    evaluate = ["--evaluate_only", 1, "--resume_from_checkpoint", checkpoint, *validation[:2]]
+    evaluated = run_job(*flags(base, "shard", *evaluate), world_size=1).succeeded()
+    result = next(json.loads(line) for line in evaluated.output.splitlines() if line.startswith('{"model"'))
+    for name in ("val_loss", *(f"val_{name}" for name in NAMES[1:])):
+        assert result[name] == pytest.approx(validated[1][name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.full
