@@ -34,6 +34,7 @@ from smp.parallel.offload import apply_activation_offload, build_store
 from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
+from smp.parallel.sequences import log_probs
 from smp.parallel.sharding import average_gradients, reshard
 from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup
@@ -290,6 +291,33 @@ def shard_sequence(batch: Mapping[str, Any]) -> dict[str, Any]:
             _compare(batch["input_ids"], current.mesh)
             current.done.add("compared")
     return own
+
+
+def sequence_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the sum of the log-probabilities of the labelled tokens of each sequence, in nats; can be differentiated.
+
+    Logits exist for a chunk of tokens alone. Under context parallelism the ranks of a sequence are given the same
+    batch, which is not sharded before, and all get the sums: one all-reduce. ``gradient_reduction`` is ``sum``: let
+    each of them differentiate the same loss of the sums, divided by the number of sequences of all ``mesh.data``
+    ranks.
+
+    Args:
+        model: a causal language model of Hugging Face whose loss is in chunks: of :func:`parallelize` with
+            ``loss=smp.LossConfig()``, or of :func:`smp.chunk_loss`.
+        batch: on the host, ``input_ids`` and ``labels`` ``(batch, sequence)``, equal to the inputs but for -100; of
+            packed documents also ``position_ids``, which restart at each document, or ``document_bounds``
+            ``(documents + 1,)`` int32, where they begin in the flattened batch, and its end.
+
+    Returns:
+        ``(batch,)``, of packed documents ``(documents,)`` in order, in at least fp32; 0 where no token is labelled. A
+        document's first token is predicted by nothing, and does not count.
+
+    Raises:
+        UserError: the model's loss is not in chunks, or the batch has no labels, or what cannot be cut by tokens.
+    """
+    if _current is None:
+        return log_probs(model, batch, None)
+    return log_probs(model, batch, _current.mesh, balanced=_current.parallel.cp_load_balance)
 
 
 def _compare(ids: torch.Tensor, mesh: Mesh) -> None:

@@ -84,11 +84,11 @@ def _split_loss_sum(logits: DTensor, labels: torch.Tensor) -> torch.Tensor:
     return _SplitCrossEntropy.apply(flat, labels.reshape(-1), first, mesh.get_group())
 
 
-def loss_sum_(
+def token_losses_(
     logits: torch.Tensor, labels: torch.Tensor, *, first: int = 0, group: Any = None, z_loss: float = 0.0,
-    slopes: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None, factors: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sum the token losses, 0-d; the logits are overwritten.
+    """Return the token losses ``(tokens,)``, 0 of ignored ones; the logits are overwritten.
 
     With a ``group``, two all-reduces of one or two numbers per token.
 
@@ -99,6 +99,7 @@ def loss_sum_(
         group: the ranks that split the vocabulary; None: it is not split.
         z_loss: factor of the squared log-partition, added to each token's loss.
         slopes: of the logits' shape and any dtype, for their gradient: the logits themselves, or another tensor.
+        factors: of each token's loss in the gradient, ``(tokens,)``; None: 1.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -118,26 +119,27 @@ def loss_sum_(
     valid = labels != IGNORE_INDEX
     log_total = total.log()
     losses = log_total - target
-    slope = valid / total  # of a loss by a logit: probability, less 1 at the label
+    counted = valid if factors is None else valid * factors
+    slope = counted / total  # of a loss by a logit: probability, less 1 at the label
     if z_loss:
         log_z = log_total + greatest
         losses = losses + z_loss * log_z.square()
         slope = slope * (1 + 2 * z_loss * log_z)
     if slopes is not None:
-        at_label = logits.gather(-1, rows) * slope.unsqueeze(-1) - (valid & here).unsqueeze(-1).to(logits.dtype)
+        at_label = logits.gather(-1, rows) * slope.unsqueeze(-1) - (counted * here).unsqueeze(-1).to(logits.dtype)
         torch.mul(logits, slope.unsqueeze(-1), out=slopes)
         slopes.scatter_(-1, rows, at_label.to(slopes.dtype))
-    return (losses * valid).sum()
+    return losses * valid
 
 
 class _SplitCrossEntropy(Function):
-    """:func:`loss_sum_` of each rank's columns, for autograd; backward needs no collective."""
+    """Sum of :func:`token_losses_` of each rank's columns, for autograd; backward needs no collective."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.dtype = logits.dtype
         slopes = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        loss = loss_sum_(slopes, labels, first=first, group=group, slopes=slopes)
+        loss = token_losses_(slopes, labels, first=first, group=group, slopes=slopes).sum()
         ctx.save_for_backward(slopes)
         return loss
 

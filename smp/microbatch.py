@@ -20,9 +20,11 @@ class Microbatch(TypedDict, total=False):
         attention_mask: ``(batch, sequence)``, only where a token is hidden before one that is shown.
         position_ids: ``(batch, sequence)``, which restart at each document; where documents are kept apart.
         document_bounds: ``(documents + 1,)`` int32, where documents begin in the flattened batch, and its end: as who
-            packed the rows knows, be it by end-of-sequence tokens. The sequences of a pair would be documents.
+            packed the rows knows, be it by end-of-sequence tokens. The answers of a pair are two.
         longest_document: its tokens, or more.
         sample_ids: ``(batch,)`` positions in the stream, -1 for a padding row.
+        sequences: ``(batch, sequence)`` int64, the number of each token's sequence, where sums of each are wanted.
+        sequence_tokens: ``(sequences,)`` int64, how many of each one's tokens are trained on, on all ranks.
         chosen: row and column of each token that gets logits, ``(2, tokens)``; without it, all do.
     """
 
@@ -33,9 +35,13 @@ class Microbatch(TypedDict, total=False):
     document_bounds: torch.Tensor
     longest_document: int
     sample_ids: torch.Tensor
+    sequences: torch.Tensor
+    sequence_tokens: torch.Tensor
     chosen: torch.Tensor
     sequence_shard: Any
 
 
 # What is not an argument of the model.
-FOR_THE_STEP = ("targets", "document_bounds", "longest_document", "sample_ids", "chosen")
+FOR_THE_STEP = (
+    "targets", "document_bounds", "longest_document", "sample_ids", "sequences", "sequence_tokens", "chosen",
+)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 from smp.errors import UserError
 
-DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm")
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
+DRAWN = ("step", "loss", "val_loss", "lr", "tokens_per_sec", "grad_norm", *REWARDS)
 _TRAIN, _VALIDATION = "#2c6fbb", "#d1495b"
 
 
 def plot_metrics(metrics_jsonl: Path, png: Path) -> None:
     """Draw loss (training and validation), learning rate, tokens per second and gradient norm over the steps.
+
+    Of preferences also the rewards, and how often the chosen answer has the higher one.
 
     Raises:
         UserError: matplotlib is missing, or the file is missing, broken or holds no training step.
@@ -38,10 +42,16 @@ def metrics_figure(
     Raises:
         UserError: matplotlib is missing.
     """
-    figure = _figure("curves need", height=7)
+    rows = 2 if all(math.isnan(float(record.get(REWARDS[0], "nan"))) for record in train) else 3
+    figure = _figure("curves need", height=3.5 * rows)
     from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
-    (loss, lr), (speed, norm) = figure.subplots(2, 2, sharex=True)
+    (loss, lr), (speed, norm), *more = figure.subplots(rows, 2, sharex=True)
+    for rewards, accuracy in more:
+        _draw(rewards, train, REWARDS[0], title="Rewards", color=_TRAIN, label="chosen")
+        _draw(rewards, train, REWARDS[1], title="Rewards", color=_VALIDATION, label="rejected")
+        rewards.legend(frameon=False)
+        _draw(accuracy, train, REWARDS[2], title="Chosen answer preferred", color=_TRAIN)
     _draw(loss, train, "loss", title="Loss", color=_TRAIN, label="training")
     if validation:
         _draw(loss, validation, "val_loss", title="Loss", color=_VALIDATION, label="validation")
@@ -53,7 +63,7 @@ def metrics_figure(
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
     for axes in (lr, speed, norm):
         axes.set_ylim(bottom=0)
-    for axes in (speed, norm):
+    for axes in more[-1] if more else (speed, norm):
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for axes in figure.axes:

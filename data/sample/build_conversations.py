@@ -1,7 +1,9 @@
-"""Write ``conversations.jsonl``: short conversations about the three novels, for supervised finetuning.
+"""Write ``conversations.jsonl``, short conversations about the three novels, and ``preferences.jsonl``.
 
-Each line is ``{"messages": [{"role": ..., "content": ...}, ...]}``. The facts are those of ``conversation_facts.py``,
-the questions are the patterns here: a fact is asked in several wordings, a relation from both of its ends::
+Each line of the first is ``{"messages": [{"role": ..., "content": ...}, ...]}``, for supervised finetuning; of the
+second ``{"prompt": [...], "chosen": [...], "rejected": [...]}``, a question with the right answer and with one that is
+right of somebody else. The facts are those of ``conversation_facts.py``, the questions are the patterns here: a fact is
+asked in several wordings, a relation from both of its ends::
 
     python -m data.sample.build_conversations
 
@@ -19,6 +21,16 @@ from typing import NamedTuple
 from data.sample import conversation_facts as facts
 
 OUTPUT = Path(__file__).parent / "conversations.jsonl"
+PREFERENCES = OUTPUT.with_name("preferences.jsonl")
+WHO = ["Who is {name}?", "Tell me about {short}.", "Who is {short}?", "What do you know about {name}?"]
+WHICH = ["Which novel is {name} in?", "In which book do we meet {short}?", "What novel does {name} belong to?"]
+FOUND = ["{name} is in {novel}, by Jane Austen.", "We meet {name} in {novel}.", "{name} belongs to {novel}."]
+WEDDINGS = [
+    ("Who does {wife} marry?", "{wife} marries {husband} in {novel}."),
+    ("Who marries {husband}?", "It is {wife} who marries {husband}."),
+    ("Who becomes the wife of {husband}?", "{wife} becomes the wife of {husband}."),
+    ("Who is the husband of {wife}?", "The husband of {wife} is {husband}."),
+]
 
 
 class Person(NamedTuple):
@@ -68,19 +80,16 @@ def people() -> list[Person]:
 def about_people() -> list[Conversation]:
     """Ask who each person is and in which novel, and talk about those whose home is known, by pronouns."""
     married = dict(rows(facts.MARRIAGES)) | {wife: husband for husband, wife in rows(facts.MARRIAGES)}
-    who = ["Who is {name}?", "Tell me about {short}.", "Who is {short}?", "What do you know about {name}?"]
-    which = ["Which novel is {name} in?", "In which book do we meet {short}?", "What novel does {name} belong to?"]
-    found = ["{name} is in {novel}, by Jane Austen.", "We meet {name} in {novel}.", "{name} belongs to {novel}."]
     where, lives = ["Where does {he} live?", "Where is {his} home?"], ["{he} lives {home}.", "{his} home is {home}."]
     made = []
     for i, person in enumerate(people()):
         fields = person._asdict() | {"his": person.his, "spouse": married.get(person.name, "")}
         described = f"{person.name} is {person.who}."
-        made.append(conversation(in_turn(i, who, **fields), described))
-        made.append(conversation(in_turn(i, which, **fields), in_turn(i, found, **fields)))
+        made.append(conversation(in_turn(i, WHO, **fields), described))
+        made.append(conversation(in_turn(i, WHICH, **fields), in_turn(i, FOUND, **fields)))
         if not person.home:
             continue
-        turns = [in_turn(i + 1, who, **fields), described, in_turn(i, where, **fields), in_turn(i, lives, **fields)]
+        turns = [in_turn(i + 1, WHO, **fields), described, in_turn(i, where, **fields), in_turn(i, lives, **fields)]
         if person.name in married:
             turns += [in_turn(i, ["Whom does {he} marry?", "And who does {he} marry?"], **fields)]
             turns += [in_turn(0, ["in the course of the novel {he} marries {spouse}."], **fields)]
@@ -93,17 +102,11 @@ def about_people() -> list[Conversation]:
 def about_marriages() -> list[Conversation]:
     """Ask for the wife and for the husband, each couple in two of four ways."""
     novel_of = {person.name: person.novel for person in people()}
-    patterns = [
-        ("Who does {wife} marry?", "{wife} marries {husband} in {novel}."),
-        ("Who marries {husband}?", "It is {wife} who marries {husband}."),
-        ("Who becomes the wife of {husband}?", "{wife} becomes the wife of {husband}."),
-        ("Who is the husband of {wife}?", "The husband of {wife} is {husband}."),
-    ]
     made = []
     for i, (husband, wife) in enumerate(rows(facts.MARRIAGES)):
         names = {"husband": husband, "wife": wife, "novel": novel_of[husband]}
         for way in (i, i + 1):
-            made.append(conversation(*(in_turn(way, list(side), **names) for side in zip(*patterns, strict=True))))
+            made.append(conversation(*(in_turn(way, list(side), **names) for side in zip(*WEDDINGS, strict=True))))
     return made
 
 
@@ -179,16 +182,57 @@ def talks() -> list[Conversation]:
     return made
 
 
+def preference(question: str, chosen: str, rejected: str) -> Conversation:
+    """Return a line of the preferences."""
+    said = {"prompt": ("user", question), "chosen": ("assistant", chosen), "rejected": ("assistant", rejected)}
+    return {key: [{"role": role, "content": content}] for key, (role, content) in said.items()}
+
+
+def preferences() -> list[Conversation]:
+    """Ask who each person is and in which novel, and who marries whom; the wrong answer is another's of its kind."""
+    made, everyone, couples = [], people(), rows(facts.MARRIAGES)
+    for i, person in enumerate(everyone):
+        later = (everyone[(i + step) % len(everyone)] for step in range(1, len(everyone)))
+        other = next(each for each in later if each.novel != person.novel and each.who != person.who)
+        fields, wrong = person._asdict(), {**person._asdict(), "novel": other.novel}
+        described = [f"{person.name} is {each.who}." for each in (person, other)]
+        for way in (i, i + 1):
+            made.append(preference(in_turn(way, WHO, **fields), *described))
+            told = (in_turn(way, FOUND, **each) for each in (fields, wrong))
+            made.append(preference(in_turn(way, WHICH, **fields), *told))
+    novel_of = {person.name: person.novel for person in everyone}
+    for i, (husband, wife) in enumerate(couples):
+        right = {"husband": husband, "wife": wife, "novel": novel_of[husband]}
+        for way in range(len(WEDDINGS)):
+            asks, tells = WEDDINGS[way]
+            of = "wife" if "{wife}" in asks else "husband"  # whom the question names
+            missing = "husband" if of == "wife" else "wife"
+            another = couples[(i + 1 + way) % len(couples)][missing == "wife"]
+            said = (tells.format(**names) for names in (right, {**right, missing: another}))
+            made.append(preference(asks.format(**right), *said))
+    return list({str(each["prompt"]): each for each in made}.values())
+
+
 def text() -> str:
-    """Return the file's text: ASCII, a conversation a line."""
+    """Return the text of the conversations: ASCII, one a line."""
     made = [*about_people(), *about_marriages(), *about_relations(), *about_places(), *about_novels()]
-    lines = [json.dumps(each) + "\n" for each in (*made, *about_events(), *talks())]
+    return _lines([*made, *about_events(), *talks()])
+
+
+def preferences_text() -> str:
+    """Return the text of the preferences: ASCII, one a line."""
+    return _lines(preferences())
+
+
+def _lines(made: list[Conversation]) -> str:
+    lines = [json.dumps(each) + "\n" for each in made]
     return "".join(sorted(lines, key=lambda line: hashlib.sha256(line.encode()).digest()))
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the files."""
     OUTPUT.write_text(text(), encoding="ascii", newline="\n")
+    PREFERENCES.write_text(preferences_text(), encoding="ascii", newline="\n")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ SAME: Mapping[str, str] = {
     "lora_rank": "lora_r lora_dim",
     "lora_target_modules": "target_modules lora_modules lora_target lora_target_linear",
     "adapter_path": "adapter_name_or_path lora_model_dir lora_weights",
+    "dpo_beta": "beta pref_beta rl_beta",
+    "dpo_loss": "loss_type pref_loss rl_loss",
     "config": "config_file job.config_file",
 }
 
@@ -105,6 +107,7 @@ OTHERWISE: Mapping[str, str] = {
     "replicas are what is left: all processes / (--hybrid_shard_degree x --tensor_parallel_degree)": "dp_replicate "
     "dp_replicate_size data_parallel_replicate_degree",
     "--lora_rank N trains adapters of that rank": "use_peft use_lora lora peft peft_type adapter finetuning_type",
+    "--dpo 1 trains on pairs of answers": "rl stage rlhf use_dpo",
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
     "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",
     "code of a model's directory is never run: leave it out": "trust_remote_code",
@@ -124,7 +127,7 @@ MISSING: Mapping[str, str] = {
     "fp16 is not in this version: use --bf16 1": r"\w*fp16\w*|float16|half|(initial_)?loss_scale\w*",
     "fp8 is not in this version: use --bf16 1": r"\w*(fp|float)8\w*",
     "the optimizer is always AdamW: leave it out": r"optim(izer)?([_.](name|type|args))?|use_(muon|adafactor)|muon\w*",
-    "label smoothing is not in this version": r"label_smoothing\w*",
+    "label smoothing is not in this version, but of pairs, --dpo_label_smoothing": r"label_smoothing\w*",
     "noise on embeddings is not in this version": r"neftune\w*",
     "an average of the weights is not in this version": r"(use_)?ema(_\w+)?",
     "nothing is sent to a hub: leave it out": r"push_to_hub|hub_\w+",

@@ -12,6 +12,7 @@ import numpy as np
 from smp.data.config import DataConfig
 from smp.data.conversation import Chat, ConversationError, chat_of
 from smp.data.convert import Rows, joined, token_files
+from smp.data.pairs import encode_pair
 from smp.data.rows import Reader
 from smp.data.samples import Choice, PackedSamples
 from smp.data.source import Found
@@ -27,17 +28,18 @@ _ALL_COLUMNS = ("",)
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """Format of examples that :class:`smp.data.conversation.Chat` encodes, each a row with labels."""
+    """Format of examples that :class:`smp.data.conversation.Chat` encodes, each a row with labels, of a pair two."""
 
     reader: Reader
     tokenizer: TextTokenizer
     chat: Chat
+    pairs: bool = False
     content = "conversations"
 
     @property
     def name(self) -> str:
         """Return the first part of a token file's key."""
-        return f"{self.reader.name}_chat"
+        return f"{self.reader.name}_{'pairs' if self.pairs else 'chat'}"
 
     @property
     def key(self) -> list[Any]:
@@ -58,18 +60,26 @@ class Conversations:
         found = []
         for where, sample in self.reader.examples(file, chunk):
             try:
-                ids, labels = self.chat.encode(sample)
+                encoded = encode_pair(self.chat, sample) if self.pairs else [self.chat.encode(sample)]
             except ConversationError as error:
                 raise UserError(f"{where}: {error}") from error
-            if (highest := int(ids.max(initial=0))) >= self.tokenizer.limit:
-                raise UserError(self.tokenizer.refusal(where, highest))
-            if len(ids):
-                found.append(Rows(ids.astype(self.dtype), np.array([len(ids)]), None, labels))
+            for ids, labels in encoded:
+                if (highest := int(ids.max(initial=0))) >= self.tokenizer.limit:
+                    raise UserError(self.tokenizer.refusal(where, highest))
+                if len(ids):
+                    found.append(Rows(ids.astype(self.dtype), np.array([len(ids)]), None, labels))
         return joined(found)
 
 
 def open_conversations(
-    found: Found, words: TextTokenizer, config: DataConfig, *, sequence_length: int, validation: bool, what: str
+    found: Found,
+    words: TextTokenizer,
+    config: DataConfig,
+    *,
+    sequence_length: int,
+    validation: bool,
+    what: str,
+    pairs: bool = False,
 ) -> PackedSamples:
     """Encode conversations, unless they are cached, and pack them.
 
@@ -80,13 +90,14 @@ def open_conversations(
         sequence_length: tokens of a row.
         validation: whether the part to validate on is wanted.
         what: the source, for the log.
+        pairs: they are pairs of answers.
 
     Raises:
         UserError: a file or a conversation cannot be used; with file and row.
     """
     tokenizer, directory = words.hugging_face, words.folder
     chat = chat_of(tokenizer, directory, template=config.chat_template, train_on=config.train_on)
-    form, files = Conversations(found.reader, words, chat), found.files
+    form, files = Conversations(found.reader, words, chat, pairs), found.files
     stores = token_files(files, form, what=what, cache_dir=config.data_cache_dir)
     for file, store in zip(files, stores, strict=True):
         if store.highest >= words.limit:  # encoded for a model with a larger vocabulary
@@ -98,7 +109,8 @@ def open_conversations(
         validation_split=config.validation_split, validation=validation, overlong=config.overlong,
     )  # fmt: skip
     identity = digest_of(form.name, *form.key, [file.identity for file in files])
-    packed = PackedSamples(stores, sequence_length, identity, choice, what=what, origins=[file.url for file in files])
+    origins = [file.url for file in files]
+    packed = PackedSamples(stores, sequence_length, identity, choice, what=what, origins=origins, pairs=pairs)
     if config.show_masks and not validation and read_launch().rank == 0:
         show(packed, words, config.show_masks)
     return packed
@@ -108,11 +120,12 @@ def show(packed: PackedSamples, words: TextTokenizer, count: int) -> None:
     """Print the first conversations with what is trained on in green on a terminal, else between brackets."""
     begin, end = ("\033[32m", "\033[0m") if sys.stderr.isatty() else ("⟦", "⟧")
     for number in packed.numbers[:count].tolist():
-        text, inside = "", False
-        tokens, labels = packed.sample(number)
-        for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
-            if inside != (label != IGNORED):
-                inside = not inside
-                text += begin if inside else end
-            text += words.word(token)
-        say(f"conversation {number + 1}, trained on between {begin}...{end}:\n{text}{end if inside else ''}")
+        for name, (tokens, labels) in zip(packed.names, packed.documents(number), strict=True):
+            text, inside = "", False
+            for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+                if inside != (label != IGNORED):
+                    inside = not inside
+                    text += begin if inside else end
+                text += words.word(token)
+            which = f"{name.format(number + 1)}, trained on between {begin}...{end}"
+            say(f"{which}:\n{text}{end if inside else ''}")

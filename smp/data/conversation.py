@@ -63,6 +63,8 @@ class Chat:
             return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=len(prompt))
         if isinstance(sample.get("text"), str):
             return self._encode_text("", sample["text"])
+        if "chosen" in sample and "rejected" in sample:
+            raise ConversationError("is a pair of answers: --dpo 1 trains on such, or give messages")
         raise ConversationError(
             f"has no conversation; keys found: {', '.join(sample) or 'none'}; needed is messages, or prompt and "
             f"completion, or text"

@@ -52,6 +52,7 @@ class BatchShape:
         left_padding_misfit: the settings that need every row's masked tokens behind the others, for the refusal of
             data with others; None: there are none.
         tokenizer_dir: of the model, for text without --tokenizer_name_or_dir.
+        pairs: conversations are pairs of answers.
         pad_token_id: pads short rows; it is never in the loss. Default: the end-of-sequence id, or 0.
     """
 
@@ -67,6 +68,7 @@ class BatchShape:
     pad_token_id: int | None = None
     tokenizer_dir: str | None = None
     left_padding_misfit: str | None = None
+    pairs: bool = False
 
 
 @dataclasses.dataclass
@@ -317,7 +319,7 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
         words.require_below(vocab)
         what = "training data" if split == "train" else "validation data"
         chats = open_conversations(
-            found, words, config, sequence_length=length, validation=split == "validation", what=what
+            found, words, config, sequence_length=length, validation=split == "validation", what=what, pairs=batch.pairs
         )
         return chats, words.eos_token_id
     if split == "validation" and fast and not found.saved:

@@ -1,4 +1,4 @@
-"""Samples to finetune on, each a document of its own, packed into sequences."""
+"""Samples to finetune on, each a document of its own, or a pair of two, packed into sequences."""
 
 from __future__ import annotations
 
@@ -48,15 +48,17 @@ class PackedSamples:
     """Samples packed by best fit, without those of which no token is trained on.
 
     Args:
-        stores: the samples, one a row.
+        stores: the samples, one a row, or a pair two.
         sequence_length: tokens of a sequence.
         fingerprint: changes with the samples.
         choice: of the samples.
         what: the source, for the log.
         origins: of each of ``stores`` its file, for messages.
+        pairs: two consecutive rows are a sample, and stay in one sequence.
 
     Attributes:
         numbers: of the samples that are taken, in the data's order.
+        names: of the documents of a sample, with a place for its number.
 
     Raises:
         UserError: a sample is too long and such are refused, or none remains.
@@ -71,11 +73,15 @@ class PackedSamples:
         *,
         what: str,
         origins: Sequence[str],
+        pairs: bool = False,
     ):
         self._stores = stores
-        self._first = np.cumsum([0, *(len(store.offsets) - 1 for store in stores)])  # sample of each store
-        lengths = np.concatenate([np.diff(store.offsets) for store in stores])
-        self._lengths = np.minimum(lengths, sequence_length)
+        self.names = ("pair {}, chosen", "pair {}, rejected") if pairs else ("conversation {}",)
+        each = len(self.names)
+        self._first = np.cumsum([0, *((len(store.offsets) - 1) // each for store in stores)])  # sample of each store
+        of_rows = np.concatenate([np.diff(store.offsets) for store in stores]).reshape(-1, each)
+        self._documents = _fitted(of_rows, sequence_length)  # lengths of each sample's
+        lengths, self._lengths = of_rows.sum(1), self._documents.sum(1)
         chosen = choice.of(len(lengths))
         long = chosen[lengths[chosen] > sequence_length]
         if len(long) and choice.overlong == "refuse":
@@ -86,12 +92,14 @@ class PackedSamples:
             )
         if choice.overlong == "drop":
             chosen = np.setdiff1d(chosen, long, assume_unique=True)
-        trained = np.concatenate([_trained(store, sequence_length) for store in stores])[chosen]
-        idle, chosen = int((trained == 0).sum()), chosen[trained > 0]
+        split = np.split(self._documents, self._first[1:-1])
+        trained = np.concatenate([_trained(*both) for both in zip(stores, split, strict=True)])[chosen]
+        idle, chosen = int((trained.min(1) == 0).sum()), chosen[trained.min(1) > 0]
         if not len(chosen):
+            way = "raise --max_context_width" if pairs else "--train_on all trains on all tokens"
             raise UserError(
                 f"the {what} has no token to train on: all {idle} samples are without an assistant's turn in their "
-                f"first {sequence_length} tokens; --train_on all trains on all tokens"
+                f"first {sequence_length} tokens; {way}"
             )
         self.numbers = chosen
         members, self._offsets = best_fit(self._lengths[chosen], sequence_length)
@@ -116,24 +124,40 @@ class PackedSamples:
         members = self._members[self._offsets[index] : self._offsets[index + 1]]
         parts = [self.sample(sample) for sample in members.tolist()]
         tokens, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Row(tokens, None, labels, self._lengths[members])
+        return Row(tokens, None, labels, self._documents[members].ravel())
 
     def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (n,) and labels (n,) of a sample by its number in the data."""
+        tokens, labels = (np.concatenate(column) for column in zip(*self.documents(sample), strict=True))
+        return tokens, labels
+
+    def documents(self, sample: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return ids (n,) and labels (n,) of each document of a sample."""
         which = int(np.searchsorted(self._first, sample, side="right")) - 1
-        store = self._stores[which]
-        start = int(store.offsets[sample - self._first[which]])
-        part = slice(start, start + int(self._lengths[sample]))
-        tokens = store.tokens[part]
-        return tokens, tokens.astype(np.int64) if store.labels is None else store.labels[part]
+        store, found = self._stores[which], []
+        row = int(sample - self._first[which]) * len(self.names)
+        for start, length in zip(store.offsets[row:], self._documents[sample].tolist(), strict=False):
+            part = slice(int(start), int(start) + length)
+            tokens = store.tokens[part]
+            found.append((tokens, tokens.astype(np.int64) if store.labels is None else store.labels[part]))
+        return found
 
 
-def _trained(store: Columns, sequence_length: int) -> np.ndarray:
-    """Count the tokens of each sample that are predicted in training: labels but the first, within a sequence."""
-    starts, ends = store.offsets[:-1], store.offsets[1:]
-    ends = np.minimum(ends, starts + sequence_length)
+def _fitted(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return lengths (samples, 1 or 2) of documents, cut so that a sample fits: of two each has half, or the rest."""
+    if lengths.shape[1] == 1:
+        return np.minimum(lengths, capacity)
+    first, second = lengths.T
+    first = np.minimum(first, np.maximum(capacity - capacity // 2, capacity - second))
+    return np.stack([first, np.minimum(second, capacity - first)], 1)
+
+
+def _trained(store: Columns, lengths: np.ndarray) -> np.ndarray:
+    """Count the tokens of each document that are predicted in training: labels but the first, within its length."""
+    starts = store.offsets[:-1].reshape(lengths.shape)
+    ends = starts + lengths
     if store.labels is None:
-        return ends - starts - 1
+        return lengths - 1
     blocks = range(0, len(store.labels), BLOCK)
     trained = np.concatenate([np.flatnonzero(store.labels[at : at + BLOCK] != IGNORED) + at for at in blocks])
     return np.searchsorted(trained, ends) - np.searchsorted(trained, starts + 1)

@@ -38,11 +38,7 @@ _SITES: dict[str, dict[str, str]] = {
     "smp.comm.symmetric": {"": COMMUNICATION},
     "smp.parallel.grad_norm": {"": GRADIENTS},
     "smp.loss": {"": LOGITS},
-    # Other functions of this module call the model.
-    "smp.parallel.loss": {
-        "_LinearLoss.forward": LOGITS, "_LinearLoss.backward": LOGITS, "_logits": LOGITS, "_add_product": LOGITS,
-        "_transform_": LOGITS,
-    },
+    "smp.parallel.linear_loss": {"": LOGITS},
     "torch.optim.adamw": {"": OPTIMIZER},
     "torch.optim.adam": {"": OPTIMIZER},
     "torch.optim.optimizer": {"Optimizer.zero_grad": GRADIENTS},

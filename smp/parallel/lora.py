@@ -6,6 +6,7 @@ the sharding units, and tensor parallelism splits the factors as it splits the w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -30,7 +31,7 @@ from smp.models.init_rules import InitRule, Step, drawn
 from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
-from smp.parallel.linear import Product, is_transposed, replace_product
+from smp.parallel.linear import Product, is_transposed, product_of, replace_product
 from smp.parallel.technique import Parameters, Setup
 
 logger = get_logger("model")
@@ -129,6 +130,7 @@ class Adapter(Product):
 
     def __init__(self, scale: float):
         self.scale = scale
+        self.left_out = False
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor,
@@ -136,7 +138,8 @@ class Adapter(Product):
     ) -> torch.Tensor:  # fmt: skip
         """Add the factors' product."""
         a, b = own
-        return super().forward(x, weight, bias, product=product) + (x @ a.T @ b.T) * self.scale
+        found = super().forward(x, weight, bias, product=product)
+        return found if self.left_out else found + (x @ a.T @ b.T) * self.scale
 
     def input_gradient(
         self, gradient: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, into: torch.Tensor | None = None,
@@ -163,8 +166,23 @@ class Adapter(Product):
 
     def as_one(self, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input beside its product with A, and the weight beside B."""
+        if self.left_out:
+            return super().as_one(x, weight)
         a, b = own
         return torch.cat([x, x @ a.T * self.scale], 1), torch.cat([weight, b], 1)
+
+
+@contextlib.contextmanager
+def left_out(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what its base does, without gradients."""
+    adapters = {product for each in model.modules() if isinstance(product := product_of(each), Adapter)}
+    for adapter in adapters:
+        adapter.left_out = True
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.left_out = False
 
 
 def _linear_layers(model: nn.Module, family: Family) -> dict[str, nn.Module]:

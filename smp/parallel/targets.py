@@ -16,19 +16,31 @@ class Targets(NamedTuple):
     Attributes:
         labels: shifted, ``(batch, sequence)``; or of the chosen tokens, ``(tokens,)``.
         chosen: row and column of each token that has a valid label, ``(2, tokens)``; None: all tokens.
+        of_token: the sequence of each token, in the shape of ``labels``, int64; None: all tokens are summed.
+        sequences: their number.
     """
 
     labels: torch.Tensor
     chosen: torch.Tensor | None = None
+    of_token: torch.Tensor | None = None
+    sequences: int = 0
 
     @classmethod
-    def at(cls, targets: torch.Tensor, chosen: torch.Tensor | None) -> Targets:
-        """Return those of the chosen tokens of ``targets``, ``(batch, sequence)``."""
-        return cls(targets if chosen is None else targets[tuple(chosen)], chosen)
+    def at(
+        cls, targets: torch.Tensor, chosen: torch.Tensor | None, sequences: tuple[torch.Tensor, int] | None = None
+    ) -> Targets:
+        """Return those of the chosen tokens of ``targets``, ``(batch, sequence)``, as the sequences are."""
+        of_token, number = sequences or (None, 0)
+        if chosen is not None:
+            targets, of_token = targets[tuple(chosen)], None if of_token is None else of_token[tuple(chosen)]
+        return cls(targets, chosen, of_token, number)
 
     def to(self, device: torch.device) -> Targets:
         """Return them on a device, for which the host does not wait."""
-        return Targets(to_device(self.labels, device), None if self.chosen is None else to_device(self.chosen, device))
+        labels, chosen, of_token = (
+            None if each is None else to_device(each, device) for each in (self.labels, self.chosen, self.of_token)
+        )
+        return Targets(cast(torch.Tensor, labels), chosen, of_token, self.sequences)
 
 
 def chosen_tokens(targets: torch.Tensor, *, part: bool) -> torch.Tensor | None:

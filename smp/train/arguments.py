@@ -38,6 +38,7 @@ from smp.runtime import data_channel, own_arguments
 from smp.train.logging_config import LoggingConfig
 from smp.train.lr_schedule import LRConfig
 from smp.train.optimizer import OptimConfig
+from smp.train.preference import Config as PreferenceConfig
 from smp.train.run_config import RunConfig
 from smp.yaml_input import strict_yaml
 
@@ -63,6 +64,7 @@ class TrainConfig:
     activation: ActivationConfig
     loss: LossConfig
     lora: LoraConfig
+    preference: PreferenceConfig
     comm: CommConfig
     faults: FaultConfig
     allocator: AllocatorConfig

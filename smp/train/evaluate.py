@@ -18,7 +18,7 @@ from smp.log import configure_logging, get_logger
 from smp.parallel import lora
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
-from smp.train.metrics import json_line, perplexity
+from smp.train.metrics import json_line, validation_record
 from smp.train.run_plan import RunPlan, planned_batch
 from smp.train.start import Start, cache_of, prepare_device, read_usable, require_agreement
 from smp.train.state import TrainState
@@ -129,8 +129,11 @@ def _report(plan: RunPlan, start: Start, result: Validation) -> None:
         "Evaluated %s%s on %d samples, %d tokens",
         start.checkpoint or model, " with its initial values" if untrained else "", result.samples, result.tokens,
     )  # fmt: skip
-    ppl = perplexity(result.loss)
+    found = validation_record(result.loss, result.metrics)
     logger.info("Validation loss: %s", f"{result.loss:.5f}")
-    logger.info("Validation perplexity: %s", f"{ppl:.4f}")
-    record = {"model": str(start.checkpoint or model), "step": step, "val_loss": result.loss, "val_ppl": ppl}
+    if "val_ppl" in found:
+        logger.info("Validation perplexity: %s", f"{found['val_ppl']:.4f}")
+    for name, value in result.metrics.items():
+        logger.info("Validation %s: %.4f", name, value)
+    record = {"model": str(start.checkpoint or model), "step": step, **found}
     print(json_line({**record, "tokens": result.tokens, "samples": result.samples}), flush=True)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from smp.errors import UserError
@@ -27,6 +28,7 @@ logger = get_logger(__name__)
 
 # SMP v2 left the first steps out of its averages ("high variance on initial steps").
 STEPS_BEFORE_AVERAGE = 15
+NONE: Mapping[str, float] = MappingProxyType({})
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -66,7 +68,7 @@ class NullMetricsLogger:
     def redraw(self) -> None:
         """Do nothing."""
 
-    def validation(self, step: int, *, loss: float) -> None:
+    def validation(self, step: int, *, loss: float, more: Mapping[str, float] = NONE) -> None:
         """Do nothing."""
 
     def finish(self) -> None:
@@ -147,6 +149,7 @@ class MetricsLogger:
         step_time_s: float,
         memory: Mapping[str, float | None],
         phase_s: Mapping[str, float] | None = None,
+        more: Mapping[str, float] = NONE,
     ) -> None:
         """Report the steps since the last call.
 
@@ -160,6 +163,7 @@ class MetricsLogger:
             step_time_s: mean seconds per step since the last call, without validation and checkpoints.
             memory: what ``smp.memory.tracker.memory_stats`` returns.
             phase_s: seconds of this process in each phase since the last call, validation and checkpoints included.
+            more: means of the loss's own metrics over the step's global batch.
         """
         steps = step - self._step
         seconds = steps * step_time_s
@@ -168,6 +172,7 @@ class MetricsLogger:
         record = {
             "step": step,
             "loss": loss,
+            **more,
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": tokens,
@@ -187,6 +192,7 @@ class MetricsLogger:
             "Perf/ModelTFLOPs": tflops,
             "LR/learning_rate": lr,
             "Norms/grad_norm": grad_norm,
+            **more,
         }.items():
             self.writers.scalar(tag, value, step)
         self._recent.append(step_time_s)
@@ -194,10 +200,10 @@ class MetricsLogger:
         differ = processed - speed.tokens_per_sec > 0.01 * processed
         logger.info(
             "Batch %d Loss: %s, Speed: %s samples/sec, Model TFLOPS/GPU: %s, lr: %s, gradnorm: %s, "
-            "Tokens/sec: %.0f, %sTime left: %s%s",
+            "Tokens/sec: %.0f, %sTime left: %s%s%s",
             step, f"{loss:.5f}", digits(speed.samples_per_sec, 2), digits(tflops, 2), digits(lr, 6),
             digits(grad_norm, 4), speed.tokens_per_sec, _memory_text(memory), _clock(left),
-            f", Processed tokens/sec: {processed:.0f}" if differ else "", extra=self._line,
+            f", Processed tokens/sec: {processed:.0f}" if differ else "", _listed(more), extra=self._line,
         )  # fmt: skip
         rate = speed.tokens_per_sec
         shown = f"{processed:,.0f} tokens/s ({rate:,.0f} labelled)" if differ else f"{rate:,.0f} tokens/s"
@@ -238,14 +244,22 @@ class MetricsLogger:
         """Draw ``curves.png`` anew, if it is time; call it where no step is timed."""
         self._curves.redraw()
 
-    def validation(self, step: int, *, loss: float) -> None:
-        """Report a validation after ``step`` updates; ``loss`` is the mean over its valid tokens."""
-        ppl = perplexity(loss)
-        self._write({"step": step, "val_loss": loss, "val_ppl": ppl})
+    def validation(self, step: int, *, loss: float, more: Mapping[str, float] = NONE) -> None:
+        """Report a validation after ``step`` updates.
+
+        Args:
+            loss: mean over the valid tokens, with a perplexity, or over what the loss's own metrics are means over.
+            more: these.
+        """
+        self._write({"step": step, **validation_record(loss, more)})
         self.writers.scalar("Loss/val", loss, step)
-        self.writers.scalar("Loss/perplexity", ppl, step)
-        logger.info("Batch %d Validation loss: %s", step, f"{loss:.5f}")
-        logger.info("Batch %d Validation perplexity: %s", step, f"{ppl:.4f}")
+        logger.info("Batch %d Validation loss: %s%s", step, f"{loss:.5f}", _listed(more))
+        for name, value in more.items():
+            self.writers.scalar(f"val_{name}", value, step)
+        if not more:
+            ppl = perplexity(loss)
+            self.writers.scalar("Loss/perplexity", ppl, step)
+            logger.info("Batch %d Validation perplexity: %s", step, f"{ppl:.4f}")
 
     def finish(self) -> None:
         """Write the run's seconds, in total and in training steps, and close the files."""
@@ -339,6 +353,16 @@ def _step_of(line: str) -> int:
 def perplexity(loss: float) -> float:
     """Return ``exp(loss)``; infinity where that overflows a double, as in a diverged run."""
     return math.exp(loss) if loss < 709 else math.inf if loss == loss else math.nan
+
+
+def validation_record(loss: float, more: Mapping[str, float]) -> dict[str, float]:
+    """Return the keys of a validation: its loss with the perplexity, or with the loss's own metrics."""
+    others = {f"val_{name}": value for name, value in more.items()}
+    return {"val_loss": loss, **(others or {"val_ppl": perplexity(loss)})}
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return "".join(f", {name}: {digits(value, 4)}" for name, value in values.items())
 
 
 def json_line(record: Mapping[str, Any]) -> str:

@@ -230,6 +230,7 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
         elif variable := allocator_variable():
             problems.append(f"--expandable_segments 1 and {variable} both set the allocator: leave one out")
+    problems += config.preference.misfits(config.data, config.lora, config.loss, plan=config.run.plan)
     if config.run.plan and config.data.evaluate_only:
         problems.append("--plan 1 plans a training step and --evaluate_only 1 has none: leave one out")
     if config.logging.memory_snapshot and device.type != "cuda":
@@ -282,6 +283,7 @@ def _batch_shape(job: Job, global_batch_size: int) -> BatchShape:
         pin_memory=torch.cuda.is_available(),
         eos_token_id=job.model.eos_token_id,
         left_padding_misfit=left_padding_misfit(job.setup),
+        pairs=job.config.preference.dpo,
         tokenizer_dir=str(job.model.tokenizer_dir) if job.model.tokenizer_dir else None,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,23 +29,57 @@ def nothing(tag: str) -> None:
     """Do nothing: stands in for a memory tracker's function."""
 
 
+class TokenLoss:
+    """The loss of each valid token, of which the mean over the global batch is minimised.
+
+    Attributes:
+        metrics: names of what is logged beside the loss, means over the same.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+
+    def own_part(self, microbatch: Microbatch) -> Microbatch:
+        """Return what this rank computes of a micro-batch."""
+        return own_part(microbatch, self.setup)
+
+    def count(self, microbatches: Sequence[Microbatch], device: torch.device) -> torch.Tensor:
+        """Count on this rank what the loss is divided by and, where that is no token, valid tokens: 0-d or ``(2,)``."""
+        count = sum(map(valid_tokens, microbatches))
+        return torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
+
+    def compute(
+        self, model: nn.Module, microbatch: Microbatch, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of a micro-batch as a sum, 0-d, and for the log that and the sums of the metrics."""
+        loss = forward(model, microbatch, device)
+        return loss, loss.detach()[None]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepResult:
     """Results of one step: device tensors, which the host need not wait for."""
 
-    loss_sum: torch.Tensor  # 0-d fp64, this rank's sum of token losses
+    sums: torch.Tensor  # fp64, of losses and metrics, this rank's
+    divisor: torch.Tensor  # 0-d, what the loss is divided by, of the whole global batch
     valid: torch.Tensor  # 0-d, valid tokens of the whole global batch
     grad_norm: torch.Tensor  # 0-d
     norms: dict[nn.Parameter, torch.Tensor]  # of each gradient on this rank, 0-d
     loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
 
     def numbers(self, *, over_all_ranks: bool) -> torch.Tensor:
-        """Return the sum of losses, over all ranks or this rank's; this rank's; the norm; the tokens; ``(4,)`` fp64."""
-        total = self.loss_sum
+        """Return this rank's sum of losses, the norm, the tokens, the divisor, the sums over all ranks or this rank's.
+
+        ``(5,)`` fp64, and a number for each metric.
+        """
+        total = self.sums
         if over_all_ranks:
             total = total.clone()
             dist.all_reduce(total, group=self.loss_group)
-        return torch.stack([total, self.loss_sum, self.grad_norm.to(total), self.valid.to(total)])
+        others = [each.to(total) for each in (self.grad_norm, self.valid, self.divisor)]
+        return torch.stack([self.sums[0], *others, *total])
 
     @property
     def tokens(self) -> int:
@@ -54,8 +88,8 @@ class StepResult:
 
     def loss(self) -> float:
         """Return the mean loss over the global batch's valid tokens; collective, and waits for the device."""
-        total, _, _, tokens = self.numbers(over_all_ranks=True).tolist()
-        return total / max(tokens, 1)
+        _, _, _, divisor, total, *_ = self.numbers(over_all_ranks=True).tolist()
+        return total / max(divisor, 1)
 
 
 def train_step(
@@ -66,6 +100,7 @@ def train_step(
     setup: Setup,
     device: torch.device,
     grad_clip: float,
+    objective: TokenLoss | None = None,
     record: Callable[[str], None] = nothing,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> StepResult:
@@ -79,39 +114,41 @@ def train_step(
         batch: this data rank's micro-batches.
         setup: the model's, on a joined mesh.
         grad_clip: bound of the global gradient norm; 0 only measures.
+        objective: what is minimised; None: the loss of tokens.
         record: called with the name of each phase, for the memory tracker.
         enter: called with the name of each phase, for the watchdog.
     """
     parallel, loss_group = setup.settings[ParallelConfig], setup.mesh.loss.group
     defer, keep = parallel.defer_gradient_sync, not parallel.reshard_between_microbatches
-    microbatches = [own_part(microbatch, setup) for microbatch in batch.microbatches]
-    count = sum(map(valid_tokens, microbatches))
-    valid = torch.full((), count, dtype=torch.int64, device=device)  # an argument of the kernel: nothing is copied
-    counted = dist.all_reduce(valid, group=loss_group, async_op=True)
+    objective = objective or TokenLoss(setup)
+    microbatches = [objective.own_part(microbatch) for microbatch in batch.microbatches]
+    counts = objective.count(microbatches, device)
+    counted = dist.all_reduce(counts, group=loss_group, async_op=True)
+    divisor, valid = counts.view(-1)[0], counts.view(-1)[-1]
     record("Before train step")
-    loss_sum = torch.zeros((), device=device, dtype=torch.float64)
+    sums = torch.zeros(1 + len(objective.metrics), device=device, dtype=torch.float64)
     for index, microbatch in enumerate(microbatches):
         last = index == len(microbatches) - 1
         set_gradient_sync(model, last=last, defer=defer, keep=keep)
         enter("forward")
-        loss = forward(model, microbatch, device)
+        loss, for_log = objective.compute(model, microbatch, device)
         record("After forward")
         if index == 0:
             counted.wait()  # overlaps with the first forward
         enter("backward")
-        (spread_nonfinite(extra_loss(model, loss)) / valid.clamp(min=1)).backward()
-        loss_sum += loss.detach()
+        (spread_nonfinite(extra_loss(model, loss)) / divisor.clamp(min=1)).backward()
+        sums += for_log
     record("After train step")
     enter("optimizer")
     norms: dict[nn.Parameter, torch.Tensor] = {}
     grad_norm = clip_grad_norm_(model, grad_clip, norms=norms)
-    skipped = ~grad_norm.isfinite() | (valid == 0)
+    skipped = ~grad_norm.isfinite() | (divisor == 0)
     step_unless(optimizer, skipped)
     after_update(model, skipped)
     # Before the next forward, so that gradients are freed when activations grow.
     optimizer.zero_grad(set_to_none=True)
     record("After opt step")
-    return StepResult(loss_sum, valid, grad_norm, norms, loss_group)
+    return StepResult(sums, divisor, valid, grad_norm, norms, loss_group)
 
 
 def valid_tokens(microbatch: Microbatch) -> int:
@@ -120,11 +157,13 @@ def valid_tokens(microbatch: Microbatch) -> int:
 
 
 def forward(model: nn.Module, microbatch: Microbatch, device: torch.device) -> torch.Tensor:
-    """Return the sum of the token losses of one micro-batch, 0-d."""
+    """Return the sum of the token losses of one micro-batch, 0-d, or of each of its ``sequences``."""
     inputs = {name: _moved(value, device) for name, value in microbatch.items() if name not in FOR_THE_STEP}
     if "document_bounds" in microbatch:
         inputs |= document_lengths(to_device(microbatch["document_bounds"], device), microbatch["longest_document"])
-    return model_loss_sum(model, inputs, microbatch["targets"], microbatch.get("chosen"))
+    sequences = microbatch.get("sequences")
+    more = [] if sequences is None else [(sequences, len(microbatch["sequence_tokens"]))]
+    return model_loss_sum(model, inputs, microbatch["targets"], microbatch.get("chosen"), *more)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -33,6 +33,7 @@ from smp.train.garbage import collect_if_due, collected_together
 from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.planned import Planned
+from smp.train.preference import loss_of
 from smp.train.report import (
     describe,
     log_collectives,
@@ -138,9 +139,9 @@ def _steps(trainer: Trainer, collect_every: int) -> int:
 
 def _validate(trainer: Trainer) -> float:
     trainer.guard.enter("validation")
-    loss = validate(trainer.plan, trainer.model, trainer.setup, enter=trainer.guard.enter).loss
-    trainer.metrics.validation(trainer.state.step, loss=loss)
-    return loss
+    found = validate(trainer.plan, trainer.model, trainer.setup, enter=trainer.guard.enter)
+    trainer.metrics.validation(trainer.state.step, loss=found.loss, more=found.metrics)
+    return found.loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ class _Done:
     sample_ids: torch.Tensor
     result: StepResult
     logged: bool
-    numbers: Readback  # loss over all ranks, if it is logged; this rank's loss; gradient norm; valid tokens
+    numbers: Readback  # those of the result; over all ranks if the step is logged
 
 
 def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
@@ -177,6 +178,7 @@ def _run_step(trainer: Trainer, batches: Iterator[StepBatch]) -> _Done:
             setup=trainer.setup,
             device=plan.device,
             grad_clip=config.optim.grad_clip,
+            objective=loss_of(trainer.setup),
             record=mark,
             enter=trainer.guard.enter,
         )
@@ -196,7 +198,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
         RunError: on every rank, if its update was left out and the run is to stop.
     """
     trainer.guard.enter("optimizer", done.step)  # whose end is waited for
-    loss, own_loss, grad_norm, tokens = done.numbers.read()
+    own_loss, grad_norm, tokens, divisor, loss, *others = done.numbers.read()
     state = trainer.state
     state.tokens += int(tokens)
     if not tokens:
@@ -216,7 +218,7 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
         trainer.guard.enter("logging")
         trainer.metrics.train_step(
             done.step,
-            loss=loss / max(tokens, 1),
+            loss=loss / max(divisor, 1),
             lr=done.lr,
             grad_norm=grad_norm,
             tokens=state.tokens,
@@ -224,6 +226,9 @@ def _settle(trainer: Trainer, done: _Done, watch: Stopwatch) -> None:
             step_time_s=watch.mean_seconds(done.step),
             memory=memory_stats(trainer.plan.device),
             phase_s=trainer.guard.watchdog.spent(),
+            more={
+                name: each / max(divisor, 1) for name, each in zip(loss_of(trainer.setup).metrics, others, strict=True)
+            },
         )
     trainer.metrics.bar.reach(done.step)
     trainer.planned.settled(done.step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -10,22 +11,22 @@ import torch.distributed as dist
 from torch import nn
 
 from smp.loss import IGNORE_INDEX
-from smp.parallel.parallelize import own_part
 from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
+from smp.train.preference import loss_of
 from smp.train.run_plan import RunPlan
-from smp.train.step import forward, valid_tokens
 
 # Of a validation during training, unless --validation_batches is given.
 BATCHES = 10
 
 
 class Validation(NamedTuple):
-    """Mean loss over the valid tokens, their number, and the number of samples; of all ranks."""
+    """Mean loss, the number of valid tokens and that of samples, and means of the loss's metrics; of all ranks."""
 
     loss: float
     tokens: int
     samples: int
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 @torch.no_grad()
@@ -46,15 +47,20 @@ def validate(plan: RunPlan, model: nn.Module, setup: Setup, *, enter: Callable[[
     limit = settings.validation_batches or (samples if settings.evaluate_only else BATCHES)
     batches = min(limit, -(-samples // rows))
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=plan.device)
+    objective = loss_of(setup)
+    sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=plan.device)
+    counts = objective.count([], plan.device)
     for _, batch in zip(range(batches), plan.validation_data, strict=False):
         for microbatch in batch.microbatches:
             microbatch["targets"][microbatch["sample_ids"] >= samples] = IGNORE_INDEX
-            own = own_part(microbatch, setup)
-            total[0] += forward(model, own, plan.device)
-            total[1] += valid_tokens(own)
+            own = objective.own_part(microbatch)
+            sums += objective.compute(model, own, plan.device)[1]
+            counts += objective.count([own], plan.device)
         enter("validation")  # each batch has the time of a phase
     model.train()
     reshard(model)
+    total = torch.cat([counts.view(-1).to(sums), sums])
     dist.all_reduce(total, group=setup.mesh.loss.group)
-    return Validation(float(total[0] / total[1]), int(total[1]), min(samples, batches * rows))
+    loss, *others = (total[counts.numel() :] / total[0]).tolist()
+    tokens = int(total[counts.numel() - 1])
+    return Validation(loss, tokens, min(samples, batches * rows), dict(zip(objective.metrics, others, strict=True)))

@@ -22,7 +22,7 @@ def run() -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake_cuda.install(devices=1)
-    from smp.parallel.loss import _has_fp32_products, linear_cross_entropy
+    from smp.parallel.linear_loss import _has_fp32_products, linear_cross_entropy
     from tests.cuda_path.audit import Audit
 
     found = {}

@@ -72,7 +72,7 @@ def test_value_and_gradients(chunk, dtype, tolerance, bias, z_loss, transform):
 def test_the_gradient_of_the_head_in_parts(monkeypatch):
     gradients = []
     for rows in (8, 2 * WORDS):
-        monkeypatch.setattr("smp.parallel.loss._ROWS", rows)
+        monkeypatch.setattr("smp.parallel.linear_loss.HEAD_ROWS", rows)
         hidden, weight, _, labels = inputs(torch.bfloat16)
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=5).backward()
         gradients.append(weight.grad)
@@ -118,9 +118,11 @@ def gradients(labels, *, chunk=5):
 
 def counted(monkeypatch):
     """The tokens of each chunk from now on."""
-    rows, of_chunk = [], smp.parallel.loss.loss_sum_
+    rows, of_chunk = [], smp.parallel.linear_loss.token_losses_
     monkeypatch.setattr(
-        smp.parallel.loss, "loss_sum_", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
+        smp.parallel.linear_loss,
+        "token_losses_",
+        lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k),
     )
     return rows
 
@@ -167,7 +169,7 @@ def test_numbers_of_the_products_of_gpus(monkeypatch, bias, z_loss, transform):
     theirs = [None if each is None else each.detach().double().requires_grad_() for each in mine[:3]]
     options = {"chunk_tokens": 4, "z_loss": z_loss, "logits": transform}
     expected = linear_cross_entropy(*theirs[:2], mine[3], bias=theirs[2], **options)
-    monkeypatch.setattr(smp.parallel.loss, "_converts", lambda tensor, dtype: tensor.dtype != dtype)
+    monkeypatch.setattr(smp.parallel.linear_loss, "_converts", lambda tensor, dtype: tensor.dtype != dtype)
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(torch, "addmm", added)
     found = linear_cross_entropy(*mine[:2], mine[3], bias=mine[2], **options)
@@ -303,7 +305,7 @@ def test_larger_chunks_where_they_fit(monkeypatch, device, room, expected):
 
 
 def test_a_device_without_products_in_fp32_is_told_and_no_other_error_is_taken_for_that(monkeypatch, caplog):
-    asked, cpu = smp.parallel.loss._has_fp32_products.__wrapped__, torch.device("cpu")
+    asked, cpu = smp.parallel.linear_loss._has_fp32_products.__wrapped__, torch.device("cpu")
     monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no such")))
     assert not asked(cpu) and "the loss takes copies in fp32: no such" in caplog.text
     for error in (torch.OutOfMemoryError, torch.AcceleratorError):

@@ -288,8 +288,7 @@ def test_validation(files, tmp_path, monkeypatch):
     differs(batch, ["--val_batch_size", 2], 2)
     forwards: list[bool] = []
     forward = one_step.forward
-    for module in (one_step, validation):
-        monkeypatch.setattr(module, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
+    monkeypatch.setattr(one_step, "forward", lambda m, *a: forwards.append(m.training) or forward(m, *a))
     for count in (10, 3):
         train(["--validation_freq", 1, "--validation_batches", count], tmp_path / f"v{count}", steps=1)
     one = lambda count: [*[False] * count, True, *[False] * count]  # noqa: E731

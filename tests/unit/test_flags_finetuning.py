@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
+import re
 
+import pytest
+import torch
+
+from smp.errors import ConfigError
+from smp.train.preference import PairLoss, loss_of, pair_losses
 from tests.flags import check, one_process, parse, plan_of
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
+CHATS = ["--dataset_type", "chat", "--training_dir", SAMPLE]
+TEXT = ["--dataset_type", "text", "--training_dir", SAMPLE]
 TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Emma."}]
 
 
@@ -61,3 +70,41 @@ def test_adapters(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     given = parse(["--adapter_path", tmp_path]).lora.with_adapter()
     assert (given.lora_rank, given.scale, given.lora_target_modules) == (3, 2.0, ("q_proj",))
+
+
+@check("dpo", "dpo_beta", "dpo_label_smoothing", "dpo_loss")
+def test_preferences(tmp_path):
+    data = ["--dataset_type", "chat", "--training_dir", SAMPLE / "preferences.jsonl", "--tokenizer_name_or_dir",
+            SAMPLE / "tokenizer", "--chat_template", SAMPLE / "chat_template.jinja", "--vocab_size", 2048,
+            "--max_context_width", 128, "--lora_rank", 2]  # fmt: skip
+    plan = plan_of(["--dpo", 1], tmp_path, data=data)
+    assert len(plan.train_data._microbatches.source.numbers) == 212
+    assert isinstance(loss_of(plan.setup), PairLoss)
+    with pytest.raises(ConfigError, match="line 1: is a pair of answers: --dpo 1 trains on such"):
+        plan_of([], tmp_path, data=data)
+    policy, reference = torch.tensor([[-3.0, -5.0]]), torch.tensor([[-4.0, -4.0]])
+
+    def loss(*words):
+        config = parse(["--dpo", 1, *words]).preference
+        return round(float(pair_losses(policy, reference, torch.tensor([[2, 4]]), config)[0]), 6)
+
+    assert loss() == round(-math.log(1 / (1 + math.exp(-0.2))), 6)
+    assert loss("--dpo_beta", 0.5) == round(-math.log(1 / (1 + math.exp(-1))), 6)
+    assert loss("--dpo_label_smoothing", 0.25) == round(loss() + 0.25 * 0.2, 6)
+    assert loss("--dpo_loss", "ipo") == round((1 / 2 + 1 / 4 - 5) ** 2, 6)
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--dpo_beta", 0.2], "--dpo_beta is of preferences: set --dpo 1, or leave it out"),
+    (["--dpo", 1, "--dpo_loss", "ipo", "--dpo_label_smoothing", 0.1], "is of --dpo_loss sigmoid: leave one out"),
+    (["--dpo", 1], "--dpo 1 trains on pairs, and --use_synthetic_data 1 has none"),
+    (["--dpo", 1, *TEXT], "--dpo 1 reads pairs, not --dataset_type text: set --dataset_type chat"),
+    (["--dpo", 1, *CHATS, "--train_on", "last"], "--dpo 1 compares whole answers, not --train_on last"),
+    (["--dpo", 1, *CHATS], "there only beside adapters: set --lora_rank, such as 16"),
+    (["--dpo", 1, *CHATS, "--lora_rank", 2, "--loss_chunk_tokens", 0], "--dpo 1 needs --loss_chunk_tokens above 0"),
+    (["--dpo", 1, *CHATS, "--lora_rank", 2, "--z_loss", 0.1], "--z_loss is added to the loss of tokens"),
+    (["--dpo", 1, *CHATS, "--lora_rank", 2, "--plan", 1], "--plan 1 plans a step of the loss of tokens"),
+])  # fmt: skip
+def test_preferences_that_do_not_fit(tmp_path, words, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        plan_of(words, tmp_path, data=[] if "chat" in words or "text" in words else ["--use_synthetic_data", 1])

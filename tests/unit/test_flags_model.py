@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-import smp.parallel.loss
+import smp.parallel.linear_loss
 import smp.parallel.parallelize
 import smp.parallel.sharding
 from smp.errors import ConfigError
@@ -203,9 +203,11 @@ def test_cpu_offload():
 @check("loss_chunk_tokens", "z_loss")
 def test_loss_in_chunks(monkeypatch):
     rows = []
-    of_chunk = smp.parallel.loss.loss_sum_
+    of_chunk = smp.parallel.linear_loss.token_losses_
     monkeypatch.setattr(
-        smp.parallel.loss, "loss_sum_", lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k)
+        smp.parallel.linear_loss,
+        "token_losses_",
+        lambda logits, *a, **k: rows.append(len(logits)) or of_chunk(logits, *a, **k),
     )
 
     def loss(words):

@@ -33,7 +33,16 @@ def test_draws_every_series(tmp_path, monkeypatch):
     by_title = {axes.get_title(loc="left"): series for axes, series in drawn.items()}
     assert by_title["Loss"] == [([1, 2, 3], [5.0, 2.5, 5.0 / 3]), ([3], [2.0])]
     assert by_title["Tokens per second"] == [([1, 2, 3], [20001, 20002, 20003])]
-    assert {"Learning rate", "Gradient norm, before clipping"} < set(by_title)
+    assert {"Learning rate", "Gradient norm, before clipping"} < set(by_title) and len(by_title) == 4
+    drawn.clear()
+    path = write(tmp_path)
+    rewards = {"rewards/chosen": 0.2, "rewards/rejected": -0.1, "rewards/accuracies": 1.0}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | rewards if "loss" in line else line) + "\n" for line in lines))
+    plot_metrics(path, tmp_path / "curves.png")
+    by_title = {axes.get_title(loc="left"): series for axes, series in drawn.items()}
+    assert [values[1] for values in by_title["Rewards"]] == [[0.2] * 3, [-0.1] * 3]
+    assert by_title["Chosen answer preferred"] == [([1, 2, 3], [1.0] * 3)]
 
 
 @pytest.mark.full

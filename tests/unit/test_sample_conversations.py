@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from data.sample.build_conversations import OUTPUT, text
+from data.sample.build_conversations import OUTPUT, PREFERENCES, preferences_text, text
 
 LONGEST = 200  # tokens
 
@@ -31,6 +31,22 @@ def render():
 
 def test_the_file_is_what_the_program_makes():
     assert OUTPUT.read_bytes() == text().encode("ascii")
+    assert PREFERENCES.read_bytes() == preferences_text().encode("ascii")
+
+
+def test_a_rejected_answer_is_wrong_and_a_chosen_one_is_no_other_question_s(conversations):
+    pairs = [json.loads(line) for line in PREFERENCES.read_text(encoding="ascii").splitlines()]
+    assert 180 <= len(pairs) <= 260
+    said = {messages[0]["content"]: messages[1]["content"] for messages in conversations}
+    asked, known = set(), 0
+    for pair in pairs:
+        (prompt,), (chosen,), (rejected,) = (pair[key] for key in ("prompt", "chosen", "rejected"))
+        assert (prompt["role"], chosen["role"], rejected["role"]) == ("user", "assistant", "assistant")
+        assert chosen["content"] != rejected["content"]
+        asked.add(prompt["content"])
+        known += said.get(prompt["content"]) == chosen["content"]
+        assert said.get(prompt["content"]) != rejected["content"]
+    assert len(asked) == len(pairs) and known > len(pairs) // 2
 
 
 def test_there_are_about_300_conversations_no_two_alike(conversations):

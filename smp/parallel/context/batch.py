@@ -40,7 +40,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, balanced: bool = True) 
         targets = shift_labels(batch["labels"])
     own = dict(batch)
     if mesh.cp.size > 1:
-        _check(batch)
+        check_batch("smp.shard_sequence", batch)
         given = {name: batch.get(name) for name in ("input_ids", "position_ids", "document_bounds")}
         given = {name: each for name, each in {**given, "targets": targets}.items() if each is not None}
         own = dict(cut(cast(Microbatch, given), mesh, balanced=balanced))
@@ -70,6 +70,9 @@ def cut(batch: Microbatch, mesh: Mesh, *, balanced: bool) -> Microbatch:
     }
     if "targets" in batch:
         found["targets"] = _take(F.pad(batch["targets"], (0, extra), value=IGNORE_INDEX), own)
+    if "sequences" in batch:
+        found["sequences"] = _take(F.pad(batch["sequences"], (0, extra)), own)
+        found["sequence_tokens"] = batch["sequence_tokens"]
     return found
 
 
@@ -77,12 +80,17 @@ def _take(rows: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
     return torch.cat([rows[:, first:last] for first, last in ranges], 1)
 
 
-def _check(batch: Mapping[str, Any]) -> None:
+def check_batch(caller: str, batch: Mapping[str, Any]) -> None:
+    """Refuse a batch that cannot be cut by tokens.
+
+    Raises:
+        UserError: saying so.
+    """
     others = sorted(name for name in batch if name not in _TAKEN and batch[name] is not None)
     if others:
-        raise UserError(f"smp.shard_sequence: {others[0]} cannot be cut by tokens: give {', '.join(_TAKEN[:-1])}")
+        raise UserError(f"{caller}: {others[0]} cannot be cut by tokens: give {', '.join(_TAKEN[:-1])}")
     if batch.get("input_ids") is None:
-        raise UserError(f"smp.shard_sequence: the batch has no input_ids, only {', '.join(batch)}: give them")
+        raise UserError(f"{caller}: the batch has no input_ids, only {', '.join(batch)}: give them")
     mask = batch.get("attention_mask")
     if mask is None:
         return

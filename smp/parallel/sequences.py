@@ -1,0 +1,121 @@
+"""Log-probabilities of sequences: sums over the labelled tokens of each, at any layout, without whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+
+from smp.errors import UserError
+from smp.host_copies import to_device
+from smp.loss import IGNORE_INDEX, shift_labels
+from smp.mesh import Mesh, Role
+from smp.microbatch import Microbatch
+from smp.parallel.attention import document_lengths
+from smp.parallel.context.batch import check_batch, cut
+from smp.parallel.documents import document_index
+from smp.parallel.loss import is_in_chunks, model_loss_sum
+from smp.parallel.targets import chosen_tokens
+
+
+class _Sum(Function):
+    """The sum over the ranks of a sequence: each rank's gradient is that of its own summand."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def sum_over_ranks(own: torch.Tensor, ranks: Role) -> torch.Tensor:
+    """Return the sum of what the ranks of a sequence have of it, on each; one all-reduce, none in backward.
+
+    Gradients of parameters are summed over these ranks, so that each differentiates the whole of what follows from the
+    sum, by its own summand.
+    """
+    return own if ranks.size == 1 else cast(torch.Tensor, _Sum.apply(own, ranks.group))
+
+
+def log_probs(model: nn.Module, batch: Mapping[str, Any], mesh: Mesh | None, *, balanced: bool = True) -> torch.Tensor:
+    """Return what ``smp.sequence_log_probs`` does.
+
+    Args:
+        model: its loss is in chunks.
+        batch: of this data rank, on the host.
+        mesh: of the model; None: one process.
+        balanced: as :func:`smp.parallel.context.layout.split_columns`'s.
+
+    Raises:
+        UserError: the model's loss is not in chunks, or the batch has no labels, or what cannot be cut by tokens.
+    """
+    caller = "smp.sequence_log_probs"
+    if not is_in_chunks(model):
+        raise UserError(
+            f"{caller} needs a model whose loss is in chunks: call smp.parallelize(model, loss=smp.LossConfig()), or "
+            f"smp.chunk_loss(model)"
+        )
+    check_batch(caller, batch)
+    microbatch = _numbered(caller, batch)
+    splits = mesh is not None and mesh.cp.size > 1
+    own = cut(microbatch, mesh, balanced=balanced) if mesh is not None and splits else microbatch
+    device = torch.device(mesh.device_type) if mesh is not None and mesh.device_type else batch["input_ids"].device
+    inputs: dict[str, Any] = {
+        name: to_device(value, device) if isinstance(value, torch.Tensor) else value
+        for name, value in own.items()
+        if name in ("input_ids", "position_ids", "attention_mask", "sequence_shard")
+    }
+    if "document_bounds" in own:
+        inputs |= document_lengths(to_device(own["document_bounds"], device), own["longest_document"])
+    chosen = chosen_tokens(own["targets"], part=splits)
+    sequences = own["sequences"], len(own["sequence_tokens"])
+    sums = -model_loss_sum(model, inputs, own["targets"], chosen, sequences)
+    return sums if mesh is None else sum_over_ranks(sums, mesh.cp)
+
+
+def _numbered(caller: str, batch: Mapping[str, Any]) -> Microbatch:
+    """Return a script's batch as a micro-batch, with the number of each token's sequence."""
+    ids: torch.Tensor = batch["input_ids"]
+    positions: Any = batch.get("position_ids")
+    bounds: Any = batch.get("document_bounds")
+    targets = batch.get("shift_labels")
+    if targets is None:
+        if batch.get("labels") is None:
+            raise UserError(f"{caller}: the batch has no labels: give them, -100 where a token does not count")
+        targets = shift_labels(batch["labels"])
+    rows, length = ids.shape
+    found: Microbatch = {"input_ids": ids}
+    if positions is None and bounds is None:
+        sequences = torch.arange(rows, device=ids.device)[:, None].expand(rows, length).contiguous()
+        if batch.get("attention_mask") is not None:
+            found["attention_mask"] = batch["attention_mask"]
+    else:
+        if bounds is None:
+            restarts = (positions[:, 1:] != positions[:, :-1] + 1).to(torch.int64)
+            restarts = torch.cat([torch.ones_like(positions[:, :1]), restarts], 1)
+            first = restarts.flatten().nonzero().flatten()
+            bounds = torch.cat([first, first.new_tensor([ids.numel()])]).to(torch.int32)
+        sequences = document_index(ids, bounds).to(torch.int64) - 1
+        if positions is None:
+            tokens = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+            positions = tokens - bounds.to(torch.int64)[sequences]
+        found |= {
+            "position_ids": positions,
+            "document_bounds": bounds,
+            "longest_document": int(bounds.diff().max()),
+        }
+        ends = torch.ones_like(targets, dtype=torch.bool)
+        ends[:, :-1] = sequences[:, 1:] != sequences[:, :-1]
+        targets = targets.masked_fill(ends, IGNORE_INDEX)  # the first token of the next document
+    count = rows if "document_bounds" not in found else len(found["document_bounds"]) - 1
+    valid = sequences[targets != IGNORE_INDEX]
+    tokens = torch.zeros(count, dtype=torch.int64, device=ids.device).index_add_(0, valid, torch.ones_like(valid))
+    return {**found, "targets": targets, "sequences": sequences, "sequence_tokens": tokens}

@@ -1,0 +1,104 @@
+"""Log-probabilities of sequences: those of the plain model's log_softmax, and their gradients, at any layout."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import smp
+from smp.errors import UserError
+from tests.distributed import run_distributed
+from tests.reference import VOCABULARY, build_reference, relative
+from tests.tensor_parallel import whole
+
+ROWS, LENGTH = 4, 12
+DOCUMENTS = [[12], [5, 7], [4, 4, 4], [1, 11]]  # of each row
+LAYOUTS: dict[int, list[dict]] = {
+    1: [{}],
+    2: [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"cp": 2, "cp_load_balance": False}],
+    4: [{}, {"tp": 2}, {"tp": 4}, {"cp": 2}, {"tp": 2, "cp": 2}],
+}
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, labels and positions ``(ROWS, LENGTH)``; a document has no label, and others some."""
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, :6] = -100
+    labels[1, 5:] = -100
+    labels[2, 7] = -100
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+    return ids, labels, positions
+
+
+def loss_of(sums: torch.Tensor) -> torch.Tensor:
+    """Something that is not linear in the sums."""
+    return -F.logsigmoid(0.1 * sums).sum() / sum(map(len, DOCUMENTS))
+
+
+def reference(name: str, *, packed: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sums and gradients of the plain model, document by document."""
+    model, (ids, labels, _) = build_reference(name, torch.float64), data()
+    sums = []
+    for row, lengths in enumerate(DOCUMENTS if packed else [[LENGTH]] * ROWS):
+        for part, label in zip(ids[row].split(lengths), labels[row].split(lengths), strict=True):
+            of_token = model(input_ids=part[None]).logits[0, :-1].log_softmax(-1)
+            valid = label[1:] != -100
+            sums.append(of_token[valid].gather(-1, label[1:][valid, None]).sum())
+    loss_of(torch.stack(sums)).backward()
+    return torch.stack(sums).detach(), {key: p.grad for key, p in model.named_parameters()}
+
+
+def check(name, expected):
+    ids, labels, positions = data()
+    for layout in LAYOUTS[dist.get_world_size()]:
+        mesh = smp.init(**layout)
+        model = smp.parallelize(build_reference(name, torch.float64), loss=smp.LossConfig(loss_chunk_tokens=3))
+        rows = slice(*(ROWS * at // mesh.data_size for at in (mesh.data_rank, mesh.data_rank + 1)))
+        counts = [len(each) for each in DOCUMENTS]
+        bounds = torch.tensor([0, *(n for each in DOCUMENTS[rows] for n in each)]).cumsum(0).int()
+        for packed, more in (
+            (False, {}),
+            (True, {"position_ids": positions[rows]}),
+            (True, {"document_bounds": bounds}),
+        ):
+            sums, gradients = expected[packed]
+            own = slice(sum(counts[: rows.start]), sum(counts[: rows.stop])) if packed else rows
+            model.zero_grad()
+            with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduced:
+                found = smp.sequence_log_probs(model, {"input_ids": ids[rows], "labels": labels[rows], **more})
+            if mesh.tp.size == 1:
+                assert reduced.call_count == (mesh.cp.size > 1), layout
+            assert relative(found.detach() - sums[own], sums[own]) <= 1e-9, (layout, more)
+            loss_of(found).backward()
+            for key, p in model.named_parameters():
+                assert relative(whole(p.grad) - gradients[key], gradients[key]) <= 1e-9, (layout, more.keys(), key)
+        with torch.no_grad():
+            again = smp.sequence_log_probs(model, {"input_ids": ids[rows], "labels": labels[rows], **more})
+        assert torch.equal(again, found.detach())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gpt_neox_tied", marks=pytest.mark.full)])
+def test_sums_and_gradients_are_those_of_log_softmax(name, world_size):
+    expected = {packed: reference(name, packed=packed) for packed in (False, True)}
+    run_distributed(check, name, expected, world_size=world_size)
+
+
+def test_one_process_without_a_mesh_and_what_is_refused():
+    model = build_reference("llama_gqa", torch.float64)
+    ids, labels, _ = data()
+    with pytest.raises(UserError, match=r"call smp\.parallelize\(model, loss=smp\.LossConfig\(\)\), or smp\.chunk"):
+        smp.sequence_log_probs(model, {"input_ids": ids, "labels": labels})
+    smp.chunk_loss(model)
+    with pytest.raises(UserError, match="the batch has no labels"):
+        smp.sequence_log_probs(model, {"input_ids": ids})
+    with pytest.raises(UserError, match="pixel_values cannot be cut"):
+        smp.sequence_log_probs(model, {"input_ids": ids, "labels": ids, "pixel_values": ids})
+    found = smp.sequence_log_probs(model, {"input_ids": ids, "labels": labels})
+    sums, _ = reference("llama_gqa", packed=False)
+    assert relative(found.detach() - sums, sums) <= 1e-12

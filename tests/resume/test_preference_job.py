@@ -1,0 +1,76 @@
+"""The job trains on preferences: the same curve at any layout, a margin that grows, and a resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.job import read_metrics, run_job
+from tests.resume.test_chat_job import CHAT, SAMPLE
+
+NAMES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
+
+
+def flags(tmp_path, run, *more):
+    return [*CHAT, "--max_context_width", 128, "--training_dir", SAMPLE / "preferences.jsonl", "--data_cache_dir",
+            tmp_path / "cache", "--output_dir", tmp_path / run, "--hf_pretrained_model_name_or_dir", tmp_path / "base",
+            "--global_batch_size", 8, "--lr", 0.02, "--dpo", 1, "--lora_rank", 4, "--max_steps", 6,
+            "--lr_decay_iters", 6, *more]  # fmt: skip
+
+
+def curve(folder):
+    return [[line[name] for name in NAMES] for line in read_metrics(folder)]
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+@pytest.mark.full
+def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
+    validation = ["--validation_split", 0.1, "--validation_freq", 3, "--checkpoint_freq", 3]
+    done = run_job(*flags(base, "shard", *validation), "--train_batch_size", 4, world_size=2).succeeded()
+    found = curve(base / "shard")
+    assert found[0][0] == pytest.approx(0.693147, rel=1e-5) and found[0][1:] == [0, 0, 0, 0]  # the policy is the base
+    assert found[-1][4] > 0.01 and found[-1][0] < found[0][0], found
+    assert "rewards/margins: " in done.output and "Validation loss: " in done.output
+    lines = [json.loads(line) for line in (base / "shard" / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if "val_loss" in line]
+    assert validated[-1]["val_rewards/margins"] > 0 and "val_ppl" not in validated[-1]
+    for name, layout in (("tp", ["--tensor_parallel_degree", 2]), ("cp", ["--context_parallel_degree", 2])):
+        words = [*flags(base, name, *layout), *validation[:4], "--train_batch_size", 4]
+        run_job(*words, world_size=2).succeeded()
+        for mine, theirs in zip(curve(base / name), found, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3, abs=2e-5), name
+    (checkpoint,) = (base / "shard" / "checkpoints").glob("*-3steps")
+    resume = ["--resume_from_checkpoint", checkpoint, "--train_batch_size", 4]
+    run_job(*flags(base, "resumed", *validation), *resume, world_size=2).succeeded()
+    assert curve(base / "resumed") == found[3:]
+    # In one process, what the two validated at that step.
+    evaluate = ["--evaluate_only", 1, "--resume_from_checkpoint", checkpoint, *validation[:2]]
+    evaluated = run_job(*flags(base, "shard", *evaluate), world_size=1).succeeded()
+    result = next(json.loads(line) for line in evaluated.output.splitlines() if line.startswith('{"model"'))
+    for name in ("val_loss", *(f"val_{name}" for name in NAMES[1:])):
+        assert result[name] == pytest.approx(validated[1][name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.full
+def test_what_is_no_pair_is_one_sentence(base):
+    data = base / "pairs.jsonl"
+    data.write_text(json.dumps({"prompt": "Where?", "chosen": "Here."}) + "\n")
+    refused = run_job(*flags(base, "refused", "--training_dir", data), world_size=1)
+    sentence = "pairs.jsonl, line 1: is no pair: it has no rejected; keys found: prompt, chosen"
+    assert refused.statuses == [2] and sentence in refused.output and "Traceback" not in refused.output
+    assert not (base / "refused").exists()
