@@ -107,7 +107,7 @@ def plot_memory(
     _save(figure, png)
 
 
-def _figure(what: str, *, height: int) -> Any:
+def _figure(what: str, *, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
