@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 # Containers often forbid it; without cached bytecode every process compiles smp anew, and pytest all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train finetune test test-all test-slow test-floor gpu lint docs clean
+.PHONY: setup train finetune test test-all test-slow test-qlora test-floor gpu lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -48,6 +48,15 @@ test-all: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
+
+# torchao lies apart: transformers imports it into every process of an environment that has it.
+test-qlora: .torchao
+	PYTHONPATH=.torchao $(BIN)/python -m pytest -n 2 -m "not slow" -k "4_bits or qlora or bits" \
+		tests/parity/test_qlora.py tests/parity/test_plan_bytes.py tests/resume/test_lora_job.py tests/unit/test_flags_finetuning.py
+	@PYTHONPATH=.torchao $(JOB) --config configs/qlora.yaml --max_steps 20 --output_dir runs/test_qlora --resume_from_checkpoint none
+
+.torchao: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0
 
 # Nothing is set up: the machine with the GPU has torch and transformers, and may have no network.
 gpu:

@@ -35,7 +35,7 @@ from smp.parallel.optimizers import following_optimizers
 from smp.parallel.parallelize import fill_model
 from smp.parallel.parallelize import parallelize as _parallelize
 from smp.parallel.sequences import log_probs
-from smp.parallel.sharding import average_gradients, reshard
+from smp.parallel.sharding import average_gradients, refuse_added, reshard
 from smp.parallel.technique import Setup
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model, take_from_rank0
@@ -260,6 +260,7 @@ def parallelize(
             if seed is None:
                 seed = first_ranks_seed([None], device)
             fill_model(model, model.config, device=device, cpu_offload=activation.cpu_offload, seed=seed)
+    refuse_added(model, "smp.parallelize")
     return model
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from smp.errors import UserError
-from smp.models.added import added_parameters
+from smp.models.added import Encoded, added_parameters, encoded_parameters
 from smp.models.init_rules import InitRule
 
 BLOCK = 1 << 16
@@ -124,11 +124,24 @@ def initialize_(model: nn.Module, rules: Callable[[str], InitRule], *, seed: int
     Raises:
         UserError: a parameter has no rule, or is still on the meta device; the text names it.
     """
+    encoded = encoded_parameters(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"parameter {name} was left on the meta device, without values: allocate it first")
-        initialize_parameter_(parameter, rules(name), seed=seed, name=name)
+        if (how := encoded.get(name)) is None:
+            initialize_parameter_(parameter, rules(name), seed=seed, name=name)
+        else:
+            weight = torch.empty(how.shape)
+            initialize_parameter_(weight, rules(name), seed=seed, name=name)
+            fill_encoded_(parameter, how, weight)
     _block_values.cache_clear()
+
+
+def fill_encoded_(parameter: torch.Tensor, how: Encoded, weight: torch.Tensor) -> None:
+    """Give this rank's part of a parameter the form of a weight, all of which every rank has."""
+    local, offsets = _local_box(parameter)
+    box = tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))
+    local.copy_(how.encode(weight)[box])
 
 
 @torch.no_grad()

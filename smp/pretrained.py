@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from smp.delayed_init import fill_encoded_
 from smp.errors import ConfigError, UserError
-from smp.models.added import added_parameters
+from smp.models.added import added_parameters, encoded_parameters
 from smp.models.family import Family
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
@@ -118,6 +119,28 @@ def _local_slices(name: str, parameter: torch.Tensor) -> tuple[torch.Tensor, tup
     return parameter.to_local(), tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
 
 
+def find_tensors(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> _Plan:
+    """Return key and file of every parameter, but those that techniques add, and saved buffer, by its name.
+
+    Args:
+        model: real or on the meta device.
+
+    Raises:
+        UserError: as :func:`load_pretrained_`.
+    """
+    family = family_of(hf_config)
+    family.file_names.check(weights, "train from initial values")
+    if (file := find_weights(weights)).name != INDEX and weights.is_dir() and (weights / INDEX).exists():
+        logger.warning("%s is read, and not %s beside it, as transformers does: delete the older one", file, INDEX)
+    plan, problems = _match_keys(model, family, weight_map(weights))
+    tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+    tensors |= {n: torch.empty(how.shape, device="meta") for n, how in encoded_parameters(model).items()}
+    problems += _check_tensors(tensors, plan)
+    if problems:
+        raise ConfigError([f"{weights}: {problem}" for problem in problems])
+    return plan
+
+
 @torch.no_grad()
 def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any) -> None:
     """Fill every parameter, but those that techniques add, and saved buffer from a Hugging Face checkpoint, in place.
@@ -140,15 +163,12 @@ def load_pretrained_(model: nn.Module, weights: pathlib.Path, *, hf_config: Any)
     unallocated = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unallocated:
         raise UserError(f"parameter {unallocated[0]} is on the meta device: allocate it before loading weights")
-    family = family_of(hf_config)
-    family.file_names.check(weights, "train from initial values")
-    if (file := find_weights(weights)).name != INDEX and weights.is_dir() and (weights / INDEX).exists():
-        logger.warning("%s is read, and not %s beside it, as transformers does: delete the older one", file, INDEX)
-    plan, problems = _match_keys(model, family, weight_map(weights))
-    problems += _check_tensors(tensors, plan)
-    if problems:
-        raise ConfigError([f"{weights}: {problem}" for problem in problems])
-    for name, (key, file) in plan.items():
+    encoded = encoded_parameters(model)
+    for name, (key, file) in find_tensors(model, weights, hf_config=hf_config).items():
+        if name in encoded:
+            with safe_open(file, framework="pt") as content:
+                fill_encoded_(tensors[name], encoded[name], content.get_tensor(key))
+            continue
         local, slices = _local_slices(name, tensors[name])
         if local.numel():
             # Opened for each tensor: what was read of a mapped file counts as this process's memory until it is closed.

@@ -22,7 +22,7 @@ from smp.checkpoint.safetensors_io import Piece, reason, sync, write_tensors
 from smp.errors import RunError, UserError
 from smp.faults.lock import locked
 from smp.json_input import read_object
-from smp.models.added import AddedParameter, added_parameters, base_of
+from smp.models.added import AddedParameter, added_parameters, left_out
 from smp.models.family import Family
 from smp.models.file_names import buffers_of
 from smp.models.registry import family_of
@@ -266,6 +266,7 @@ def export_hf(
     *,
     hf_config: Any = None,
     whole: Callable[[str], torch.Tensor] | None = None,
+    added: Mapping[str, AddedParameter] | None = None,
     tokenizer_dir: pathlib.Path | str | None = None,
     generation_dir: pathlib.Path | str | None = None,
     chat_template: pathlib.Path | str | None = None,
@@ -285,6 +286,7 @@ def export_hf(
         directory: where to; its parent is made if missing.
         hf_config: the config to write; None: ``model.config``.
         whole: returns a parameter by name; called once for each, in their order, on every rank. None: gathered.
+        added: of ``model``'s tensors, those that techniques have added; a model knows its own.
         tokenizer_dir: directory whose tokenizer files are copied along.
         generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
         chat_template: file of the template that the model was trained with, if it is not the tokenizer's own.
@@ -297,14 +299,12 @@ def export_hf(
             point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """
-    added: Mapping[str, AddedParameter] = {}
+    added = added or {}
     if isinstance(model, nn.Module):
         reshard(model)  # a gathered parameter is in the dtype of the computation
-        added, base = added_parameters(model), base_of(model)
+        added, left = added_parameters(model), left_out(model)
         everything = {**dict(model.named_parameters()), **dict(buffers_of(model))}
-        parameters: Mapping[str, torch.Tensor] = {
-            name: tensor for name, tensor in everything.items() if base is None or name not in base.names
-        }
+        parameters: Mapping[str, torch.Tensor] = {n: tensor for n, tensor in everything.items() if n not in left}
         hf_config = model.config if hf_config is None else hf_config
     else:
         parameters = model

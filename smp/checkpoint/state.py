@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.tagged_json import encode
 from smp.errors import UserError, a_type
-from smp.models.added import base_of
+from smp.models.added import added_parameters, base_of, left_out
 from smp.models.file_names import buffers_of, clean_name
 from smp.parallel.sharding import reshard
 
@@ -71,9 +71,12 @@ def model_entry(name: str, hf_config: Any) -> dict[str, Any]:
 
 
 def with_base(entry: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Add to a model's entry the digest of the pretrained weights whose parameters are not saved."""
-    base = base_of(model)
-    return entry if base is None else {**entry, "base": base.digest}
+    """Add to a model's entry the pretrained weights whose parameters are not saved, and the files of those apart."""
+    base, added = base_of(model), added_parameters(model).values()
+    apart = {each.apart.file: dict(each.apart.beside) for each in added if each.apart is not None}
+    if base is not None:
+        entry = {**entry, "base": base.digest, "weights": base.weights}
+    return {**entry, "apart": apart} if apart else entry
 
 
 def alike(model: nn.Module) -> list[int]:
@@ -107,8 +110,8 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what :func:`state_tensors` does, without the optimizer's."""
     reshard(model)
-    base, parameters = base_of(model), model.named_parameters()
-    tensors = {f"model.{clean_name(n)}": p.detach() for n, p in parameters if base is None or n not in base.names}
+    left = left_out(model)
+    tensors = {f"model.{clean_name(n)}": p.detach() for n, p in model.named_parameters() if n not in left}
     return tensors | {f"model.{name}": buffer for name, buffer in buffers_of(model)}
 
 
@@ -128,7 +131,7 @@ def state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return all tensors that are saved, by name; loading writes into these very tensors.
 
-    Parameters that stay as the pretrained weights have them are not: :func:`smp.models.added.base_of`.
+    Parameters that stay as the pretrained weights have them are not: :func:`smp.models.added.left_out`.
 
     Args:
         state: of the optimizer, instead of what it holds.
@@ -146,10 +149,10 @@ def state_tensors(
             f"keep it in extra"
         )
     tensors: dict[str, torch.Tensor] = {}
-    base = base_of(model)
+    left = left_out(model)
     # In the order of the model, so that a resumed run writes the very files of one that was never stopped.
     for parameter, name in names.items():
-        if base is None or name not in base.names:
+        if name not in left:
             tensors[f"model.{name}"] = parameter.detach()
         for key, value in held.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):

@@ -1,15 +1,18 @@
 """Write a Hugging Face model from a checkpoint, in one process, offline; AutoModelForCausalLM.from_pretrained loads it.
 
-The checkpoint is verified first. Memory is needed for the largest parameter and one file of the result.
+Of a checkpoint of adapters (--lora_rank), it is the adapters in peft's format, or with --merge the base model with them
+added. The checkpoint is verified first. Memory is needed for the largest parameter and one file of the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from smp.checkpoint.hf_export import export_hf, refuse_foreign_files
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
+from smp.cli.adapter import MODEL, SavedAdapter, adapter_of, base_of
 from smp.cli.find import existing_directory
 from smp.cli.output import shown
 from smp.cli.places import Place, one_place
@@ -28,10 +32,9 @@ from smp.errors import UserError
 from smp.models.checked_config import checked_config
 from smp.models.file_names import buffers_of
 from smp.models.registry import build_model
-from smp.models.weight_files import generation_dir_of, tokenizer_dir_of
+from smp.models.weight_files import directory_of, generation_dir_of, tokenizer_dir_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_MODEL = "model."
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -50,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory whose tokenizer files are copied along; default: the run's own, if it is there",
     )
+    parser.add_argument("--merge", action="store_true", help="add the checkpoint's adapters to their base model")
+    parser.add_argument("--base", metavar="DIR", help="with --merge: the base model; default: where the run had it")
     parser.add_argument(
         "--verify", choices=("full", "size"), default="full", help="size: do not read all files once more beforehand"
     )
@@ -93,7 +98,7 @@ def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[
         model = build_model(hf_config, attn_implementation="eager")
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    saved = {n.removeprefix(_MODEL): entry for n, entry in manifest.tensors.items() if n.startswith(_MODEL)}
+    saved = {n.removeprefix(MODEL): entry for n, entry in manifest.tensors.items() if n.startswith(MODEL)}
     wrong = sorted(n for n in expected.keys() | saved.keys() if n not in saved or saved[n].shape != expected.get(n))
     if wrong:
         name = wrong[0]
@@ -121,10 +126,11 @@ def _setting(manifest: Manifest, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def tokenizer_of(manifest: Manifest) -> Path | None:
+def tokenizer_of(manifest: Manifest, base: str | None = None) -> Path | None:
     """Return the directory that the run had its tokenizer from, as the trainer chooses it, if it is there."""
     given = _setting(manifest, "tokenizer_name_or_dir")
-    return tokenizer_dir_of(Path(given).expanduser() if given else None, *model_dirs(manifest))
+    named = [directory_of(Path(text).expanduser()) if text else None for text in (given, base)]
+    return tokenizer_dir_of(named[0], *model_dirs(manifest), named[1])
 
 
 def _tokenizer_given(text: str) -> Path:
@@ -145,17 +151,41 @@ def _refuse_output(text: str, place: Place) -> None:
     refuse_foreign_files(output)
 
 
+def _refuse_options(path: Path | str, options: argparse.Namespace, adapter: SavedAdapter | None) -> None:
+    if options.merge and adapter is None:
+        raise UserError(f"--merge: checkpoint {path} holds no adapters: leave it out")
+    if options.base is not None and not options.merge:
+        raise UserError("--base is of --merge, which adds adapters to it: give both or none")
+
+
 def _write(place: Place, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None) -> None:
     hf_config = config_of(place.path, manifest)
-    parameters = parameters_of(place.path, manifest, hf_config)
+    adapter, base, added = adapter_of(place.path, manifest), None, None
+    _refuse_options(place.path, options, adapter)
     with place.reader(manifest) as reader:
+
+        def read(name: str) -> torch.Tensor:
+            return reader.read(MODEL + name)
+
+        whole: Callable[[str], torch.Tensor] = read
+        if adapter is None:
+            parameters = parameters_of(place.path, manifest, hf_config)
+        elif options.merge:
+            base = base_of(place.path, manifest, options.base)
+            if base is None:
+                own = {name: entry for name, entry in manifest.tensors.items() if name not in adapter.saved}
+                parameters_of(place.path, dataclasses.replace(manifest, tensors=own), hf_config)
+            parameters, whole = adapter.merged(hf_config, base, read)
+        else:
+            parameters, added = adapter.alone()
         export_hf(
             parameters,
             output,
             hf_config=hf_config,
-            whole=lambda name: reader.read(_MODEL + name),
+            whole=whole,
+            added=added,
             tokenizer_dir=tokenizer,
-            generation_dir=generation_dir_of(*model_dirs(manifest)),
+            generation_dir=generation_dir_of(*model_dirs(manifest), directory_of(base)),
             chat_template=_setting(manifest, "chat_template"),
             max_shard_bytes=parse_size(options.max_shard_size),
             dtype=DTYPES[options.dtype] if options.dtype else None,
@@ -175,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
             f"{place.path} is a {manifest.kind} checkpoint, which holds what one rank had: resume from it and save a "
             f"sharded one"
         )
-    known = None if tokenizer is not None else tokenizer_of(manifest)
+    known = None if tokenizer is not None else tokenizer_of(manifest, options.base)
     with contextlib.ExitStack() as stack:
         output = Path(options.output).expanduser().absolute()
         if is_url(options.output):

@@ -108,6 +108,7 @@ OTHERWISE: Mapping[str, str] = {
     "dp_replicate_size data_parallel_replicate_degree",
     "--lora_rank N trains adapters of that rank": "use_peft use_lora lora peft peft_type adapter finetuning_type",
     "--dpo 1 trains on pairs of answers": "rl stage rlhf use_dpo",
+    "--qlora 1 with --lora_rank N holds the frozen weights in 4 bits": "load_in_4bit use_qlora qlora_4bit",
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
     "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",
     "code of a model's directory is never run: leave it out": "trust_remote_code",
@@ -119,8 +120,8 @@ OTHERWISE: Mapping[str, str] = {
 
 # What this version has not -> a pattern of its names.
 MISSING: Mapping[str, str] = {
-    "weights of 4 or 8 bits and adapters other than LoRA are not in this version: --lora_rank": r"(q|do)lora(_\w+)?|"
-    r"use_dora|load_in_[48]bit|adapter_type",
+    "weights of 8 bits and adapters other than LoRA are not in this version: --lora_rank": r"dora(_\w+)?|use_dora|"
+    r"load_in_8bit|adapter_type",
     "pipeline parallelism is not in this version: --sharding_strategy full_shard and --tensor_parallel_degree split a "
     "model": r"pp(_\w+)?|pipeline\w*|num_virtual_stages\w*",
     "mixtures of experts are not in this version": r"ep(_\w+)?|expert\w*|(num|n)_experts\w*|moe\w*",

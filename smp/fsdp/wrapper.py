@@ -39,6 +39,7 @@ from smp.fsdp.units import (
 )
 from smp.parallel.grad_norm import clip_grad_norm_ as _clip_grad_norm
 from smp.parallel.optimizers import following_optimizers
+from smp.parallel.sharding import refuse_added
 
 # Names of the constructor that a single unit does not have.
 _OF_THE_MODEL = ("cls", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
@@ -86,6 +87,8 @@ def _shard(
             state_dicts.register_hooks(inner, unit)
     if options.forward_prefetch and not container:
         prefetch_in_forward(module)
+    if not ignored_parameters and not container:  # a script reduces the gradients of what it has ignored
+        refuse_added(module, "FSDP")
     return module
 
 

@@ -47,6 +47,7 @@ class ModelShape:
     saved: tuple[int, int] | None = None  # bytes that a block saves of each token, in bf16 and fp32; None: by formula
     sizes: tuple[int, ...] = ()  # elements of each parameter; tied ones once
     frozen_but: Trained | None = None  # None: all are trained
+    linear: int = 0  # weights of a block's linear layers
 
     def unit_sizes(self, tp: int) -> Trained:
         """Count a tensor-parallel rank's parameters, trained or not."""
@@ -203,6 +204,7 @@ def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = l
     with torch.device("meta"):
         built = build_model(config, attn_implementation=model.attn_implementation)
     blocks = list(built.get_submodule(family.blocks).children())
+    linears = [m.weight.numel() for m in max(blocks, key=count).modules() if isinstance(m, torch.nn.Linear)]
     saved = [saved_bytes(built, max(blocks, key=count), dtype) for dtype in (torch.bfloat16, torch.float32)]
     add(built)
     total = count(built)
@@ -234,6 +236,7 @@ def model_shape(model: ResolvedModel, add: Callable[[torch.nn.Module], None] = l
         saved=(saved[0], saved[1]) if saved[0] and saved[1] else None,
         sizes=tuple(p.numel() for p in built.parameters()),
         frozen_but=frozen_but,
+        linear=sum(linears),
     )
 
 

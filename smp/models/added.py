@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from smp.models.init_rules import InitRule
 from smp.models.weight_files import digest_of
 
-_ADDED, _FROZEN, _BASE = "_smp_added", "_smp_frozen", "_smp_base"
+_ADDED, _FROZEN, _BASE, _ENCODED = "_smp_added", "_smp_frozen", "_smp_base", "_smp_encoded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,22 @@ class AddedParameter:
         return f"{self.module}.{self.name}" if self.module else self.name
 
 
+class Encoded(NamedTuple):
+    """A frozen parameter that stands for a weight in another form.
+
+    Attributes:
+        kind: of the form, which two runs with one base must share.
+        shape: of the weight.
+        encode: makes the parameter, all of it, of all of the weight; the same on every rank.
+        decode: makes the weight, fp32, of all of the parameter.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    encode: Callable[[torch.Tensor], torch.Tensor]
+    decode: Callable[[torch.Tensor], torch.Tensor]
+
+
 class Base(NamedTuple):
     """Parameters that checkpoints and exports leave out: they are as the pretrained weights have them."""
 
@@ -98,10 +114,39 @@ def is_frozen(model: nn.Module) -> bool:
     return hasattr(model, _FROZEN)
 
 
+def narrow_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep what a technique has frozen, on the meta device, in the dtype of the computation: no more is read of it."""
+    narrow: dict[int, nn.Parameter] = {}  # a tied one once
+    for name in getattr(model, _FROZEN, ()):
+        parameter = model.get_parameter(name)
+        values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        narrow[id(parameter)] = nn.Parameter(values, requires_grad=False)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            module._parameters[name] = narrow.get(id(parameter), parameter)
+
+
 def leave_out_frozen(model: nn.Module, weights: pathlib.Path) -> None:
     """Let checkpoints and exports leave out what is frozen, as it was loaded from ``weights``."""
     if is_frozen(model):
-        setattr(model, _BASE, Base(getattr(model, _FROZEN), digest_of(weights), str(weights)))
+        kinds = sorted({f"{each.kind}-" for each in encoded_parameters(model).values()})
+        setattr(model, _BASE, Base(getattr(model, _FROZEN), "".join([*kinds, digest_of(weights)]), str(weights)))
+
+
+def left_out(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that checkpoints and exports leave out: of pretrained weights, or encoded."""
+    base = base_of(model)
+    return base.names if base else getattr(model, _FROZEN) if encoded_parameters(model) else frozenset()
+
+
+def encode_parameter(model: nn.Module, name: str, how: Encoded) -> None:
+    """Mark a frozen parameter that stands for a weight in another form."""
+    setattr(model, _ENCODED, {**encoded_parameters(model), name: how})
+
+
+def encoded_parameters(model: nn.Module) -> Mapping[str, Encoded]:
+    """Return by qualified name the parameters that stand for weights in another form."""
+    return getattr(model, _ENCODED, {})
 
 
 def base_of(model: nn.Module) -> Base | None:

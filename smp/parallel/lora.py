@@ -12,7 +12,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,13 +25,17 @@ from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.json_input import read_object
 from smp.log import get_logger
-from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters
+from smp.memory.shape import ModelShape, Workload
+from smp.mesh import Mesh
+from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen
 from smp.models.family import Family
 from smp.models.init_rules import InitRule, Step, drawn
 from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
+from smp.parallel import nf4
 from smp.parallel.linear import Product, is_transposed, product_of, replace_product
+from smp.parallel.sharding import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
 
 logger = get_logger("model")
@@ -62,6 +66,9 @@ class Config(Section):
         (ALL_LINEAR,), "Layers that get adapters, by the ends of their names. Default: all linear layers of blocks."
     )
     lora_use_rslora: bool = setting(False, "Scale by --lora_alpha / the square root of --lora_rank.")
+    qlora: bool = setting(
+        False, "Hold the weights of the blocks' linear layers in 4 bits (NF4), also while ranks gather them."
+    )
     adapter_path: str | None = setting(
         None, "Start from an adapter in peft's format: a directory, which sets the flags above."
     )
@@ -185,7 +192,7 @@ def left_out(model: nn.Module) -> Iterator[None]:
             adapter.left_out = False
 
 
-def _linear_layers(model: nn.Module, family: Family) -> dict[str, nn.Module]:
+def linear_layers(model: nn.Module, family: Family) -> dict[str, nn.Module]:
     """Return the linear layers of the blocks by path."""
     blocks = model.get_submodule(family.blocks)
     return {
@@ -201,7 +208,7 @@ def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str,
     Raises:
         UserError: a target is the end of no layer's name.
     """
-    layers, targets = _linear_layers(model, family), config.lora_target_modules
+    layers, targets = linear_layers(model, family), config.lora_target_modules
     if targets == (ALL_LINEAR,):
         return layers
     names = sorted({path.rpartition(".")[2] for path in layers})
@@ -220,11 +227,12 @@ def _matches(path: str, target: str) -> bool:
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
     """Return why the adapter of ``--adapter_path`` cannot be used."""
+    config, found = setup.settings[Config], []
     try:
-        setup.settings[Config].with_adapter()
+        config.with_adapter()
     except UserError as error:
-        return [str(error)]
-    return []
+        found.append(str(error))
+    return [*found, *(nf4.problems(setup.mesh.tp.size) if config.qlora else [])]
 
 
 def parameters(model: nn.Module, family: Family, settings: Settings) -> Parameters:
@@ -307,6 +315,8 @@ def _config_text(model: nn.Module, config: Config, settings: Settings, layers: M
 
 def apply(model: nn.Module, setup: Setup) -> None:
     """Let the targets add the factors' product; before the layers are split."""
+    if nf4.is_quantised(model) and (found := nf4.problems(setup.mesh.tp.size)):
+        raise UserError(found[0])
     _replace_products(model, setup.family, setup.settings)
     path = setup.settings[Config].adapter_path
     if path is not None and (rate := read_object(pathlib.Path(path).expanduser() / ADAPTER_CONFIG).get("lora_dropout")):
@@ -319,6 +329,15 @@ def _replace_products(model: nn.Module, family: Family, settings: Settings) -> N
         adapter = Adapter(config.scale)
         for layer in target_layers(model, family, config).values():
             replace_product(layer, adapter)  # type: ignore[arg-type]
+        if config.qlora:
+            nf4.quantise(model, linear_layers(model, family))
+
+
+def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
+    """Count what weights in 4 bits save."""
+    if not work.settings[Config].qlora:
+        return {}
+    return nf4.cost(shape, work, shard=mesh.shard.size, gathered=gathered_blocks(shape, mesh, work))
 
 
 def adapt(
@@ -328,6 +347,7 @@ def adapt(
     alpha: float = 16.0,
     target_modules: Sequence[str] = (ALL_LINEAR,),
     use_rslora: bool = False,
+    quantize: Literal["nf4"] | None = None,
     adapter_path: str | os.PathLike[str] | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -341,6 +361,7 @@ def adapt(
         rank: of the factors; 0 with ``adapter_path``.
         alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
         target_modules: ends of the names of the blocks' linear layers that get adapters.
+        quantize: hold the weights of the blocks' linear layers in 4 bits.
         adapter_path: directory of an adapter in peft's format to start from, which sets the others.
         seed: of the initial values, the same on every rank.
 
@@ -353,7 +374,10 @@ def adapt(
         raise UserError("smp.lora: the model has adapters already: call it once")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UserError("smp.lora: the model is split or sharded already: call it before that")
+    if quantize not in (None, "nf4"):
+        raise UserError(f"smp.lora: quantize is {quantize!r}; it is None or 'nf4'")
     config = Config(
+        qlora=quantize == "nf4",
         lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(target_modules), lora_use_rslora=use_rslora,
         adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
@@ -364,28 +388,7 @@ def adapt(
     if not next(model.parameters()).is_meta:
         fill_added_(model, seed=seed)
     _replace_products(model, family, settings)
+    source = getattr(hf_config, "_name_or_path", None)
+    if config.qlora and source and any(pathlib.Path(source).glob("*.safetensors")):
+        leave_out_frozen(model, pathlib.Path(source))
     return model
-
-
-def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """Return the model's own parameters by name, and what makes one of them with its adapter added; collective.
-
-    As peft's ``merge_and_unload``: in the weight's dtype.
-    """
-    added, everything = added_parameters(model), dict(model.named_parameters())
-    scale = settings[Config].with_adapter().scale
-
-    def whole(name: str) -> torch.Tensor:
-        weight, path = _gathered(everything[name]), name.removesuffix(".weight")
-        if f"{path}.lora_A" not in added:
-            return weight
-        a, b = (_gathered(everything[f"{path}.{factor}"]) for factor in Adapter.own)
-        delta = b @ a * scale
-        return weight + (delta.T if is_transposed(model.get_submodule(path)) else delta)
-
-    return {name: tensor for name, tensor in everything.items() if name not in added}, whole
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -136,6 +136,8 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice
     add_parameters(model, setup.family, setup.settings)
+    if setup.dtype == torch.bfloat16 and next(model.parameters()).is_meta:  # a script's values are its own
+        added.narrow_frozen_(model, setup.dtype)
     for each in TECHNIQUES:
         each.apply(model, setup)
     follow_steps(model, TECHNIQUES, setup)

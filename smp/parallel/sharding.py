@@ -18,7 +18,7 @@ from smp.comm.arena import SLOTS, Layout, smallest_slot
 from smp.comm.settings import read_settings
 from smp.config import ActivationConfig, CommConfig, ParallelConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Moment, Workload
+from smp.memory.shape import ModelShape, Moment, Trained, Workload
 from smp.memory.warnings import warn_of_cache_flushes
 from smp.mesh import Mesh
 from smp.models.family import Family
@@ -125,6 +125,29 @@ def shard_model(
         install_collectives(module, group, mesh.device_type, shared_buffers=parallel.shared_buffers)
     _set_prefetch([cast(FSDPModule, unit.modules[0]) for unit in units], parallel)
     return model
+
+
+def refuse_added(model: nn.Module, call: str) -> None:
+    """Let the first forward refuse what was added to a sharded model to be trained: no rank would reduce its gradient.
+
+    Args:
+        call: that has sharded it, for the message.
+    """
+    names, ids = {name for name, _ in model.named_parameters()}, {id(p) for p in model.parameters()}
+    if not any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
+        return
+
+    def check(*_: object) -> None:
+        handle.remove()
+        for name, parameter in model.named_parameters():
+            own = isinstance(parameter, DTensor) or name in names or id(parameter) in ids
+            if parameter.requires_grad and not own:
+                raise UserError(
+                    f"{name} was added to the model after {call} had sharded it, so that no rank would reduce its "
+                    f"gradient: add parameters, such as adapters, before {call}"
+                )
+
+    handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
 
 
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -263,14 +286,16 @@ def apply(model: nn.Module, setup: Setup) -> None:
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     """Count the sharded states, the gathered units, and the gradients that are being reduced.
 
-    Parameters and, of those that are trained, gradients and AdamW's two moments are fp32, and sharded over sharding and
-    tensor-parallel ranks; also in a group of one gathering is a copy. Backward gathers a block while the one above it
-    is computed, and reduces each unit from a copy of its gradients, which lives until the next unit's are reduced.
+    Trained parameters, their gradients and AdamW's two moments are fp32, frozen parameters of the computation's dtype;
+    all are sharded over sharding and tensor-parallel ranks, and in a group of one gathering is a copy. Backward gathers
+    a block while the one above it is computed, and reduces each unit from a copy of its gradients, which lives until
+    the next unit's are reduced.
     """
     fp32, moment = 4, work.moment
     held, (trained, table, last, block) = shape.unit_sizes(mesh.tp.size).parameters, shape.trained(mesh.tp.size)
     in_host_memory = work.settings[ActivationConfig].cpu_offload and work.device_type != "cpu"
     shards = 0 if in_host_memory else fp32
+    frozen = -(-(held - trained) // mesh.shard.size) * (min(fp32, work.compute_bytes) if shards else 0)
     reduced = _reduced(shape, moment, last=last, block=block, held=trained)
     accumulated = work.accumulation > 1
     deferred = accumulated and work.settings[Config].defer_gradient_sync
@@ -296,10 +321,10 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if deferred:
         unreduced = max(unreduced, trained - reduced)
     return {
-        "parameters": -(-held // mesh.shard.size) * shards,
+        "parameters": -(-trained // mesh.shard.size) * shards + frozen,
         "gradients": -(-gradients // mesh.shard.size) * shards,
         "optimizer state": -(-trained // mesh.shard.size) * 2 * shards,
-        "gathered parameters": _gathered(shape, mesh, work) * work.compute_bytes,
+        "gathered parameters": _gathered(shape.unit_sizes(mesh.tp.size), shape, mesh, work) * work.compute_bytes,
         "gradients before reduction": unreduced * fp32,
         "communication buffers": parts * copied * fp32 + _buffer_bytes(shape, mesh, work),
     }
@@ -314,9 +339,14 @@ def _reduced(shape: ModelShape, moment: Moment, *, last: int, block: int, held: 
     }.get(moment, held)  # fmt: skip
 
 
-def _gathered(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
-    """Count the gathered parameters; the embedding's, unless tied, are freed after its forward."""
-    moment, (held, _, last, block) = work.moment, shape.unit_sizes(mesh.tp.size)
+def gathered_blocks(shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count the blocks whose parameters are gathered."""
+    return _gathered(Trained(shape.layers, 0, 0, 1), shape, mesh, work)
+
+
+def _gathered(sizes: Trained, shape: ModelShape, mesh: Mesh, work: Workload) -> int:
+    """Count what is gathered of units of these sizes; the embedding's, unless tied, are freed after its forward."""
+    moment, (held, _, last, block) = work.moment, sizes
     keeps = not (mesh.reshard_after_forward and work.settings[Config].reshard_between_microbatches)
     if not work.settings[Config].reshard_between_microbatches and (work.accumulation > 1 or moment is Moment.LOSS):
         return 0 if moment is Moment.UPDATE else held

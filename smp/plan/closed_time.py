@@ -70,6 +70,7 @@ class ClosedLayout:
     cp: int = 1
     exchange: str = "all_gather"
     value_bytes: int = 2
+    weight_bytes: float | None = None  # None: as values
     offloaded: int = 0
 
     @property
@@ -102,6 +103,7 @@ class _Block(NamedTuple):
     attention_backward: float
     moved: float
     again: float
+    gradients: int  # products in backward of each in forward: of the input, and of weights that are trained
 
     @property
     def forward(self) -> float:
@@ -109,7 +111,7 @@ class _Block(NamedTuple):
 
     def backward(self, recompute: str) -> float:
         again = {NONE: 0.0, SELECTIVE: self.products / 2 + self.moved + self.again, FULL: self.forward}[recompute]
-        return 2 * self.products + self.attention_backward + 2 * self.moved + again
+        return self.gradients * self.products + self.attention_backward + 2 * self.moved + again
 
 
 def _block_weights(shape: ModelShape) -> int:
@@ -140,6 +142,7 @@ def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
         attention_backward=2.5 * scores / (peak * share.attention_backward),
         moved=moved / (row.bandwidth * 1e12 * share.memory),
         again=attention_forward if layout.cp > 1 else 0.0,
+        gradients=2 if shape.frozen_but is None else 1,
     )
 
 
@@ -169,6 +172,15 @@ def _attention_exchanges(shape: ModelShape, layout: ClosedLayout) -> tuple[list[
     queries = layout.tokens * width
     both = (queries + copied * own, queries)
     return [sent("all_to_all", values, forwards) for values in both], [sent("all_to_all", values, 1) for values in both]
+
+
+def _trained(shape: ModelShape, layout: ClosedLayout) -> tuple[float, float, float]:
+    """Count a rank's trained parameters: of a block, outside of the blocks, and of its shard."""
+    if shape.frozen_but is not None:
+        trained = shape.trained(layout.tp)
+        return trained.block, trained.table + trained.last, trained.parameters / layout.shard
+    outside = shape.hidden * shape.vocabulary / layout.tp
+    return _block_weights(shape) / layout.tp, outside, shape.parameters / layout.tp / layout.shard
 
 
 def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> ClosedTime:
@@ -206,19 +218,19 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
 
     value, shard = layout.value_bytes, layout.shard
     gathers = 1 if layout.keep_gathered else 2
-    gather = send("all_gather", value * weights, shard, host, gathers * blocks)
-    scatter = send("reduce_scatter", REDUCE_BYTES * weights, shard, host, blocks)
+    reduced, outside, held = _trained(shape, layout)
+    gather = send("all_gather", (layout.weight_bytes or value) * weights, shard, host, gathers * blocks)
+    scatter = send("reduce_scatter", REDUCE_BYTES * reduced, shard, host, blocks)
     crossings = CROSSINGS[layout.recompute]
     crossing = send("all_gather", value * tokens * shape.hidden, layout.tp, layout.local, crossings * blocks)
     vocabulary = shape.hidden * shape.vocabulary / layout.tp
     # What nothing hides: the embedding's gather, the first block's, and the last reductions.
     ends = send("all_gather", value * vocabulary, shard, host, layout.accumulation)
-    ends += send("reduce_scatter", REDUCE_BYTES * vocabulary, shard, host, layout.accumulation)
-    held = shape.parameters / layout.tp / layout.shard
+    ends += send("reduce_scatter", REDUCE_BYTES * outside, shard, host, layout.accumulation)
     replicas = 2 * ring_seconds(REDUCE_BYTES * held, layout.replicas, min(layout.replicas, max(1, host // shard)), row)
     send("all_reduce", REDUCE_BYTES * held, layout.replicas, host // shard, 1)
     forward, backward = block.forward, block.backward(layout.recompute)
-    head = 6 * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
+    head = (6 if outside else 4) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
     head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
     compute = layout.accumulation * (shape.layers * (forward + backward) + head)
     attention_forward, attention_backward = (waited(sent) for sent in _attention_exchanges(shape, layout))

@@ -9,6 +9,8 @@ from smp.memory.plan import peak_bytes
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.parallel.activation_checkpoint import waiting_bytes
+from smp.parallel.lora import Config as LoraConfig
+from smp.parallel.nf4 import BYTES
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DeviceRow
 from smp.plan.layouts import Layout
@@ -49,6 +51,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         cp=mesh.cp.size,
         exchange=cast(str, parallel.cp_comm_type),
         value_bytes=work.compute_bytes,
+        weight_bytes=BYTES if work.settings[LoraConfig].qlora else None,
         offloaded=waiting_bytes(shape, mesh, work, blocks=blocks) * work.accumulation if blocks else 0,
     )
     seconds, parts, inside, between = closed_step(shape, closed, row)

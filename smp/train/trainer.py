@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from smp.checkpoint import lora_merge
 from smp.checkpoint.hf_export import export_hf
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import upload_model_together
@@ -252,7 +253,9 @@ def finish(trainer: Trainer, status: int) -> None:
     final = Path(settings.model_dir).absolute() if settings.model_dir and not url else plan.run_dir / "final"
     if settings.save_final_model and not status:
         tokenizer = plan.config.data.tokenizer_name_or_dir
-        merged = lora.merged(trainer.model, plan.settings) if plan.settings[lora.Config].save_merged_model else None
+        merged = (
+            lora_merge.merged(trainer.model, plan.settings) if plan.settings[lora.Config].save_merged_model else None
+        )
         model, whole = merged or (trainer.model, None)
         export_hf(
             model,

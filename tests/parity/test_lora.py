@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import smp
+from smp.checkpoint import lora_merge
 from smp.checkpoint.hf_export import export_hf
 from smp.comm.gloo import DirectReduceScatter
 from smp.config import LossConfig, Settings
 from smp.errors import UserError
+from smp.models import added
 from smp.models.registry import family_of
 from smp.parallel import lora
 from smp.parallel.parallelize import apply_techniques
@@ -33,6 +35,7 @@ from tests.reference import (
     rank_batch,
     reference_trajectory,
     relative,
+    tiny_config,
 )
 from tests.tensor_parallel import whole
 
@@ -115,7 +118,7 @@ def check_layouts(name, layouts, folder):
 def check_files(model, settings, name, folder):
     """What is exported gives peft the values here; merged weights are peft's bit for bit."""
     export_hf(model, folder / "adapter")
-    parameters, of = lora.merged(model, settings)
+    parameters, of = lora_merge.merged(model, settings)
     export_hf(parameters, folder / "merged", hf_config=model.config, whole=of)
     ours = {key: whole(p).detach() for key, p in model.named_parameters() if p.requires_grad}
     if dist.get_rank() == 0:
@@ -171,3 +174,41 @@ def test_a_script_is_refused_what_cannot_be_done():
     assert sum(p.requires_grad for p in model.parameters()) == 2 * 3
     with pytest.raises(UserError, match="has adapters already"):
         smp.lora(model, 2)
+
+
+def inject_after_sharding(sharded):
+    smp.init()
+    model = sharded(build_reference("llama_gqa", torch.float64))
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+    with pytest.raises(UserError, match=r"lora_A.default.weight was added to the model after (smp|FSDP)"):
+        model(input_ids=global_batch(0)[0])
+
+
+@pytest.mark.parametrize("sharded", [smp.parallelize, smp.FSDP])
+def test_adapters_that_are_injected_too_late_are_refused(sharded):
+    run_distributed(inject_after_sharding, sharded, world_size=2)
+
+
+def frozen_in_bf16():
+    """The frozen parameters are those that ranks gathered before, in half the bytes."""
+    smp.init(random_seed=3)
+    losses = []
+    for narrow in (True, False):
+        with mock.patch.object(added, "narrow_frozen_", added.narrow_frozen_ if narrow else lambda *_: None):
+            model = smp.parallelize(smp.lora(smp.meta_init(tiny_config("llama_gqa")), 2), dtype=torch.bfloat16)
+        dtypes = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert dtypes == {torch.bfloat16 if narrow else torch.float32}
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for step in range(2):
+            inputs, labels = global_batch(step)
+            loss = model(input_ids=inputs, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:2] == losses[2:] and losses[0] != losses[1]
+
+
+def test_frozen_parameters_take_the_bytes_that_are_computed_with():
+    run_distributed(frozen_in_bf16, world_size=2)

@@ -21,6 +21,7 @@ FULL, ZERO2 = ("--sharding_strategy", "full_shard"), ("--sharding_strategy", "sh
 SELECTIVE, TP2 = ("--activation_checkpointing_mode", "selective"), ("--tensor_parallel_degree", "2")
 ACCUMULATED = ("--gradient_accumulation_steps", "4")
 CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
+LORA = ("--lora_rank", "4")
 OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
 
 # Processes, backend, flags.
@@ -47,18 +48,24 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "cp, heads": (2, "gloo", (*LLAMA, *FULL, *CP2, "all_to_all")),
     "cp and tp, padded": (4, "smddp", (*LLAMA, *FULL, *TP2, *CP2, "all_gather", "--max_context_width", "61")),
     "cp and sharding, accumulation": (4, "gloo", (*LLAMA, *FULL, *CP2, "p2p", "--gradient_accumulation_steps", "3")),
+    "adapters": (2, "gloo", (*LLAMA, *FULL, *LORA)),
+    "adapters, bf16, tp": (2, "smddp", (*LLAMA, *TP2, *LORA, "--bf16", "1")),
+    "adapters, 4 bits": (2, "gloo", (*LLAMA, *FULL, *LORA, "--qlora", "1", "--llama_intermediate_size", "192")),
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
 # One of each technique; the others are crosses of them.
 USUAL = (
     "one process", "hybrid, bf16", "tp and sharding", "deferred reduction", "offloading", "GPT-NeoX over smddp, tied",
     "cp, ring, selective",
+    "adapters, bf16, tp", "adapters, 4 bits",
 )  # fmt: skip
 CROSSES = tuple(name for name in CASES if name not in USUAL)
 
 
 def compare(name: str, folder: pathlib.Path) -> None:
     """Of crosses the first rank is looked at, too."""
+    if "4 bits" in name:
+        pytest.importorskip("torchao")
     world, backend, words = CASES[name]
     ranks = sorted({world - 1, *([0] if name in CROSSES else [])})
     plans = planned([{"words": [*words], "world": world, "rank": rank, "backend": backend} for rank in ranks])

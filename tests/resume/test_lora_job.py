@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import smp.cli
 from smp.checkpoint.manifest import read_manifest
 from tests.job import losses, run_job
-from tests.reference import build_reference
+from tests.reference import VOCABULARY, build_reference
 
 RANK = 2
 
@@ -39,7 +40,7 @@ def flags(folder, run="run", base="base"):
 
 
 @pytest.mark.full
-def test_adapters_are_trained_resumed_and_exported(folder):
+def test_adapters_are_trained_resumed_and_exported(folder, capsys):
     tp = ["--tensor_parallel_degree", 2, "--global_batch_size", 4]
     every = [*flags(folder), *tp, "--checkpoint_freq", 2]
     run_job(*every, "--max_steps", 4, world_size=2).succeeded()
@@ -60,6 +61,12 @@ def test_adapters_are_trained_resumed_and_exported(folder):
     )
     assert len(adapter) == 2 * 7 * 3 and (config["r"], config["lora_alpha"]) == (RANK, 8)
     assert config["base_model_name_or_path"] == str(folder / "base")
+    checkpoint = folder / "resumed" / "checkpoints" / "latest"
+    assert smp.cli.main(["export", str(checkpoint), str(folder / "exported")]) == 0
+    again = load_file(folder / "exported" / "adapter_model.safetensors")
+    assert again.keys() == adapter.keys() and all(torch.equal(again[key], adapter[key]) for key in adapter)
+    for name in ("adapter_config.json", "config.json"):
+        assert (folder / "exported" / name).read_bytes() == (final / name).read_bytes()
     # Merged by a run whose step changes nothing: the base's weights and the adapter's product.
     start = [*flags(folder, "merged")[:-6], "--adapter_path", final, "--max_steps", 1, "--lr", 1e-30, "--min_lr", 0]
     run_job(*start, "--save_final_model", 1, "--save_merged_model", 1, world_size=2).succeeded()
@@ -69,6 +76,57 @@ def test_adapters_are_trained_resumed_and_exported(folder):
         key = f"base_model.model.{name.removesuffix('.weight')}.lora"
         delta = adapter[f"{key}_B.weight"] @ adapter[f"{key}_A.weight"] * 4 if f"{key}_A.weight" in adapter else 0
         assert torch.equal(merged[name], weight + delta), name
+    check_merging(folder, capsys)
+
+
+def check_merging(folder, capsys):
+    """What is merged from a checkpoint is the final model of its run; the base is where it was, or where it is said."""
+
+    def export(*words):
+        capsys.readouterr()
+        status = smp.cli.main(["export", str(folder / "merged" / "checkpoints" / "latest"), *map(str, words)])
+        return status, capsys.readouterr().err
+
+    assert export(folder / "a", "--merge", "--max_shard_size", "8KB") == (0, "")
+    tensors = {key: value for file in (folder / "a").glob("*.safetensors") for key, value in load_file(file).items()}
+    theirs = load_file(folder / "merged" / "final" / "model.safetensors")
+    assert tensors.keys() == theirs.keys() and all(torch.equal(tensors[key], theirs[key]) for key in theirs)
+    (folder / "base").rename(folder / "moved")
+    for words, sentence in (
+        (["--merge"], "is not there"),
+        (["--merge", "--base", folder / "other"], "was made with other pretrained weights"),
+        (["--base", folder / "moved"], "--base is of --merge"),
+    ):
+        status, error = export(folder / "b", *words)
+        assert status == 2 and sentence in error and error.count("\n") == 1 and not (folder / "b").exists(), error
+    assert export(folder / "b", "--merge", "--base", folder / "moved")[0] == 0
+    tensors = load_file(folder / "b" / "model.safetensors")
+    assert all(torch.equal(tensors[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.full
+def test_weights_in_4_bits_resume_and_merge(folder, capsys):
+    pytest.importorskip("torchao")
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                    num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
+    ).save_pretrained(folder / "wide")  # fmt: skip
+    start = [*flags(folder, base="wide"), "--global_batch_size", 4, "--qlora", 1]
+    run_job(*start, "--max_steps", 4, "--checkpoint_freq", 2, world_size=2).succeeded()
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")
+    resume = [*flags(folder, "resumed", "wide"), "--max_steps", 4, "--resume_from_checkpoint", checkpoint]
+    final = ["--save_final_model", 1, "--save_merged_model", 1]
+    run_job(*resume, "--qlora", 1, "--global_batch_size", 4, *final, world_size=2).succeeded()
+    assert losses(folder / "resumed") == losses(folder / "run")[2:]
+    refused = run_job(*flags(folder, "a", "wide"), *resume[-4:], world_size=1)
+    assert refused.statuses == [2] and "was made with other pretrained weights than" in refused.output
+    source = folder / "resumed" / "checkpoints" / "latest"
+    assert smp.cli.main(["export", "--merge", str(source), str(folder / "merged")]) == 0
+    theirs, mine = (load_file(at / "model.safetensors") for at in (folder / "resumed" / "final", folder / "merged"))
+    base = load_file(folder / "wide" / "model.safetensors")
+    assert mine.keys() == theirs.keys() == base.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(mine[name], base[name])
 
 
 @pytest.mark.full

@@ -152,7 +152,14 @@ def test_the_written_configuration_reads_back_the_same(words, tmp_path):
         (["--training.global_batch_size", 8], "here it is --global_batch_size$"),
         (["--lora", 1], "unknown flag --lora: --lora_rank N trains adapters of that rank"),
         (["--lora_r", 8], "--lora_r: here it is --lora_rank$"),
-        (["--qlora", 1], "--qlora: weights of 4 or 8 bits and adapters other than LoRA are not in this version"),
+        (
+            ["--load_in_8bit", 1],
+            "weights of 8 bits and adapters other than LoRA are not in this version",
+        ),
+        (
+            ["--load_in_4bit", 1],
+            "--qlora 1 with --lora_rank N holds the frozen weights in 4 bits",
+        ),
         (["--pipeline_parallel_degree", 2], "pipeline parallelism is not in this version"),
         (["--fp16", 1], "fp16 is not in this version: use --bf16 1$"),
         (["--optimizer", "adam"], "--optimizer: the optimizer is always AdamW: leave it out$"),

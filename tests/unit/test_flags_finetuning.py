@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from smp.errors import ConfigError
+from smp.parallel import nf4
 from smp.train.preference import PairLoss, loss_of, pair_losses
 from tests.flags import check, one_process, parse, plan_of
 
@@ -49,6 +50,22 @@ def test_conversations(tmp_path, capfd):
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.content + m.content + eos_token }}{% endfor %}")
     assert trained("--chat_template", template)[0] > first
+
+
+def test_weights_in_4_bits_need_torchao(monkeypatch):
+    monkeypatch.setattr(nf4, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="not installed: pip install torchao"):
+        plan_of("--lora_rank", 2, "--qlora", 1)
+
+
+@check("qlora")
+def test_weights_in_4_bits():
+    pytest.importorskip("torchao")  # make test-qlora
+    wide = ["--lora_rank", 2, "--hidden_width", 64, "--llama_intermediate_size", 64]
+    for words, size in ((wide, 64 * 4), ([*wide, "--qlora", 1], 32 + 1 + 1)):
+        with one_process(words) as built:
+            weight = built.model.model.layers[0].mlp.up_proj.weight
+            assert weight.to_local().nbytes == 64 * size
 
 
 @check("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora", "adapter_path", "save_merged_model")

@@ -26,6 +26,7 @@ from smp.memory.plan import GIB, estimate_memory, memory_at, peak_bytes, process
 from smp.memory.shape import Moment, Workload, model_shape
 from smp.mesh import lay_out
 from smp.models.model_config import ModelConfig, resolve_model
+from smp.parallel import lora, parallelize
 from smp.train import elsewhere, run_plan
 from tests.distributed import run_distributed
 from tests.job import run_job
@@ -51,6 +52,27 @@ def test_states_follow_from_the_parameter_count():
     assert needed["parameters"] == needed["gradients"] == share and needed["optimizer state"] == 2 * share
     assert at(Moment.LAST_BLOCK, shape, lay_out(1, 64), WORK)["gathered parameters"] == 2 * shape.block * 2
     assert at(Moment.LOSS, shape, lay_out(1, 64), WORK)["logits and loss"] == 3 * 2 * 4096 * 32000 * 4
+
+
+def test_a_frozen_model_takes_the_bytes_that_are_computed_with():
+    resolved, plain = shape_of("llama3_8b")
+    mesh = lay_out(1, 8)
+    needed, sizes = {}, {}
+    for qlora in (False, True):
+        settings = Settings((*WHOLE_LOGITS.sections, lora.Config(lora_rank=16, qlora=qlora)))
+        work, shape = dataclasses.replace(WORK, settings=settings), parallelize.shape_of(resolved, settings)
+        needed[qlora] = {moment: at(moment, shape, mesh, work) for moment in (Moment.UPDATE, Moment.LAST_BLOCK)}
+        sizes = shape
+    factors = sizes.frozen_but.parameters
+    assert sizes.parameters == plain.parameters + factors and factors < plain.parameters // 100
+    update, packed = (needed[qlora][Moment.UPDATE] for qlora in (False, True))
+    assert update["parameters"] == (2 * plain.parameters + 4 * factors) // 8
+    assert update["gradients"] == factors * 4 // 8 and update["optimizer state"] == factors
+    saved = sizes.layers * sizes.linear * (2 - 33 / 64)
+    assert update["parameters"] - packed["parameters"] == pytest.approx(saved / 8, abs=1)
+    gathered, of_packed = (needed[qlora][Moment.LAST_BLOCK]["gathered parameters"] for qlora in (False, True))
+    assert gathered - of_packed == pytest.approx(2 * sizes.linear * (2 - 33 / 64), abs=1)
+    assert sizes.block - sizes.linear - factors // sizes.layers < sizes.block // 1000
 
 
 def test_the_prediction_is_the_largest_sum_over_the_moments():

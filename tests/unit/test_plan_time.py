@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from smp.memory.shape import ModelShape
+from smp.memory.shape import ModelShape, Trained
 from smp.plan.closed_time import ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, DeviceRow, Efficiency
 from smp.plan.exchange import Exchange, exchange_seconds, ring_seconds, sent_bytes
@@ -146,3 +146,15 @@ def test_offloading_is_hidden_as_far_as_it_goes():
     plain, offloaded = (closed_step(shape, ClosedLayout(100, 1, offloaded=n), GPU) for n in (0, 10**9))
     assert plain.parts["offloading"] == 0
     assert offloaded.parts["offloading"] == pytest.approx(2 - plain.parts["compute"])
+
+
+def test_a_frozen_model_has_no_gradients_of_weights():
+    shape = ModelShape(8 * 10**9, 0, 0, 32, 4096, 14336, 32, 128256, gated_mlp=True, key_value_heads=8)
+    frozen = dataclasses.replace(shape, frozen_but=Trained(32 * 10**6, 0, 0, 10**6))
+    row, layout = DEVICES["h100"], ClosedLayout(4096, 1, shard=8)
+    all_trained, few = closed_step(shape, layout, row), closed_step(frozen, layout, row)
+    assert 0.6 < few.parts["compute"] / all_trained.parts["compute"] < 0.8  # two products of three
+    assert few.parts["optimizer"] < all_trained.parts["optimizer"] / 100
+    assert 0.45 < few.inside / all_trained.inside < 0.6  # two gathers in bf16, of these and a reduction in fp32
+    packed = closed_step(frozen, dataclasses.replace(layout, weight_bytes=33 / 64), row)
+    assert packed.inside < few.inside / 2

@@ -1,0 +1,108 @@
+"""Low-rank adapters added to their layers' weights, one weight at a time, as peft's ``merge_and_unload`` does it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.config import Settings
+from smp.models.added import added_parameters, base_of, encoded_parameters
+from smp.models.file_names import buffers_of
+from smp.parallel import nf4
+from smp.parallel.linear import is_transposed
+from smp.parallel.lora import Adapter, Config
+from smp.pretrained import find_tensors
+
+Read = Callable[[str], torch.Tensor]
+
+
+def merged(model: nn.Module, settings: Settings) -> tuple[dict[str, torch.Tensor], Read]:
+    """Return the model's own tensors by name, and what makes one of them with its adapter added; collective.
+
+    They are in the dtype of the adapters. Pretrained weights are read from their files: the model has them in that of
+    the computation, or in 4 bits.
+    """
+    added, encoded, base = added_parameters(model), encoded_parameters(model), base_of(model)
+    tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+    dtype = tensors[next(iter(added))].dtype
+
+    def gathered(name: str) -> torch.Tensor:
+        tensor = _gathered(tensors[name])
+        return stored(encoded[name].decode(tensor) if name in encoded else tensor, dtype)
+
+    read: Read = gathered
+    if base is not None:
+        read = reader_of(model, pathlib.Path(base.weights), dtype, encoded, gathered)
+    shapes = {name: encoded[name].shape if name in encoded else tensor.shape for name, tensor in tensors.items()}
+    own = {
+        name: stored(torch.empty(shapes[name], dtype=tensor.dtype, device="meta"), dtype)
+        for name, tensor in tensors.items()
+        if name not in added
+    }
+    return own, merging(model, added, settings[Config].with_adapter().scale, read)
+
+
+def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in ``dtype``, integers as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def reader_of(
+    model: nn.Module, weights: pathlib.Path, dtype: torch.dtype, quantised: Container[str], others: Read
+) -> Read:
+    """Return what reads a tensor by its name in the model.
+
+    Args:
+        model: real or on the meta device.
+        weights: pretrained ones.
+        dtype: of what is read.
+        quantised: names of weights that were held in 4 bits.
+        others: reads what the files do not have, the factors.
+
+    Raises:
+        UserError: the weights are not those of the model.
+    """
+    hf_config: Any = model.config
+    files = find_tensors(model, weights, hf_config=hf_config)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in files:
+            return others(name)
+        key, file = files[name]
+        with safe_open(file, framework="pt") as content:
+            weight = stored(content.get_tensor(key), dtype)
+        return nf4.rounded(weight) if name in quantised else weight
+
+    return read
+
+
+def merging(model: nn.Module, factors: Container[str], scale: float, read: Read) -> Read:
+    """Return what makes a weight with its adapter added.
+
+    Args:
+        model: has the layers, on any device.
+        factors: names of the adapters' tensors.
+        scale: of their product.
+        read: returns all of a weight or factor by name.
+    """
+
+    def whole(name: str) -> torch.Tensor:
+        weight, path = read(name), name.removesuffix(".weight")
+        if f"{path}.lora_A" not in factors:
+            return weight
+        a, b = (read(f"{path}.{factor}").to(weight.device) for factor in Adapter.own)
+        delta = b @ a * scale
+        return weight + (delta.T if is_transposed(model.get_submodule(path)) else delta)
+
+    return whole
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

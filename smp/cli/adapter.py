@@ -1,0 +1,151 @@
+"""Adapters of a checkpoint: in peft's format, or added to the weights of their base model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint.lora_merge import Read, merging, reader_of, stored
+from smp.checkpoint.manifest import Manifest, TensorEntry
+from smp.cli.output import shown
+from smp.errors import UserError
+from smp.json_input import strict_json
+from smp.models.added import AddedParameter, Apart
+from smp.models.file_names import buffers_of
+from smp.models.registry import build_model, family_of
+from smp.models.weight_files import ADAPTER_CONFIG, digest_of
+from smp.parallel.linear import is_transposed
+from smp.parallel.lora import WEIGHTS, Adapter, Config, linear_layers
+
+MODEL = "model."
+_NF4 = "nf4-"  # begins the digest of weights that were quantised
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedAdapter:
+    """The low-rank adapters of a checkpoint.
+
+    Attributes:
+        path: of the checkpoint, for messages.
+        config: as peft writes it, JSON.
+        scale: of the factors' product.
+        factors: their tensors by qualified name.
+        is_quantised: whether they were trained beside weights in 4 bits.
+    """
+
+    path: Path | str
+    config: str
+    scale: float
+    factors: Mapping[str, TensorEntry]
+    is_quantised: bool
+
+    @property
+    def saved(self) -> set[str]:
+        """Names of the factors in the checkpoint."""
+        return {MODEL + name for name in self.factors}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that the factors are trained in."""
+        return next(iter(self.factors.values())).dtype
+
+    def alone(self) -> tuple[dict[str, torch.Tensor], dict[str, AddedParameter]]:
+        """Return the factors on the meta device, and where they are exported to."""
+        apart, added = Apart(WEIGHTS, {ADAPTER_CONFIG: self.config}), {}
+        for name, entry in self.factors.items():
+            module, _, factor = name.rpartition(".")
+            key = f"base_model.model.{name}.weight"
+            added[name] = AddedParameter(module, factor, entry.shape, key=key, apart=apart)
+        return {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in self.factors.items()}, added
+
+    def merged(self, hf_config: Any, weights: Path | None, read: Read) -> tuple[dict[str, torch.Tensor], Read]:
+        """Return the model's parameters on the meta device, and what makes one with its adapter added.
+
+        Args:
+            hf_config: of the base model.
+            weights: of the base model; None: the checkpoint has them.
+            read: returns a tensor of the checkpoint by name.
+
+        Raises:
+            UserError: the weights, or the adapters, are not those of the model.
+        """
+        with torch.device("meta"):
+            model = build_model(hf_config, attn_implementation="eager")
+        self._check(model)
+        if weights is not None:
+            layers = linear_layers(model, family_of(hf_config)) if self.is_quantised else {}
+            read = reader_of(model, weights, self.dtype, {f"{path}.weight" for path in layers}, read)
+        tensors = {**dict(model.named_parameters()), **dict(buffers_of(model))}
+        parameters = {name: stored(tensor, self.dtype) for name, tensor in tensors.items()}
+        return parameters, merging(model, self.factors, self.scale, lambda name: stored(read(name), self.dtype))
+
+    def _check(self, model: torch.nn.Module) -> None:
+        modules = dict(model.named_modules())
+        for name in self.factors:
+            path = name.rpartition(".")[0]
+            a, b = (self.factors.get(f"{path}.{factor}") for factor in Adapter.own)
+            layer: Any = modules.get(path)
+            found = None if a is None or b is None or a.shape[:1] != b.shape[1:] else (*b.shape[:1], *a.shape[1:])
+            weight = getattr(layer, "weight", None)
+            expected = None if weight is None else tuple(weight.shape)
+            if found is None or found != (expected[::-1] if expected and is_transposed(layer) else expected):
+                raise UserError(
+                    f"checkpoint {self.path} does not hold the adapters of the model it describes: {shown(name)} fits "
+                    f"no layer of it"
+                )
+
+
+def adapter_of(path: Path | str, manifest: Manifest) -> SavedAdapter | None:
+    """Return the adapters that a checkpoint has.
+
+    Raises:
+        UserError: it does not say what they are.
+    """
+    saved = {name.removeprefix(MODEL): entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
+    factors = {name: entry for name, entry in saved.items() if name.rpartition(".")[2] in Adapter.own}
+    if not factors:
+        return None
+    try:
+        text = manifest.model["apart"][WEIGHTS][ADAPTER_CONFIG]
+        config = strict_json(text.encode())
+        settings = Config(
+            lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]), lora_use_rslora=config["use_rslora"]
+        )
+        if not math.isfinite(scale := settings.scale):
+            raise ValueError(f"a scale of {scale}")
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(
+            f"checkpoint {path} does not say how its adapters are scaled ({error}): resume it, and the run exports "
+            f"them when it ends"
+        ) from error
+    return SavedAdapter(path, text, scale, factors, str(manifest.model.get("base")).startswith(_NF4))
+
+
+def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | None:
+    """Return the weights of the base model; None: the checkpoint has them.
+
+    Args:
+        given: by ``--base``; None: where the run had them.
+
+    Raises:
+        UserError: they are not there, or others than the checkpoint was made with.
+    """
+    digest, place = manifest.model.get("base"), given or manifest.model.get("weights")
+    if digest is None:
+        if given is not None:
+            raise UserError(f"--base {given}: checkpoint {path} holds all weights itself: leave it out")
+        return None
+    if not isinstance(place, str) or not Path(place).expanduser().exists():
+        where = "" if place is None else f" at {shown(place)}"
+        raise UserError(f"the base model of checkpoint {path} is not there{where}: give its directory by --base DIR")
+    weights = Path(place).expanduser()
+    if digest_of(weights) != str(digest).removeprefix(_NF4):
+        raise UserError(
+            f"checkpoint {path} was made with other pretrained weights than {place} holds: give those by --base DIR"
+        )
+    return weights
