@@ -55,7 +55,7 @@ test-qlora: .torchao
 		tests/parity/test_qlora.py tests/parity/test_plan_bytes.py tests/resume/test_lora_job.py tests/unit/test_flags_finetuning.py
 	@PYTHONPATH=.torchao $(JOB) --config configs/qlora.yaml --max_steps 20 --output_dir runs/test_qlora --resume_from_checkpoint none
 
-.torchao: setup
+.torchao: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0
 
 # Nothing is set up: the machine with the GPU has torch and transformers, and may have no network.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,6 @@ def is_installed() -> bool:
 def _to_nf4(weight: torch.Tensor) -> Any:
     if not is_installed():
         raise UserError(f"weights in 4 bits are quantised by torchao, which is not installed: {INSTALL}")
-    os.environ.setdefault("TORCHAO_SKIP_LOADING_SO_FILES", "1")  # its kernels, which are not for every torch
     try:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
     except ImportError as error:  # it was elsewhere before 0.18

@@ -55,7 +55,7 @@ def test_conversations(tmp_path, capfd):
 def test_weights_in_4_bits_need_torchao(monkeypatch):
     monkeypatch.setattr(nf4, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match="not installed: pip install torchao"):
-        plan_of("--lora_rank", 2, "--qlora", 1)
+        plan_of(["--lora_rank", 2, "--qlora", 1])
 
 
 @check("qlora")
