@@ -52,10 +52,10 @@ def test_conversations(tmp_path, capfd):
     assert trained("--chat_template", template)[0] > first
 
 
-def test_weights_in_4_bits_need_torchao(monkeypatch):
+def test_weights_in_4_bits_need_torchao(monkeypatch, tmp_path):
     monkeypatch.setattr(nf4, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match="not installed: pip install torchao"):
-        plan_of(["--lora_rank", 2, "--qlora", 1])
+        plan_of(["--lora_rank", 2, "--qlora", 1], tmp_path)
 
 
 @check("qlora")
