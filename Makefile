@@ -37,7 +37,7 @@ finetune: setup
 	@$(JOB) --config configs/lora.yaml --evaluate_only 1 --resume_from_checkpoint none
 	@$(JOB) --config configs/lora.yaml $(ARGS)
 	@$(JOB) --config configs/lora.yaml --evaluate_only 1
-	@$(BIN)/smp export --merge runs/lora runs/lora/merged
+	@$(BIN)/smp export --merge runs/lora/checkpoints/latest runs/lora/merged
 	@$(BIN)/python examples/ask.py runs/lora/merged 'Where is Lucas Lodge?'
 
 test: setup
