@@ -231,7 +231,7 @@ def training(case: Case, bench: Bench) -> Iterator[tuple[nn.Module, Any, Step, F
                 model, optimizer, StepBatch(rows, torch.arange(1)), setup=setup, device=bench.device,  # type: ignore[arg-type]
                 grad_clip=config.optim.grad_clip,
             )  # fmt: skip
-            return result.loss_sum / (length - 1)
+            return result.sums[0] / (length - 1)
 
         about = {"hf_config": resolved.hf_config, "length": length}
         about |= layout(length, mesh.data.size, launch.world_size)

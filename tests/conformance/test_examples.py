@@ -54,7 +54,7 @@ CASES = {
     "mpi_style": Case("mpi_style", operations=("broadcast",)),
     "pretrain": Case("pretrain", operations=SHARDED, falls_to=0.95),
 }
-CASES_OF_THEIR_OWN = {"deepspeed_llama", "finetune", "gradient_averaging", "qa_answer", "trainer_qa"}
+CASES_OF_THEIR_OWN = {"ask", "deepspeed_llama", "finetune", "gradient_averaging", "qa_answer", "trainer_qa"}
 
 
 @pytest.fixture(scope="module", autouse=True)

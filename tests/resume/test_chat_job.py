@@ -8,6 +8,7 @@ import pathlib
 import pytest
 from transformers import AutoTokenizer
 
+from examples.ask import ask
 from tests.job import losses, run_job
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
@@ -15,6 +16,7 @@ MODEL = (
     "--model_type llama_v2 --hidden_width 32 --num_layers 2 --num_heads 4 --num_key_value_heads 2 "
     "--llama_intermediate_size 48 --vocab_size 2048 --max_context_width 128"
 ).split()
+ASKED = [{"role": "user", "content": "Where?"}]
 CHAT = ["--dataset_type", "chat", "--tokenizer_name_or_dir", SAMPLE / "tokenizer", "--chat_template",
         SAMPLE / "chat_template.jinja"]  # fmt: skip
 
@@ -29,10 +31,9 @@ def test_the_curve_is_the_same_at_any_layout(tmp_path):
     more = ["--validation_split", 0.1, "--validation_freq", 2, "--show_masks", 2]
     final = ["--save_final_model", 1, "--train_batch_size", 2]
     one = run_job(*words(tmp_path, "one"), *more, *final, world_size=1).succeeded()
-    messages = [{"role": "user", "content": "Where?"}]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one" / "final")  # has the template that it was trained with
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == "User: Where?\nAssistant:"
+    text = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    assert text == "User: Where?\nAssistant:" and ask(tmp_path / "one" / "final", "Where?")
     assert one.output.count("trained on between") == 2 and "Assistant:⟦ " in one.output
     for name, layout in (
         ("two", []),
