@@ -14,7 +14,7 @@ from smp.mesh import Mesh, lay_out
 
 # Settings whose choice was shown to be right and faster, each with the line of a result that shows it: page of
 # benchmarks/results/gpu, date, device. The others keep their plain value.
-SHOWN_ON_GPU: dict[str, str] = {}
+GPU_DEFAULTS: dict[str, str] = {}
 _NEEDS_SEVERAL = {"tp_overlap", "cp_comm_type", "reshard_between_microbatches"}  # nothing to show on one GPU
 
 
@@ -70,7 +70,7 @@ def choose(settings: Settings, situation: Situation, choosers: list[Chooser]) ->
         fits = functools.partial(situation.fits, **values)
         for choice in chooser(dataclasses.replace(situation, settings=settings.changed(**values), fits=fits)):
             if choice.name in plain and choice.name not in values:
-                found.append(choice if choice.name in SHOWN_ON_GPU else _unshown(choice, plain[choice.name]))
+                found.append(choice if choice.name in GPU_DEFAULTS else _unshown(choice, plain[choice.name]))
     return found
 
 

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from smp.plan.events import BACKWARD, FORWARD, UPDATE, Place, Trace
+from smp.plan.events import BACKWARD, FORWARD, UPDATE, StepPhase, Trace
 
 
 class UnequalBlocksError(Exception):
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     categories: list[str]
     streams: list[str]
     initial: int
-    changes: list[tuple[Place, int, int]]
+    changes: list[tuple[StepPhase, int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def blocks_to_trace(wanted: int, *, period: int, margin: int) -> int:
 
 
 def _first_sizes(trace: Trace) -> list[int]:
-    sizes = [0] * len(trace.births)
+    sizes = [0] * len(trace.allocations)
     seen = set()
     for _, number, delta in trace.changes:
         if number not in seen:
@@ -85,10 +85,10 @@ def _first_sizes(trace: Trace) -> list[int]:
     return sizes
 
 
-def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
+def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[StepPhase, StepPhase]]:
     """Yield the places of the whole step in their order, each with the traced one that stands for it."""
     seen = dict.fromkeys(change.place for change in trace.changes)
-    groups: list[list[Place]] = []
+    groups: list[list[StepPhase]] = []
     for place in sorted(seen, key=_in_a_step):  # the blocks of one forward or one backward are one group
         same = groups and groups[-1][0].block is not None and place.block is not None
         if same and groups[-1][0][:2] == place[:2]:
@@ -106,7 +106,7 @@ def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[Place, Place]]:
             yield template._replace(block=block), template
 
 
-def _in_a_step(place: Place) -> tuple[int, int, int]:
+def _in_a_step(place: StepPhase) -> tuple[int, int, int]:
     """Return the sorting key of a place."""
     if place.phase == UPDATE:
         return (1 << 30, 0, 0)
@@ -124,16 +124,16 @@ class _Births:
     def __init__(self, trace: Trace):
         sizes = _first_sizes(trace)
         initial, ranks = len(trace.owners), _ranks(trace)
-        self._made: dict[tuple[Place, int], tuple[str, int, str]] = {}
+        self._made: dict[tuple[StepPhase, int], tuple[str, int, str]] = {}
         self._owned: dict[tuple[int | None, int], tuple[str, int, str]] = {}
-        for number, birth in enumerate(trace.births):
-            what = (birth.storage.category, sizes[number], birth.stream)
+        for number, allocation in enumerate(trace.allocations):
+            what = (allocation.storage.category, sizes[number], allocation.stream)
             if number < initial:
                 self._owned[trace.owners[number], ranks[number]] = what
             else:
-                self._made[birth.place, birth.rank] = what
+                self._made[allocation.place, allocation.rank] = what
 
-    def compare(self, place: Place, index: int, template: int) -> None:
+    def compare(self, place: StepPhase, index: int, template: int) -> None:
         """Compare an allocation with that of the same index in a template's place."""
         if self._made.get((place, index)) != self._made.get((place._replace(block=template), index)):
             raise UnequalBlocksError(f"blocks {place.block} and {template} differ in {place.phase}")
@@ -149,37 +149,37 @@ class _Writer:
 
     def __init__(self, trace: Trace, repeated: Repeat):
         self.trace, self.repeated = trace, repeated
-        self.initial, self.begin = len(trace.owners), trace.births[0].place
+        self.initial, self.begin = len(trace.owners), trace.allocations[0].place
         self.categories: list[str] = []
         self.streams: list[str] = []
-        self.changes: list[tuple[Place, int, int]] = []
-        self._ranks, self._births = _ranks(trace), _Births(trace)
+        self.changes: list[tuple[StepPhase, int, int]] = []
+        self._ranks, self._allocations = _ranks(trace), _Births(trace)
         # A storage of the whole step, by where it is made, and the block of the whole model that it belongs to.
-        self._numbers: dict[tuple[Place, int, int | None], int] = {}
+        self._numbers: dict[tuple[StepPhase, int, int | None], int] = {}
 
-    def change(self, place: Place, traced: int, block: int | None, delta: int) -> None:
+    def change(self, place: StepPhase, traced: int, block: int | None, delta: int) -> None:
         """Write a change of the storage that stands, in a block of the whole model, for a traced one."""
-        birth, before = self.trace.births[traced], traced < self.initial
-        index = self._ranks[traced] if before else birth.rank
-        owner = self.trace.owners[traced] if before else birth.place.block
+        allocation, before = self.trace.allocations[traced], traced < self.initial
+        index = self._ranks[traced] if before else allocation.rank
+        owner = self.trace.owners[traced] if before else allocation.place.block
         if block is not None and owner is not None:
             if not 0 <= block < self.repeated.wanted:
                 raise UnequalBlocksError(f"block {place.block} frees what block {block} would have made")
             if (other := self.repeated.template(block)) != owner:
                 if before:
-                    self._births.compare_owned(owner, index, other)
+                    self._allocations.compare_owned(owner, index, other)
                 else:
-                    self._births.compare(birth.place, index, other)
-        key = (self.begin if before else birth.place._replace(block=block), index, block)
+                    self._allocations.compare(allocation.place, index, other)
+        key = (self.begin if before else allocation.place._replace(block=block), index, block)
         if key not in self._numbers:
             self._numbers[key] = len(self.categories)
-            self.categories.append(birth.storage.category)
-            self.streams.append(birth.stream)
+            self.categories.append(allocation.storage.category)
+            self.streams.append(allocation.stream)
         self.changes.append((place, self._numbers[key], delta))
 
-    def blocks(self, place: Place, template: Place, traced: int) -> list[int | None]:
+    def blocks(self, place: StepPhase, template: StepPhase, traced: int) -> list[int | None]:
         """Return the blocks of the whole model whose storages a change at ``place`` is of."""
-        owner = self.trace.owners[traced] if traced < self.initial else self.trace.births[traced].place.block
+        owner = self.trace.owners[traced] if traced < self.initial else self.trace.allocations[traced].place.block
         if owner is None:
             return [None]
         if place.phase == UPDATE:
@@ -201,7 +201,7 @@ def whole_step(trace: Trace, repeated: Repeat) -> Step:
         for block in [None] if owner is None else repeated.copies[owner]:
             writer.change(writer.begin, traced, block, sizes[traced])
     initial = len(writer.categories)
-    by_place: dict[Place, list[tuple[int, int]]] = {}
+    by_place: dict[StepPhase, list[tuple[int, int]]] = {}
     for place, traced, delta in trace.changes[writer.initial :]:
         by_place.setdefault(place, []).append((traced, delta))
     for place, template in _places(trace, repeated):

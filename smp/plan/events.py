@@ -1,4 +1,4 @@
-"""What a traced step consists of: places, storages, changes of their bytes."""
+"""What a traced step consists of: phases, storages, changes of their bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smp.memory.profile import _Storage
 BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
 
 
-class Place(NamedTuple):
+class StepPhase(NamedTuple):
     """A part of the step: its micro-batch, phase, and the block or None."""
 
     microbatch: int
@@ -18,20 +18,20 @@ class Place(NamedTuple):
     part: str = ""  # between blocks: "embedding", "head", ...
 
 
-class Birth(NamedTuple):
+class Allocation(NamedTuple):
     """A storage: where it was first allocated, after how many others there, its category and stream."""
 
-    place: Place
+    place: StepPhase
     rank: int
     storage: _Storage
     stream: str
 
 
-class Change(NamedTuple):
+class AllocationEvent(NamedTuple):
     """A change of a storage's bytes."""
 
-    place: Place
-    birth: int  # index of the storage in ``Trace.births``
+    place: StepPhase
+    allocation: int  # index of the storage in ``Trace.allocations``
     delta: int
 
 
@@ -40,13 +40,13 @@ class Trace(NamedTuple):
 
     Attributes:
         blocks: of the traced model.
-        births, changes: of storages; those that exist before the step come first in both.
+        allocations, changes: of storages; those that exist before the step come first in both.
         owners: of those, the block of each, or None.
         shared: bytes that the ranks of a host share for their collectives, besides.
     """
 
     blocks: int
-    births: list[Birth]
-    changes: list[Change]
+    allocations: list[Allocation]
+    changes: list[AllocationEvent]
     owners: list[int | None]
     shared: int

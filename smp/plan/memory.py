@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from smp.memory.categories import CATEGORIES, COMMUNICATION, OTHER
 from smp.plan.blocks import Step
-from smp.plan.events import Place
+from smp.plan.events import StepPhase
 from smp.plan.records import Moment
 
 POINTS = 400  # of a timeline
@@ -26,7 +26,7 @@ class Account(NamedTuple):
     timeline: list[tuple[str, dict[str, int]]]
 
 
-def said(place: Place) -> str:
+def said(place: StepPhase) -> str:
     """Name a place of the step."""
     where = {"": "", "head": " of the head and the loss", "embedding": " of the embedding"}[place.part]
     block = "" if place.block is None else f" of block {place.block}"
@@ -48,7 +48,7 @@ def account(step: Step, *, shared: int = 0, waiting: int = 0) -> Account:
     most, total = list(now), shared + waiting
     peak = highest = (total, step.changes[0][0], list(now))
     stride = max(1, (len(step.changes) - step.initial) // POINTS)
-    points: list[tuple[int, Place, list[int]]] = []
+    points: list[tuple[int, StepPhase, list[int]]] = []
     for index, (place, storage, delta) in enumerate(step.changes):
         kind = kinds[storage]
         now[kind] += delta
@@ -64,7 +64,7 @@ def account(step: Step, *, shared: int = 0, waiting: int = 0) -> Account:
             if total > peak[0]:
                 peak = highest
 
-    def entry(place: Place, sizes: list[int]) -> tuple[str, dict[str, int]]:
+    def entry(place: StepPhase, sizes: list[int]) -> tuple[str, dict[str, int]]:
         return said(place), dict(zip(CATEGORIES, sizes, strict=True))
 
     timeline = [entry(*point[1:]) for point in points]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from smp.memory.categories import OTHER, copied_inside
 from smp.memory.profile import MemoryProfile, _Storage
 from smp.plan import fake_cuda, workspace, world
-from smp.plan.events import BEGIN, Birth, Change, Place, Trace
+from smp.plan.events import BEGIN, Allocation, AllocationEvent, StepPhase, Trace
 
 aten = torch.ops.aten
 
@@ -34,12 +34,12 @@ class StepTrace(MemoryProfile):
         mode: FakeTensorMode,
         capability: tuple[int, int] | None = None,
     ):
-        self.place = Place(0, BEGIN, None)
+        self.place = StepPhase(0, BEGIN, None)
         self._fake = mode
-        self._places: list[Place] = []
+        self._places: list[StepPhase] = []
         self._streams: dict[int, str] = {}
-        self._births: dict[int, tuple[Place, int]] = {}
-        self._counts: dict[Place, int] = {}
+        self._allocations: dict[int, tuple[StepPhase, int]] = {}
+        self._counts: dict[StepPhase, int] = {}
         self._order: list[_Storage] = []
         self._capability, self._has_cublas = capability, False
         super().__init__(model, optimizer, device)
@@ -55,9 +55,9 @@ class StepTrace(MemoryProfile):
         if len(self._log) == before:
             return
         self._places.append(self.place)
-        if id(entry) not in self._births:
+        if id(entry) not in self._allocations:
             index = self._counts[self.place] = self._counts.get(self.place, -1) + 1
-            self._births[id(entry)] = (self.place, index)
+            self._allocations[id(entry)] = (self.place, index)
             self._streams[id(entry)] = self._stream()
             self._order.append(entry)
 
@@ -86,15 +86,17 @@ class StepTrace(MemoryProfile):
             blocks: how many.
         """
         numbers = {id(entry): number for number, entry in enumerate(self._order)}
-        births = [Birth(*self._births[id(entry)], entry, self._streams[id(entry)]) for entry in self._order]
+        allocations = [
+            Allocation(*self._allocations[id(entry)], entry, self._streams[id(entry)]) for entry in self._order
+        ]
         changes = [
-            Change(place, numbers[id(entry)], delta)
+            AllocationEvent(place, numbers[id(entry)], delta)
             for place, (_, entry, delta) in zip(self._places, self._log, strict=True)
         ]
         for entry in self._order:
             entry.reference = None  # which holds this profile, and with it the model
         held = [owners.get(id(entry)) for entry in self._order[: self.initial]]
-        return Trace(blocks, births, changes, held, sum(world.connected.values()))
+        return Trace(blocks, allocations, changes, held, sum(world.connected.values()))
 
     # --- operations
 
@@ -110,7 +112,7 @@ class StepTrace(MemoryProfile):
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         name = func._schema.name
         if self._capability is not None and not self._has_cublas and workspace.is_product(name):
-            self._has_cublas, place, self.place = True, self.place, Place(0, BEGIN, None)  # of no block
+            self._has_cublas, place, self.place = True, self.place, StepPhase(0, BEGIN, None)  # of no block
             self._change(_Storage(OTHER, 0), workspace.cublas_bytes(self._capability))
             self.place = place
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -29,7 +29,7 @@ from smp.parallel.linear import local_tensor
 from smp.parallel.parallelize import apply_techniques, own_part
 from smp.parallel.technique import model_blocks
 from smp.plan import world
-from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, Place, Trace
+from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, StepPhase, Trace
 from smp.plan.step_profile import StepTrace
 from smp.train.optimizer import build_optimizer
 from smp.train.run_plan import Job, planned_batch
@@ -49,7 +49,7 @@ class _Follower:
 
     def _go(self, phase: str, block: int | None, part: str = "") -> None:
         self._phase = phase
-        self.trace.place = Place(max(self._microbatch, 0), phase, block, part)
+        self.trace.place = StepPhase(max(self._microbatch, 0), phase, block, part)
 
     def enter(self, phase: str) -> None:
         """Follow ``train_step``'s own marks."""

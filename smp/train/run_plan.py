@@ -38,7 +38,7 @@ from smp.train.elsewhere import (
     present_data,
     present_model,
 )
-from smp.train.places import check_output, storages_of
+from smp.train.output_paths import check_output, storages_of
 
 # Of settings that are auto, in the order in which they are chosen.
 CHOOSERS = [*parallelize.CHOOSERS, garbage.choose]

@@ -37,7 +37,7 @@ def undecided(**given):
 @pytest.fixture
 def shown(monkeypatch):
     for name in (COMPILE, "later"):
-        monkeypatch.setitem(choices.SHOWN_ON_GPU, name, "a page, a date, a device")
+        monkeypatch.setitem(choices.GPU_DEFAULTS, name, "a page, a date, a device")
 
 
 def chooser(*made):

@@ -4,11 +4,11 @@ import pytest
 
 from smp.plan.allocator import Allocator, reserved_bytes
 from smp.plan.blocks import Step
-from smp.plan.events import Place
+from smp.plan.events import StepPhase
 
 KIB, MIB = 1024, 1024**2
 SMALL, LARGE = 2 * MIB, 20 * MIB  # segments
-PLACE = Place(0, "forward", None)
+PHASE = StepPhase(0, "forward", None)
 
 
 def reserved_by(*sizes, expandable=False):
@@ -22,7 +22,7 @@ def reserved_by(*sizes, expandable=False):
 def a_step(before, during):
     """A step of changes (storage, bytes), those of ``before`` made before it; all on one stream."""
     count = 1 + max(number for number, _ in [*before, *during])
-    changes = [(PLACE, number, delta) for number, delta in [*before, *during]]
+    changes = [(PHASE, number, delta) for number, delta in [*before, *during]]
     return Step(["other"] * count, [""] * count, len(before), changes)
 
 

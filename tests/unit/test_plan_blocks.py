@@ -6,7 +6,7 @@ import pytest
 
 from smp.plan.blocks import Step, blocks_to_trace
 from smp.plan.devices import device_row
-from smp.plan.events import Place
+from smp.plan.events import StepPhase
 from smp.plan.memory import account
 from smp.plan.shim import compiler
 from smp.plan.worker import Worker
@@ -76,7 +76,7 @@ def test_attention_of_a_gpu_is_planned_without_one(worker):
 
 
 def test_the_peak_is_in_the_timeline_and_all_of_it_is_thinned():
-    place, changes = Place(0, "forward", 0), []
+    place, changes = StepPhase(0, "forward", 0), []
     for number in range(5000):
         size = 1000 if number == 3333 else 10
         changes += [(place, number, size), (place._replace(block=1), number, -size)]
