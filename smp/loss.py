@@ -36,7 +36,7 @@ def count_valid_tokens(labels: torch.Tensor, *, shifted: bool = False) -> int:
 
 
 def check_labels(labels: torch.Tensor, vocabulary: int) -> None:
-    """Refuse labels that are neither ignored nor in the vocabulary; on GPUs the process then stops a little later.
+    """Refuse labels that are neither ignored nor in the vocabulary; on GPUs the error is raised asynchronously.
 
     Raises:
         ValueError: on a CPU, naming one.

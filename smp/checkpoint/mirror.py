@@ -4,8 +4,8 @@ Each rank uploads a share of the files of a checkpoint that has been published i
 thread of each does it, without a collective. Rank 0 uploads the manifest when all files are there: that commits it.
 
 Two agreements make that safe. Which checkpoint is next is decided by all ranks together, where one is published. And
-``<model>.writer.json`` says which job writes there, and of which content the objects without a manifest are: what an
-interrupted upload has left is gone on with if it is of the same content, and else deleted before the first object of
+``<model>.writer.json`` says which job writes there, and of which content the objects without a manifest are: an
+interrupted upload is continued if its objects have the same content; else they are deleted before the first object of
 the new content is uploaded.
 """
 

@@ -212,7 +212,7 @@ class ObjectStore:
             return
 
     def remove_folder(self, folder: str) -> None:
-        """Delete all objects below a folder; what was interrupted is gone on with by another call."""
+        """Delete all objects below a folder; safe to retry."""
 
         def removed(path: str) -> None:
             self._fs.invalidate_cache()

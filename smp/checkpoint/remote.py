@@ -15,7 +15,7 @@ from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest, rea
 from smp.checkpoint.object_store import ObjectStore
 from smp.errors import DamagedCheckpointError, UserError
 
-# Manifest of a checkpoint of a branch that is not gone on with: nothing finds it.
+# Manifest of a checkpoint of an abandoned branch: nothing finds it.
 ASIDE = "manifest.aside.json"
 
 

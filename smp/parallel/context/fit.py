@@ -1,4 +1,4 @@
-"""Whether a model's tokens meet in its attention function alone, which context parallelism replaces."""
+"""Check that attention, which context parallelism replaces, is the only operation that mixes tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with what is needed to add up several such results: one kernel per device.
+"""Partial attention (output, log-sum-exp) of a query block over a key block, merged across ranks: a kernel per device.
 
 The kernels are torch's, called below autograd: each returns the logarithm of its sum of exponentials, by which results
 over different keys are merged, and its backward takes the merged output and logarithm.
