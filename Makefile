@@ -51,9 +51,9 @@ test-slow: setup
 
 # torchao lies apart: transformers imports it into every process of an environment that has it.
 test-qlora: .torchao
-	PYTHONPATH=.torchao $(BIN)/python -m pytest -n 2 -m "not slow" -k "4_bits or qlora or bits" \
+	PYTHONPATH=.torchao $(BIN)/python -m pytest -n 2 -m "not slow" -k "bits or qlora" \
 		tests/parity/test_qlora.py tests/parity/test_plan_bytes.py tests/resume/test_lora_job.py tests/unit/test_flags_finetuning.py
-	@PYTHONPATH=.torchao $(JOB) --config configs/qlora.yaml --max_steps 20 --output_dir runs/test_qlora --resume_from_checkpoint none
+	@PYTHONPATH=.torchao $(JOB) --config configs/qlora.yaml --max_steps 20 --output_dir runs/test_qlora
 
 .torchao: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0
