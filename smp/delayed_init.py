@@ -172,6 +172,7 @@ def fill_added_(model: nn.Module, *, seed: int) -> None:
     own, parameters = added_parameters(model), dict(model.named_parameters())
     for name, each in own.items():
         initialize_parameter_(parameters[name], each.initial, seed=seed, name=name)
+    _block_values.cache_clear()
 
 
 def _local_box(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import gc
 import functools
 import json
 import pathlib
@@ -69,7 +68,6 @@ def _summary(profile: MemoryProfile, others: int) -> dict[str, Any]:
 
 def _measure(words: list[str], folder: str) -> None:
     torch.manual_seed(dist.get_rank())
-    gc.collect()  # cycles of tests that this process was forked from, which a step would free
     others = MemoryProfile(torch.nn.Module(), None, CPU).latest().total  # of tests that this process was forked from
     job = job_of(words, dist.get_world_size(), dist.get_rank())
     mesh, config = job.mesh.join("cpu"), job.config
