@@ -22,6 +22,7 @@ from data.sample import conversation_facts as facts
 
 OUTPUT = Path(__file__).parent / "conversations.jsonl"
 PREFERENCES = OUTPUT.with_name("preferences.jsonl")
+MOST_PAIRS = 200  # the sample stays below 2 MB
 WHO = ["Who is {name}?", "Tell me about {short}.", "Who is {short}?", "What do you know about {name}?"]
 WHICH = ["Which novel is {name} in?", "In which book do we meet {short}?", "What novel does {name} belong to?"]
 FOUND = ["{name} is in {novel}, by Jane Austen.", "We meet {name} in {novel}.", "{name} belongs to {novel}."]
@@ -210,7 +211,7 @@ def preferences() -> list[Conversation]:
             another = couples[(i + 1 + way) % len(couples)][missing == "wife"]
             said = (tells.format(**names) for names in (right, {**right, missing: another}))
             made.append(preference(asks.format(**right), *said))
-    return list({str(each["prompt"]): each for each in made}.values())
+    return list({str(each["prompt"]): each for each in made}.values())[:MOST_PAIRS]
 
 
 def text() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import logging
 
 import pytest
 import torch
@@ -259,8 +258,7 @@ def warnings(caplog):
 
 
 @pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.full), "selective"])
-def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
+def test_a_block_that_breaks_the_graph(mode, graphs, caplog):
     expected = step(breaking())
     where = r"compile LlamaDecoderLayer, at .*test_compile_blocks.py:\d+ `return forward\(x\) \* .*`: .*"
     with pytest.raises(UserError, match=where + "leave --compile out or give --compile 0") as refused:
@@ -277,7 +275,6 @@ def test_a_block_that_breaks_the_graph(mode, graphs, caplog, monkeypatch):
 @pytest.mark.parametrize("graph", ["forward", "backward"])
 @pytest.mark.full
 def test_a_compiler_that_fails(graph, graphs, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
 
     def fail(module, inputs):
         raise OSError("no space left on the device")

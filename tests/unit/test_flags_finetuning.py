@@ -95,7 +95,7 @@ def test_preferences(tmp_path):
             SAMPLE / "tokenizer", "--chat_template", SAMPLE / "chat_template.jinja", "--vocab_size", 2048,
             "--max_context_width", 128, "--lora_rank", 2]  # fmt: skip
     plan = plan_of(["--dpo", 1], tmp_path, data=data)
-    assert len(plan.train_data._microbatches.source.numbers) == 212
+    assert len(plan.train_data._microbatches.source.numbers) == 200
     assert isinstance(loss_of(plan.setup), PairLoss)
     with pytest.raises(ConfigError, match="line 1: is a pair of answers: --dpo 1 trains on such"):
         plan_of([], tmp_path, data=data)
