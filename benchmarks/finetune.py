@@ -164,7 +164,7 @@ def compare(options: argparse.Namespace) -> str:
     versions = (f"transformers {transformers.__version__}", f"peft {peft.__version__}", f"TRL {trl.__version__}")
     lines = [
         "# LoRA finetuning beside TRL", "",
-        *origin(*versions, "gloo for TRL", bystanders.describe()),
+        *origin(*versions, "gloo for TRL"), bystanders.describe(), "",
         f"A Llama of {options.layers} blocks of width 512, rank {RANK} on all linear layers, fp32, {PROCESSES} "
         f"processes of one thread, {options.rows} rows of {LENGTH} tokens each; median of {options.steps} steps, "
         f"{options.rounds} interleaved rounds. The first loss of all is the same to 1e-3. TRL measures entropy and "
