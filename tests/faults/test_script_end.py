@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -79,21 +81,24 @@ def run(tmp_path, how: str, place: str | None = None) -> tuple[list[int], str]:
     script, port = tmp_path / "script.py", free_port()
     script.write_text(SCRIPT)
     words = [sys.executable, "-W", "ignore", str(script), how, place or str(tmp_path / "run"), str(tmp_path / "here")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
     ranks = [
         subprocess.Popen(
             words,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **torchrun_environment(rank, 2, port)},
+            env={**environment, **torchrun_environment(rank, 2, port)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    try:
-        told = [process.communicate(timeout=HANG_SECONDS)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [process.returncode for process in ranks], "".join(told)
+    end = time.monotonic() + HANG_SECONDS
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+    for process in ranks:
+        process.send_signal(signal.SIGABRT)  # a rank that hangs tells where
+    told = [f"rank {rank}:\n{process.communicate()[1]}" for rank, process in enumerate(ranks)]
+    return [process.returncode for process in ranks], "\n".join(told)
 
 
 @pytest.mark.parametrize(
