@@ -136,7 +136,7 @@ def check(expected, folder):
                 assert relative(gradient - gradients[key], gradients[key]) <= 1e-9, (layout, config, key)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_pairs_are_those_of_the_formula(world_size, tmp_path):
     peft_of(build_reference("llama_gqa", torch.float64)).save_pretrained(tmp_path)
     theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), tmp_path, is_trainable=True)

@@ -82,7 +82,7 @@ def check(name, expected):
         assert torch.equal(again, found.detach())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gpt_neox_tied", marks=pytest.mark.full)])
 def test_sums_and_gradients_are_those_of_log_softmax(name, world_size):
     expected = {packed: reference(name, packed=packed) for packed in (False, True)}
