@@ -97,6 +97,11 @@ def jobs() -> list[Job]:
     asynchronous = "--model llama_tiny --lr_decay_iters 8 --checkpoint_type async_sharded --checkpoint_freq 2"
     documents = "--document_mask 1 --tokenizer_name_or_dir data/sample/tokenizer --vocab_size 64"
     packed = f"--model llama_tiny --max_steps 3 {documents}"
+    pairs = (
+        f"{llama} --lora_rank 8 --dpo 1 --use_synthetic_data 0 --dataset_type chat --max_context_width 128 "
+        f"--training_dir data/sample/preferences.jsonl --tokenizer_name_or_dir data/sample/tokenizer "
+        f"--chat_template data/sample/chat_template.jinja"
+    )
     selective = "--activation_checkpointing_mode selective"
     again = "--max_steps 6 --resume_from_checkpoint latest"
     return [
@@ -124,6 +129,11 @@ def jobs() -> list[Job]:
         Job("documents, compiled", f"{packed} --bf16 0 --compile 1"),
         Job("documents, bf16", packed),
         Job("documents, fused", f"{packed} --attn_implementation fused"),
+        Job("adapters", f"{llama} --lora_rank 8"),
+        Job("adapters, CPU", f"{llama} --lora_rank 8", on_cpu=True),
+        Job("adapters, bf16", f"{bf16} --lora_rank 8"),
+        Job("preferences", pairs),
+        Job("preferences, CPU", pairs, on_cpu=True),
     ]
 
 
@@ -150,6 +160,9 @@ def checks() -> list[Check]:
         Check("documents in fp32: a CPU's numbers", near, ("documents", "documents, CPU")),
         Check("documents, compiled: near eager", near, ("documents, compiled", "documents")),
         Check("documents by lengths: near masks in bf16", near_bf16, ("documents, fused", "documents, bf16")),
+        Check("adapters in fp32: a CPU's numbers", near, ("adapters", "adapters, CPU")),
+        Check("adapters beside a bf16 base train", trains, ("adapters, bf16",)),
+        Check("preferences in fp32: a CPU's numbers", near, ("preferences", "preferences, CPU")),
     ]
 
 
@@ -168,23 +181,15 @@ class Runner:
         log = folder.with_suffix(".txt")
         stand_in = ["-m", "tests.cuda_path.host_job", str(self._arguments.stand_in)]
         module = stand_in if self._arguments.stand_in and not job.on_cpu else ["-m", "smp.train"]
-        words = [
-            "--use_synthetic_data",
-            "1",
-            "--logging_freq",
-            "1",
-            "--save_final_model",
-            "0",
-            "--output_dir",
-            str(folder),
-        ]
+        common = ["--use_synthetic_data", "1", "--logging_freq", "1", "--save_final_model", "0"]
+        common += ["--output_dir", str(folder)]
         for flags in filter(None, (job.flags, job.resumed)):
             left = self._deadline - time.monotonic()
             if left < SECONDS:
                 self._results.add("left", f"job: {job.name}")
                 return LEFT
             env = environment(gpus=0 if job.on_cpu else 1, threads=2)
-            if why := call([*module, *flags.split(), *words], log, env, min(LONGEST, left)):
+            if why := call([*module, *common, *flags.split()], log, env, min(LONGEST, left)):
                 break
         said = log.read_text(errors="replace") if why else ""
         self._results.add("job", f"job: {job.name}", why, said, took=round(time.monotonic() - start, 1))
