@@ -230,7 +230,7 @@ def _newer_than_here(
         passed.add(store.at(name))
     if remote and newest < 0:
         raise UserError(
-            f"none of the {len(remote)} checkpoints in {remote[-1][3]} is whole: run `smp verify {remote[-1][3]}` to "
+            f"none of the {len(remote)} checkpoints in {remote[-1][3]} is valid: run `smp verify {remote[-1][3]}` to "
             f"see what is wrong, or start anew with another --checkpoint_dir"
         )
     return None
@@ -264,11 +264,11 @@ def refuse_remote(
                 )
         elif chosen is None and mine:
             raise UserError(
-                f"{mirror.store} already holds checkpoints up to step {mine[-1].step}: continue that run with "
+                f"{mirror.store} already contains checkpoints up to step {mine[-1].step}: continue that run with "
                 f"--resume_from_checkpoint latest, or start a new one with another --checkpoint_dir"
             )
         else:
             raise UserError(
-                f"{mirror.store} holds checkpoints of a run that this one does not continue ({newest.path.name}): "
+                f"{mirror.store} contains checkpoints of a run that this one does not continue ({newest.path.name}): "
                 f"choose another --checkpoint_dir"
             )

@@ -73,7 +73,7 @@ def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Modu
     base, theirs = base_of(model), manifest.model.get("base")
     if base is not None and theirs is not None and base.digest != theirs:
         raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
-                        f"not hold: start with those it was made with")  # fmt: skip
+                        f"not contain: start with those it was made with")  # fmt: skip
 
 
 def is_script(run: dict[str, Any]) -> bool:

@@ -228,7 +228,7 @@ class Saver:
         except RunError as error:
             if must or settings.on_save_error == "stop":
                 raise
-            logger.warning("Training goes on without it: %s", error)
+            logger.warning("Training continues without it: %s", error)
             return
         seconds = time.perf_counter() - started
         if background:
@@ -255,7 +255,7 @@ class Saver:
         try:
             self._published(target)
         except RunError as error:
-            logger.warning("%s. Saving step %d now, before training goes on.", error, step)
+            logger.warning("%s. Saving step %d now, before training continues.", error, step)
             self._save(target, manifest(), background=False, must=False)
 
     def _plan_next(self, target: _Target, step: int, *, seconds: float, trained: float) -> None:

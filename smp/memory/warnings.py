@@ -43,7 +43,7 @@ def warn_of_cache_flushes(model: nn.Module, device_type: str) -> None:
         if flushes > 0 or failures > 0:  # negative: the counters were reset
             logger.warning(
                 "%s was short of memory since the last forward: flushes of its allocator's cache, which stall it: %d "
-                "(%d in all); failed allocations: %d. Shard over more ranks (--hybrid_shard_degree) or hold less: "
+                "(%d in all); failed allocations: %d. Shard over more ranks (--hybrid_shard_degree) or use less: "
                 "docs/memory.md says how.", device, max(flushes, 0), now[0], max(failures, 0),
             )  # fmt: skip
 

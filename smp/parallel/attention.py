@@ -63,7 +63,7 @@ def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
 
 
 def whole_rows(ids: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of :func:`document_lengths` for ids ``(batch, sequence)`` of one document a row."""
+    """Return the arguments of :func:`document_lengths` for ids ``(batch, sequence)`` of one document per sequence."""
     batch, length = ids.shape[:2]
     bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=ids.device)
     return document_lengths(bounds, length)

@@ -141,7 +141,7 @@ class _Births:
     def compare_owned(self, owner: int, rank: int, template: int) -> None:
         """Compare a parameter's or state's bytes with those of a template."""
         if self._owned.get((owner, rank)) != self._owned.get((template, rank)):
-            raise UnequalBlocksError(f"blocks {owner} and {template} hold other states")
+            raise UnequalBlocksError(f"blocks {owner} and {template} have other states")
 
 
 class _Writer:

@@ -213,7 +213,7 @@ def device_row(name: str) -> DeviceRow:
     if alike := [each for each in known if each.startswith(f"{plain_name(name)}_")]:
         raise UserError(f"--device {name} is not one device: say which, {' or '.join(alike)}")
     raise UserError(
-        f"--device {name} is not known: give one of {', '.join(known)}, the path of a row's JSON file, or measure the "
+        f"--device {name} is not known: give one of {', '.join(known)}, the path of a spec's JSON file, or measure the "
         f"device at hand with `smp plan --calibrate`"
     )
 
@@ -259,7 +259,7 @@ def read_row(path: Path) -> DeviceRow:
         return row
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is no row of a device: {error}: write it anew with `smp plan --calibrate`, or give a name"
+            f"{path} is no device spec: {error}: write it anew with `smp plan --calibrate`, or give a name"
         ) from None
 
 

@@ -25,7 +25,7 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
         "outside": memory.outside,
         "heap": memory.heap,
         "limit": memory.limit,
-        "room": memory.room,
+        "room": memory.headroom,
         "shared": memory.shared,
         "peak_moment": memory.peak.where,
         "at_peak": dict(memory.peak.categories),

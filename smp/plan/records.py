@@ -10,7 +10,7 @@ GIB = 1024**3
 
 FITS, FLUSH, NO = "fits", "flush", "no"
 TOP = 3  # layouts that are looked for
-# Less room than this share of the limit is called tight.
+# Less headroom than this share of the limit is called tight.
 TIGHT = 0.05
 
 
@@ -66,7 +66,7 @@ class RankMemory:
         return max(self.reserved or 0, self.allocated) + self.outside
 
     @property
-    def room(self) -> int | None:
+    def headroom(self) -> int | None:
         """Bytes of the limit that remain; negative: that are missing."""
         return None if self.limit is None else self.limit - self.needed
 
@@ -80,7 +80,7 @@ class RankMemory:
     @property
     def tight(self) -> bool:
         """Whether it fits with less than 5 % of the limit to spare."""
-        return self.room is not None and self.limit is not None and 0 <= self.room < TIGHT * self.limit
+        return self.headroom is not None and self.limit is not None and 0 <= self.headroom < TIGHT * self.limit
 
 
 @dataclasses.dataclass(frozen=True)

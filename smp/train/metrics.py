@@ -309,7 +309,7 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> BinaryIO | None:
         if path.exists() and path.stat().st_size:
             if keep_until is None and not _began_only(path):
                 raise UserError(
-                    f"{path} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
+                    f"{path} already contains the metrics of a run: resume that run with --resume_from_checkpoint, "
                     f"or choose another --output_dir"
                 )
             with path.open(encoding="utf-8", errors="replace") as old, shortened.open("w", encoding="utf-8") as new:

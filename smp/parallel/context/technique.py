@@ -31,10 +31,10 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         return []
     flag, found = f"--context_parallel_degree {cp}", []
     if setup.settings[ActivationConfig].compile is True:
-        found.append(f"{flag}: the exchanges of attention cannot be compiled: leave --compile 1 out")
+        found.append(f"{flag}: the collectives of attention cannot be compiled: leave --compile 1 out")
     if function := _attention_given(setup):
         found.append(
-            f"--attn_implementation {function} would have no effect: under {flag} attention is an exchange between "
+            f"--attn_implementation {function} would have no effect: under {flag} attention communicates between "
             f"ranks, with kernels of its own: leave it out"
         )
     on_gpu = setup.device_type == "cuda"
@@ -73,8 +73,8 @@ def choose(situation: Situation) -> Iterator[Choice]:
     moves_less = own % ranks == 0 and few + 1 < ranks
     reason = f"a key has {few} queries, and a sequence is split over {ranks} ranks"
     yield Choice("cp_comm_type", "all_to_all" if moves_less else "all_gather", reason)
-    yield Choice("attn_implementation", "sdpa", "unused: attention is an exchange between the ranks of a sequence")
-    yield Choice("compile", False, "the exchanges of attention cannot be compiled")
+    yield Choice("attn_implementation", "sdpa", "unused: attention communicates between the ranks of a sequence")
+    yield Choice("compile", False, "the collectives of attention cannot be compiled")
 
 
 def apply(model: nn.Module, setup: Setup) -> None:

@@ -1,10 +1,9 @@
-"""Fused column-parallel layers, and norms over all heads: what a rank needs from the others beside hidden states.
+"""Column-parallel layers with a fused QKV (or gate-up) weight, and norms over all heads; no fused kernels.
 
-A fused layer's outputs are several things one after the other: all queries, then all keys, then all values. Its weight
-is sharded as any other, by consecutive rows, so that files, checkpoints and initial values need to know nothing. The
-rows that a rank computes with, of each of the things its share, are brought by one all_to_all in forward, and their
-gradients by one in backward: a rank's share of the weight, which is less than a hidden state where a rank has more
-tokens than the layer has outputs.
+The outputs of a fused weight are all queries, then all keys, then all values. It is sharded by consecutive rows as any
+other, so that files, checkpoints and initial values need no special case. The rows that a rank computes with, its share
+of queries, keys and values, arrive by one all_to_all in forward, and their gradients return by one in backward. That is
+a rank's share of the weight: less than a hidden state where a rank has more tokens than the layer has outputs.
 """
 
 from __future__ import annotations
