@@ -75,7 +75,7 @@ class CheckpointConfig(Section):
 
     @property
     def is_async(self) -> bool:
-        """True if training goes on while a checkpoint is written."""
+        """True if training continues while a checkpoint is written."""
         return self.checkpoint_type.startswith("async_")
 
     def problems(self) -> list[str]:

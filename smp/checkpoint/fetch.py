@@ -40,7 +40,7 @@ def fetch(store: ObjectStore, name: str, storage: Storage, advance: Callable[[in
         Problems, the same on all ranks: files that are not as they were written. Nothing is published then.
 
     Raises:
-        UserError: on every rank; a rank could not read or write, or there is no room.
+        UserError: on every rank; a rank could not read or write, or there is no space.
     """
     final = storage.directory / name
     manifest, data = together(lambda: _asking(functools.partial(read_remote, store, name)))
@@ -145,7 +145,7 @@ def bring(
     """Bring the checkpoint to resume from to a directory, if it belongs there; collective.
 
     Args:
-        wanted: ``latest``, which here is the newest that is newer than every whole one in the directories; a URL; or
+        wanted: ``latest``, which here is the newest that is newer than every valid one in the directories; a URL; or
             something else, for which nothing is done.
         damaged: local checkpoints that have been found damaged; what is brought in place of one is taken out.
         elsewhere: where one of no storage's URL is brought to; None: it is read there.
@@ -155,8 +155,8 @@ def bring(
         ``wanted``, the path of what was brought for a URL, or what is to be read there.
 
     Raises:
-        UserError: on every rank; the URL is no whole checkpoint, the store cannot be read, or there is no room; or it
-            holds checkpoints, and none is whole, there or here.
+        UserError: on every rank; the URL is no valid checkpoint, the store cannot be read, or there is no space; or it
+            contains checkpoints, and none is valid, there or here.
     """
     if wanted is not None and is_url(wanted):
         folder, _, name = wanted.rstrip("/").rpartition("/")
@@ -244,7 +244,7 @@ def refuse_remote(
     Args:
         chosen: the checkpoint to resume from; None: a fresh start.
         own: whether it is in one of the storages' directories.
-        latest: whether it was chosen as the newest that is whole; what is newer is damaged, and is set aside.
+        latest: whether it was chosen as the newest valid one; what is newer is damaged, and is set aside.
 
     Raises:
         UserError: naming one.

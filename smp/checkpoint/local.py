@@ -77,7 +77,7 @@ def common_start(directories: list[Path], model_name: str, damaged: set[Path]) -
         damaged: checkpoints to pass over, beside those whose manifest or names and sizes of files show damage.
 
     Raises:
-        UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.
+        UserError: on every rank; some have checkpoints, and there is no step of which all have a valid one.
     """
     mine: dict[int, Path] = {}
     for checkpoint in (c for directory in directories for c in find_checkpoints(directory, model_name)):

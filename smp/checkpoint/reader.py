@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint, whole or in part, from whatever parts they were saved in."""
+"""Read tensors of a checkpoint, full or in part, from whatever parts they were saved in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Files(Protocol):
     """The files of a checkpoint, read in parts; raises OSError and ValueError where that fails."""
 
     def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file holds."""
+        """Return what a file contains."""
 
     def read(self, name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with a file's bytes from ``start`` on."""
@@ -39,7 +39,7 @@ class LocalFiles:
         self._open: dict[str, int] = {}
 
     def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file holds."""
+        """Return what a file contains."""
         return read_header(self._descriptor(name))
 
     def read(self, name: str, into: memoryview, start: int) -> None:

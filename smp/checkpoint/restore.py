@@ -153,7 +153,7 @@ def restore(
     *,
     seed: str | None,
 ) -> None:
-    """Fill model, optimizer and this rank's generators; each rank reads what it holds; collective.
+    """Fill model, optimizer and this rank's generators; each rank reads its shards; collective.
 
     A job's manifest says nothing of the optimizer, which is AdamW with the settings of its flags: those of
     ``optimizer`` stay as they are.
@@ -201,7 +201,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: d
         saved: the manifest's entry; None: a job's.
 
     Raises:
-        UserError: it is of another class, or its groups hold other parameters.
+        UserError: it is of another class, or its groups have other parameters.
     """
     theirs_class = "AdamW" if saved is None else saved.get("class")
     if theirs_class != type(optimizer).__name__:
@@ -281,7 +281,7 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
 
 @torch.no_grad()
 def fill(path: Path | RemoteCheckpoint, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Read what this rank holds of each tensor into it.
+    """Read this rank's shard of each tensor into it.
 
     Raises:
         DamagedCheckpointError: a file is not what the manifest says.

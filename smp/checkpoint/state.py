@@ -134,11 +134,11 @@ def state_tensors(
     Parameters that stay as the pretrained weights have them are not: :func:`smp.models.added.left_out`.
 
     Args:
-        state: of the optimizer, instead of what it holds.
+        state: of the optimizer, instead of its own.
 
     Raises:
-        UserError: a tensor of the optimizer's state is a rank's own, so that its part of the whole is not known, or one
-            has a dtype that files have no name for.
+        UserError: a tensor of the optimizer's state is a rank's own, so that its part of the full tensor is not known,
+            or one has a dtype that files have no name for.
     """
     reshard(model)
     names = parameter_names(model, optimizer)
@@ -195,7 +195,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's settings by group, and what its state holds beside tensors, as JSON.
+    """Return the optimizer's settings by group, and what its state contains beside tensors, as JSON.
 
     Raises:
         UserError: a setting is no number, text, or list of them.

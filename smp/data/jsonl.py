@@ -20,7 +20,7 @@ MAX_LINE = 64 << 20
 
 
 def read_lines(file: DataFile, _columns: tuple[str, ...] = ()) -> Iterator[tuple[tuple[int, bytes], int]]:
-    """Yield a file in blocks of whole lines: (number of the first line, lines), and the file's bytes read so far.
+    """Yield a file in blocks of complete lines: (number of the first line, lines), and the file's bytes read so far.
 
     Raises:
         UserError: a line is longer than ``MAX_LINE`` bytes.

@@ -36,13 +36,13 @@ class Reader(NamedTuple):
     examples: Callable[[DataFile, Any], Iterator[tuple[str, dict[str, Any]]]]
 
     def read(self, file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the examples of a whole file."""
+        """Yield the examples of a file."""
         for chunk, _ in self.chunks(file, columns):
             yield from self.examples(file, chunk)
 
 
 def integers(values: Any, key: str, where: str) -> np.ndarray:
-    """Return a list or an array of whole numbers as an array.
+    """Return a list or an array of integers as an array.
 
     Raises:
         UserError: it is no such list, or empty.

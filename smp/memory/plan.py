@@ -56,7 +56,7 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
 
 def free_blocks(work: Workload) -> str:
-    """Name the category of the blocks that are free and still held."""
+    """Name the category of the blocks that are free and still reserved."""
     return f"free blocks of the {'heap' if work.device_type == 'cpu' else 'allocator'}"
 
 

@@ -18,7 +18,7 @@ def warn_of_cache_flushes(model: nn.Module, device_type: str) -> None:
     """Log a warning before a training forward if the CUDA allocator has flushed its cache since the one before.
 
     Args:
-        model: the whole model.
+        model: the root module.
         device_type: ``cpu``, whose allocator has no cache, does nothing.
 
     Source: ``fsdp_cache_flush_warnings`` of SMP v2.

@@ -290,9 +290,9 @@ def ropes_of(parameters: Any) -> list[Mapping[str, Any]]:
 
 
 def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool, exact: bool) -> None:
-    """Make room for sequences of ``length`` tokens in config values.
+    """Allow sequences of ``length`` tokens in config values.
 
-    Not where rotary embeddings go by the number, which they need no room for: another would turn all tokens otherwise.
+    Not where rotary embeddings go by the number, which need no change: another would turn all tokens otherwise.
 
     Args:
         values: changed in place.

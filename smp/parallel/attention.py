@@ -138,7 +138,7 @@ def _layer_types(config: Any) -> list[str]:
 def window_of(config: Any) -> int | None:
     """Return the tokens that attention looks back; None: all.
 
-    A config may hold a key that its class does not declare, and that its model does not read: Llama's a window.
+    A config may have a key that its class does not declare, and that its model does not read: Llama's a window.
     """
     types = _layer_types(config)
     declared = "sliding_window" in inspect.signature(type(config)).parameters

@@ -63,7 +63,7 @@ def as_text(content: Any) -> str:
 
 
 def write(content: Any, path: Path) -> None:
-    """Write JSON; a reader sees the old file or the whole new one."""
+    """Write JSON; a reader sees the old file or the complete new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

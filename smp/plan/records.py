@@ -1,4 +1,4 @@
-"""Records of a plan: what a rank holds, how long a step takes; plain data that goes to JSON."""
+"""Records of a plan: memory of a rank, how long a step takes; plain data that goes to JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankMemory:
     """Memory of one rank's device over a step.
 
     Attributes:
-        rank: which was planned; of all distinct ranks the one that holds most.
+        rank: which was planned; of all distinct ranks the one that needs most.
         peak: the moment of the highest sum.
         own_peaks: each category's own highest bytes.
         reserved: bytes of the caching allocator's segments; None on a CPU.
@@ -88,7 +88,7 @@ class StepTime:
     """Seconds of a step, and where they go.
 
     Attributes:
-        seconds: of the whole step.
+        seconds: of the step.
         low, high: its range.
         parts: seconds by part, such as ``compute``, ``exposed gathers``, ``optimizer``.
         inside, between: bytes that a rank sends inside a host and between hosts.
@@ -111,7 +111,7 @@ class LayoutPlan:
     Attributes:
         flags: the settings that make this layout, by name.
         mesh: degrees as the log says them.
-        memory: of the rank that holds most.
+        memory: of the rank that needs most.
         host: host memory of a rank by category.
         disk: bytes by use: ``checkpoint``, ``kept checkpoints``, ``offloaded activations``.
         step: its time.

@@ -253,7 +253,7 @@ def notes(request: Request, found: Found) -> Iterator[str]:
 
 
 def more_devices(request: Request, *, alone: bool) -> str:
-    """Return how many devices would hold the job, by the closed form.
+    """Return how many devices would suffice for the job, by the closed form.
 
     Args:
         alone: no other layout was looked at.

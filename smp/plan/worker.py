@@ -43,7 +43,7 @@ class Worker:
                     pipe.close()
 
     def start(self, device: DeviceRow) -> subprocess.Popen[bytes]:
-        """Start the process, unless it runs; it imports what it needs while the caller goes on."""
+        """Start the process, unless it runs; it imports what it needs while the caller continues."""
         if self._process is None:
             self._process = _start(device)
             assert self._process.stdin is not None and self._process.stdout is not None

@@ -301,7 +301,7 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> BinaryIO | None:
     """Open ``metrics.jsonl`` to append, unbuffered, after dropping the lines beyond step ``keep_until``.
 
     The shortened file replaces the old one in one step, so that a crash here loses no line. Returns None, with a
-    warning, where the disk has no room for it.
+    warning, where the disk is full.
     """
     shortened = path.with_name(path.name + ".tmp")
     try:

@@ -62,7 +62,7 @@ def _attention_given(setup: Setup) -> str | None:
 def choose(situation: Situation) -> Iterator[Choice]:
     """Exchange heads where that moves less than gathering keys and values: (queries / keys + 1) / ranks below 1.
 
-    What the exchanges leave no choice for is chosen, too, before others do.
+    What the collectives leave no choice for is chosen, too, before others do.
     """
     mesh, config = situation.mesh, situation.hf_config
     ranks, heads = mesh.cp.size, getattr(config, "num_attention_heads", 0) or 0
@@ -114,7 +114,7 @@ def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count what the exchanges of a block's attention hold in backward beyond what its MLP, by then done, has held.
+    """Count the buffers of a block's attention collectives in backward beyond the memory of its MLP, by then done.
 
     Gradients are added up in at least fp32. What a rank's part of a sequence saves is in the other techniques' costs,
     whose tokens are that part's.
