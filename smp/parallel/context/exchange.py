@@ -1,4 +1,4 @@
-"""Attention over the ranks of a sequence, by one of three collectives, as autograd functions of queries, keys and values.
+"""Attention over the ranks of a sequence by one of three collectives, as autograd functions of queries, keys, values.
 
 Per layer and micro-batch, with n ranks:
 
