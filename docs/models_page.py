@@ -38,7 +38,7 @@ tried on {date} with a small configuration on two CPU processes:
   `from_pretrained` and gives equal logits;
 - **initial values**: a model of `smp.meta_init` begins as the model's own rules say.
 
-A refusal is the sentence that a user sees, or its reason. A type that is refused whole is in the second table.
+A refusal is the sentence that a user sees, or its reason. A type that is refused altogether is in the second table.
 """
 
 

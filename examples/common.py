@@ -20,7 +20,7 @@ WARMUP = 2  # steps that the printed speed leaves out
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not allowed: give a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{number} is not allowed: give an integer from 1 on")
     return number
 
 

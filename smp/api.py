@@ -1,4 +1,4 @@
-"""The library in a user's own script: ``smp.init`` lays the mesh, ``smp.parallelize`` shards a Hugging Face model.
+"""The library in a user's own script: ``smp.init`` builds the mesh, ``smp.parallelize`` shards a Hugging Face model.
 
 The only module with state: the configuration and mesh of ``init``, handed on to everything below.
 """
@@ -77,13 +77,13 @@ state = State(_for_state, _forget)
 
 
 def init(config: dict[str, Any] | str | Path | None = None, **settings: Any) -> Mesh:
-    """Lay the device mesh over the running process group; call after ``dist.init_process_group``.
+    """Build the device mesh over the running process group; call after ``dist.init_process_group``.
 
     Degrees that were set on :data:`smp.state` before are taken, too.
 
     Args:
         config: settings of :class:`smp.ParallelConfig` such as ``{"hybrid_shard_degree": 8}`` and SMP v2's keys: a
-            dict, or the path of a JSON file. ``sm_activation_offloading`` is only told by ``smp.state``, as there:
+            dict, or the path of a JSON file. ``sm_activation_offloading`` is only reported by ``smp.state``, as there:
             :func:`offload_wrapper` is what offloads.
         settings: the same by keyword, such as ``dp_shard=8, cp=2, tp=2``, the mesh's names of ``hybrid_shard_degree``,
             ``context_parallel_degree`` and ``tensor_parallel_degree``. ``dp_replicate`` follows from them; given, it is
@@ -173,9 +173,9 @@ def transform(
         device: where to move the model's parameters and buffers afterwards.
         dtype: what to convert them to.
         config: SMP v2's ``MoEConfig``: refused.
-        load_state_dict_from_rank0: take all values from rank 0, one parameter at a time; other ranks may hold any, or
+        load_state_dict_from_rank0: take all values from rank 0, one parameter at a time; other ranks may have any, or
             be on the meta device. Collective.
-        cp_comm_type: exchange of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
+        cp_comm_type: communication of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
 
     Raises:
         UserError: ``init`` was not called, the architecture is not supported, or a degree does not fit it.
@@ -231,7 +231,7 @@ def parallelize(
         loss: make the loss in chunks; None leaves the head as it is.
         gradient_reduction: over data ranks, and those of a sequence. ``sum``: divide the loss by the global number of
             valid tokens (:func:`smp.count_valid_tokens`), not by the rank's. ``mean``, as FSDP and DDP: divide it by
-            the rank's, of the tokens that it holds.
+            the rank's, of its own tokens.
 
     Raises:
         UserError: ``init`` was not called, the architecture is not supported, or some ranks alone have a meta model.

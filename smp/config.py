@@ -70,7 +70,7 @@ def _bound_problem(name: str, value: Any, metadata: Any) -> str | None:
 def _type_problem(name: str, value: Any, default: Any) -> str | None:
     """Return what is wrong with a value where the default is a number or a switch."""
     if type(default) is int and type(value) is not int:
-        return f"--{name} must be a whole number, got {value!r}"
+        return f"--{name} must be an integer, got {value!r}"
     if type(default) is float and type(value) not in (int, float):
         return f"--{name} must be a number, got {value!r}"
     if type(default) is bool and not (isinstance(value, int) and value in (0, 1)):
@@ -198,7 +198,7 @@ class ParallelConfig(Section):
     )
     tp_overlap: bool | Auto = setting(
         AUTO,
-        "Exchange hidden states while they are multiplied. auto: on GPUs of one host that read each other's memory.",
+        "Overlap collectives of hidden states with matmuls. auto: on GPUs of one host that read each other's memory.",
         plain=False,
     )
     context_parallel_degree: int = setting(
@@ -214,8 +214,8 @@ class ParallelConfig(Section):
     )  # fmt: skip
     cp_comm_type: Literal["auto", "p2p", "all_gather", "all_to_all"] = setting(
         "auto",
-        "Exchange of context parallelism: keys and values in a ring or gathered, or heads for tokens. auto: "
-        "all_gather; on GPUs all_to_all where that moves less.",
+        "Communication of context parallelism: keys and values in a ring (p2p) or all-gathered, or an all-to-all of "
+        "tokens and heads. auto: all_gather; on GPUs all_to_all where that moves less.",
         plain="all_gather",
     )
     cp_load_balance: bool = setting(
@@ -232,7 +232,7 @@ class ParallelConfig(Section):
     )
     defer_gradient_sync: bool = setting(
         False,
-        "With accumulation, reduce gradients once per step instead of once per micro-batch. Keeps whole gradients.",
+        "With accumulation, reduce gradients once per step instead of once per micro-batch. Keeps unsharded gradients.",
     )
     reshard_between_microbatches: bool | Auto = setting(
         AUTO,

@@ -1,7 +1,7 @@
-"""Delayed parameter initialisation: build on the meta device, shard, then draw only what this rank holds.
+"""Delayed parameter initialisation: build on the meta device, shard, then draw only this rank's shards.
 
 Every value is a function of (seed, parameter name, position in the parameter), so the weights are the same at any
-layout and no rank ever holds the full model.
+layout and no rank ever allocates the full model.
 
 [Note: values by block]
 A parameter is cut, in row-major order, into blocks of ``BLOCK`` elements. Each block has its own generator, seeded

@@ -79,7 +79,7 @@ class DamagedCheckpointError(UserError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, though its input is right; the text is the whole message."""
+    """The run cannot continue, though its input is right; the text is the full message."""
 
 
 def limit_reached(error: BaseException) -> str | None:
@@ -93,7 +93,7 @@ def limit_reached(error: BaseException) -> str | None:
 
 
 class Problems(list[str]):
-    """Problems that several steps raise, to be told together."""
+    """Problems that several steps raise, to be reported together."""
 
     def attempt(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """Return the result of ``step``, or None after adding its problems."""

@@ -84,5 +84,5 @@ def read_object(path: Path, *, limit: int = MAX_JSON) -> dict[str, Any]:
     """
     found = read_json(path, limit=limit)
     if not isinstance(found, dict):
-        raise ValueError(f"it holds {a_type(found)} instead of an object")
+        raise ValueError(f"it contains {a_type(found)} instead of an object")
     return found

@@ -14,7 +14,7 @@ IGNORE_INDEX = -100
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Move labels one place left, so that position t holds what position t predicts.
+    """Shift labels left by one, so that position t has the token that position t predicts.
 
     Args:
         labels: ``(batch, sequence)`` int64 in Hugging Face's convention (equal to the inputs, -100 ignored).
@@ -59,7 +59,7 @@ def causal_lm_loss_sum(logits: torch.Tensor, labels: torch.Tensor, *, shifted: b
         shifted: they are what it returns.
 
     Returns:
-        0-d tensor; divide by the number of valid tokens of the whole global batch.
+        0-d tensor; divide by the number of valid tokens of the global batch.
 
     Raises:
         ValueError, IndexError: a label is neither ignored nor in the vocabulary.

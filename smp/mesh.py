@@ -286,7 +286,7 @@ def choose_strategy(parallel: ParallelConfig, *, world_size: int, local_world_si
     """Return the sharding strategy, with a choice for ``auto``: hybrid_shard, as SMP v2.
 
     Where tensor parallelism takes all of a host, that shards over one rank: every replica would hold the optimizer
-    state of its whole part of the model, and no number of hosts would make a larger model fit. Full_shard there.
+    state of its part of the model, unsharded, and no number of hosts would make a larger model fit. Full_shard there.
     """
     if parallel.sharding_strategy != AUTO:
         return parallel.sharding_strategy

@@ -154,7 +154,7 @@ def _read(path: Path) -> list[Mapping[str, Any]]:
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give the directory of a run") from error
     if not any("loss" in record for record in records):
-        raise UserError(f"{path} holds no training step yet: nothing to draw")
+        raise UserError(f"{path} contains no training step yet: nothing to draw")
     return records
 
 

@@ -76,7 +76,7 @@ def _match_keys(model: nn.Module, family: Family, files: dict[str, pathlib.Path]
         lacking = _some(map(family.file_names.file_key, missing))
         problems.append(f"the weights lack {lacking}: they are of another model, {advice}")
     if unexpected:
-        problems.append(f"the model has no place for {_some(unexpected)}: the weights are of another model")
+        problems.append(f"the model has no parameter for {_some(unexpected)}: the weights are of another model")
     return plan, problems
 
 

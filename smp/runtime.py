@@ -102,7 +102,7 @@ def host_id_override() -> str | None:
 
 
 def devices_folder() -> Path:
-    """Return the folder of the user's rows of devices: ``SMP_DEVICES_DIR``, or ``~/.cache/smp/devices``."""
+    """Return the folder of the user's device specs: ``SMP_DEVICES_DIR``, or ``~/.cache/smp/devices``."""
     return Path(os.environ.get("SMP_DEVICES_DIR") or cache_folder("devices", "SMP_DEVICES_DIR"))
 
 
@@ -128,7 +128,7 @@ def environment_bytes(name: str, default: int, *, multiple: int, minimum: int) -
     """Read a size in bytes.
 
     Raises:
-        UserError: not a whole number, below ``minimum``, or not a multiple of ``multiple``.
+        UserError: not an integer, below ``minimum``, or not a multiple of ``multiple``.
     """
     text = os.environ.get(name)
     if not text:
@@ -386,7 +386,7 @@ def _refuse_backend(backend: str, device: torch.device) -> None:
 
 
 def seed_everything(seed: int, data_rank: int) -> None:
-    """Seed torch's generators so that ranks which hold different data draw different dropout masks."""
+    """Seed torch's generators so that ranks which have different data draw different dropout masks."""
     torch.manual_seed(seed + data_rank)
 
 

@@ -114,7 +114,7 @@ class _Module(types.ModuleType):
         """Say what takes the place of a name."""
         if (entry := self._missing.get(name)) is not None:
             return f"{entry.original} is not here: {entry.note}"
-        return f"{self.__name__}.{name} is not here: docs/smp_v2_names.md lists what takes its place"
+        return f"{self.__name__}.{name} is not here: docs/smp_v2_names.md lists what replaces it"
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name) if name.startswith("__") else MissingNameError(self.refusal(name))

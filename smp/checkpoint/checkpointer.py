@@ -61,14 +61,14 @@ class Saved(NamedTuple):
 class Checkpointer:
     """Saves and loads the state of a script; every method is called by all ranks.
 
-    A checkpoint is published whole or not at all, every byte of it is verified before :meth:`load` returns, and it can
+    A checkpoint is published when complete, every byte of it is verified before :meth:`load` returns, and it can
     be loaded at any other number of ranks, sharding or tensor-parallel degree.
 
     Args:
         directory: on a file system that all hosts share; made if it is not there. One process at a time saves into
             it: the first save takes its lock until the process ends, and deletes what interrupted saves of this name
             have left. Loading needs no lock. Or a URL that fsspec knows, such as ``s3://bucket/run``: checkpoints are
-            written to ``staging`` and uploaded from there while training goes on, and :meth:`load` finds those that
+            written to ``staging`` and uploaded from there while training continues, and :meth:`load` finds those that
             are at the URL alone. A :class:`Storage` is one that the caller has made and locked.
         model: of :func:`smp.parallelize`, :class:`smp.FullyShardedDataParallel`, torch's ``fully_shard`` or DDP, or a
             plain module that is the same on all ranks.
@@ -139,14 +139,14 @@ class Checkpointer:
     def save(self, step: int, extra: Any = None, *, wait: bool = True) -> Path:
         """Save the state after ``step`` updates; collective.
 
-        Checkpoints of later steps than the one that this script goes on from are of another branch: they are renamed
+        Checkpoints of later steps than the one that this script resumed from are of another branch: they are renamed
         (``.aside1``), with a line in the log, and no longer found.
 
         Args:
             step: updates done; in the checkpoint's name.
-            extra: what else the script needs to go on: a scheduler's ``state_dict()``, a position in the data. None,
+            extra: what else the script needs to resume: a scheduler's ``state_dict()``, a position in the data. None,
                 bools, numbers, texts, and lists, tuples, dicts and counters of them; rank 0's is saved.
-            wait: False writes while training goes on; the checkpoint is published by the next ``save``, by
+            wait: False writes while training continues; the checkpoint is published by the next ``save``, by
                 :meth:`finish`, or when the script ends.
 
         Returns:
@@ -176,7 +176,7 @@ class Checkpointer:
         return path
 
     def write(self, manifest: Manifest, *, wait: bool, verify: bool) -> Path:
-        """Save the present state; collective, for who holds the directory's lock.
+        """Save the present state; collective, for the owner of the directory's lock.
 
         Args:
             manifest: describes it, all but kind, files and tensors.
@@ -323,7 +323,7 @@ class Checkpointer:
 
         Raises:
             DamagedCheckpointError: the path is damaged; of a URL, the model may have been filled in part.
-            UserError: it is of another model or optimizer, or there are checkpoints and none is whole.
+            UserError: it is of another model or optimizer, or there are checkpoints and none is valid.
         """
         self.publish()
         if dist.get_rank() == 0:
@@ -390,7 +390,7 @@ def _read(path: Path | RemoteCheckpoint) -> Manifest:
     manifest = manifest_of(path)
     if manifest.kind != "sharded":
         raise UserError(
-            f"checkpoint {path} is a {manifest.kind} one, which holds what one rank had: resume the job from it, and "
+            f"checkpoint {path} is a {manifest.kind} one, which has the state of one rank: resume the job from it, and "
             f"save a sharded one"
         )
     of_a_job = isinstance(manifest.run.get("progress"), dict)

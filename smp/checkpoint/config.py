@@ -32,12 +32,12 @@ class CheckpointConfig(Section):
     checkpoint_dir: tuple[str, ...] = setting(
         (),
         "Directories to write checkpoints to, each with its own frequency; or URLs (s3://...), which they are uploaded "
-        "to while training goes on. Default: <output_dir>/checkpoints.",
+        "to while training continues. Default: <output_dir>/checkpoints.",
     )
     checkpoint_type: Literal["sharded", "local", "async_sharded", "async_local", "use_pg_with_util"] = setting(
         "sharded",
         "sharded: one checkpoint on a file system that all hosts see, for any layout. local: each rank's own, on its "
-        "own disk, for the same layout. async_: training goes on while it is written. use_pg_with_util: as sharded.",
+        "own disk, for the same layout. async_: training continues while it is written. use_pg_with_util: as sharded.",
     )
     verify_checkpoint: Literal["full", "size"] = setting(
         "full", "What resuming checks: the content of every file, or names and sizes only."
@@ -52,8 +52,8 @@ class CheckpointConfig(Section):
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "Checkpoint directory or its URL to resume from; 'latest': the newest of this run that is whole, or a fresh "
-        "start if it has none.",
+        "Checkpoint directory or its URL to resume from; 'latest': the newest valid one of this run, or a fresh "
+        "start if there is none.",
     )
     checkpoint_cache_dir: str | None = setting(
         None,
@@ -75,7 +75,7 @@ class CheckpointConfig(Section):
 
     @property
     def is_async(self) -> bool:
-        """True if training goes on while a checkpoint is written."""
+        """True if training continues while a checkpoint is written."""
         return self.checkpoint_type.startswith("async_")
 
     def problems(self) -> list[str]:
@@ -109,7 +109,7 @@ class CheckpointConfig(Section):
         if urls and self.is_local:
             found.append(
                 f"--checkpoint_type {self.checkpoint_type} keeps checkpoints on each rank's own disk, and {urls[0]} is "
-                f"one place for all: use --checkpoint_type {self.checkpoint_type.replace('local', 'sharded')}"
+                f"one directory for all ranks: use --checkpoint_type {self.checkpoint_type.replace('local', 'sharded')}"
             )
         found += [
             f"--{flag} {url.partition('://')[0]}://... has a password in it, which logs would show: give "

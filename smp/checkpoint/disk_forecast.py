@@ -22,7 +22,7 @@ _PROBE_BYTES = 32 << 20
 
 
 def state_bytes(model: nn.Module, *, own: bool) -> int:
-    """Return the bytes of parameters and optimizer state: of the whole model, or of this rank's shards."""
+    """Return the bytes of parameters and optimizer state: of the full model, or of this rank's shards."""
     total = 0
     for parameter in model.parameters():
         tensor: torch.Tensor = parameter.to_local() if own and isinstance(parameter, DTensor) else parameter
@@ -37,7 +37,7 @@ def forecast(directory: Path, nbytes: int) -> str:
         nbytes: of a checkpoint in ``directory``.
 
     Raises:
-        UserError: it cannot be written, or there is no room for one checkpoint.
+        UserError: it cannot be written, or there is no space for one checkpoint.
     """
     free = disk_free(directory)
     if free < nbytes:

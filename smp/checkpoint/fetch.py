@@ -40,7 +40,7 @@ def fetch(store: ObjectStore, name: str, storage: Storage, advance: Callable[[in
         Problems, the same on all ranks: files that are not as they were written. Nothing is published then.
 
     Raises:
-        UserError: on every rank; a rank could not read or write, or there is no room.
+        UserError: on every rank; a rank could not read or write, or there is no space.
     """
     final = storage.directory / name
     manifest, data = together(lambda: _asking(functools.partial(read_remote, store, name)))
@@ -145,7 +145,7 @@ def bring(
     """Bring the checkpoint to resume from to a directory, if it belongs there; collective.
 
     Args:
-        wanted: ``latest``, which here is the newest that is newer than every whole one in the directories; a URL; or
+        wanted: ``latest``, which here is the newest that is newer than every valid one in the directories; a URL; or
             something else, for which nothing is done.
         damaged: local checkpoints that have been found damaged; what is brought in place of one is taken out.
         elsewhere: where one of no storage's URL is brought to; None: it is read there.
@@ -155,8 +155,8 @@ def bring(
         ``wanted``, the path of what was brought for a URL, or what is to be read there.
 
     Raises:
-        UserError: on every rank; the URL is no whole checkpoint, the store cannot be read, or there is no room; or it
-            holds checkpoints, and none is whole, there or here.
+        UserError: on every rank; the URL is no valid checkpoint, the store cannot be read, or there is no space; or it
+            contains checkpoints, and none is valid, there or here.
     """
     if wanted is not None and is_url(wanted):
         folder, _, name = wanted.rstrip("/").rpartition("/")
@@ -230,7 +230,7 @@ def _newer_than_here(
         passed.add(store.at(name))
     if remote and newest < 0:
         raise UserError(
-            f"none of the {len(remote)} checkpoints in {remote[-1][3]} is whole: run `smp verify {remote[-1][3]}` to "
+            f"none of the {len(remote)} checkpoints in {remote[-1][3]} is valid: run `smp verify {remote[-1][3]}` to "
             f"see what is wrong, or start anew with another --checkpoint_dir"
         )
     return None
@@ -244,7 +244,7 @@ def refuse_remote(
     Args:
         chosen: the checkpoint to resume from; None: a fresh start.
         own: whether it is in one of the storages' directories.
-        latest: whether it was chosen as the newest that is whole; what is newer is damaged, and is set aside.
+        latest: whether it was chosen as the newest valid one; what is newer is damaged, and is set aside.
 
     Raises:
         UserError: naming one.
@@ -264,11 +264,11 @@ def refuse_remote(
                 )
         elif chosen is None and mine:
             raise UserError(
-                f"{mirror.store} already holds checkpoints up to step {mine[-1].step}: continue that run with "
+                f"{mirror.store} already contains checkpoints up to step {mine[-1].step}: continue that run with "
                 f"--resume_from_checkpoint latest, or start a new one with another --checkpoint_dir"
             )
         else:
             raise UserError(
-                f"{mirror.store} holds checkpoints of a run that this one does not continue ({newest.path.name}): "
+                f"{mirror.store} contains checkpoints of a run that this one does not continue ({newest.path.name}): "
                 f"choose another --checkpoint_dir"
             )

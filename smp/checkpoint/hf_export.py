@@ -80,7 +80,7 @@ def refuse_foreign_files(directory: pathlib.Path) -> None:
     """Check that an export to ``directory`` would replace nothing but an earlier export.
 
     Raises:
-        UserError: it is a file or a mount point, or holds others.
+        UserError: it is a file or a mount point, or contains others.
     """
     if not directory.exists():
         return
@@ -91,7 +91,7 @@ def refuse_foreign_files(directory: pathlib.Path) -> None:
     present = {path.name for path in directory.iterdir()}
     if foreign := sorted(present - _files_of_export(directory)):
         raise UserError(
-            f"{directory} holds {foreign[0]}, which no earlier export wrote, and would be replaced: "
+            f"{directory} contains {foreign[0]}, which no earlier export wrote, and would be replaced: "
             f"give another directory, or move the file away"
         )
 
@@ -290,12 +290,12 @@ def export_hf(
         tokenizer_dir: directory whose tokenizer files are copied along.
         generation_dir: directory whose ``generation_config.json`` is; None: that of ``tokenizer_dir``, if it has one.
         chat_template: file of the template that the model was trained with, if it is not the tokenizer's own.
-        max_shard_bytes: largest file, as long as one parameter fits; also what rank 0 holds in CPU memory.
+        max_shard_bytes: largest file, as long as one parameter fits; also the most that rank 0 keeps in CPU memory.
         dtype: dtype of the files; None: the parameters'.
         progress: called before each parameter and each file.
 
     Raises:
-        UserError: the model's files differ from it by more than names; the directory holds other files, is a mount
+        UserError: the model's files differ from it by more than names; the directory contains other files, is a mount
             point, or is in use; raised on every rank.
         RunError: it cannot be written; raised on every rank.
     """

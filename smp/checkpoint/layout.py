@@ -124,8 +124,8 @@ def choose_checkpoint(
     if wanted is None:
         if present:
             raise UserError(
-                f"{present[-1].path.parent} already holds checkpoints up to step {present[-1].step}: continue that run "
-                f"with --resume_from_checkpoint latest, or start a new one in another {others}"
+                f"{present[-1].path.parent} already contains checkpoints up to step {present[-1].step}: continue that "
+                f"run with --resume_from_checkpoint latest, or start a new one in another {others}"
             )
         return None
     path = Path(wanted)
@@ -159,7 +159,7 @@ def _newest_whole(
         _warn_once(f"Not resuming from {checkpoint.path}: {problem}.")
     if present:
         raise UserError(
-            f"none of the {len(present)} checkpoints in {present[-1].path.parent} is whole: run `smp verify "
+            f"none of the {len(present)} checkpoints in {present[-1].path.parent} is valid: run `smp verify "
             f"{present[-1].path.parent}` to see what is wrong, or start anew in another {others}"
         )
     for directory in directories:
@@ -180,9 +180,9 @@ def refuse_distcp(path: Path) -> None:
     """
     if any(path.glob("*.distcp")) or any(path.glob("*/*.distcp")):
         raise UserError(
-            f"{path} holds .distcp files, which SMP v2 and torch.distributed.checkpoint write, and no run goes on from "
-            f"them: make a model directory of them, as docs/resume_and_finetune.md does, and train on from that with "
-            f"--hf_pretrained_model_name_or_dir"
+            f"{path} contains .distcp files, which SMP v2 and torch.distributed.checkpoint write, and no run resumes "
+            f"from them: make a model directory of them, as docs/resume_and_finetune.md does, and train on from that "
+            f"with --hf_pretrained_model_name_or_dir"
         )
 
 
@@ -221,7 +221,7 @@ def refuse_foreign(directories: list[Path], *, run_dir: Path) -> None:
         flag = "output_dir" if directory.is_relative_to(run_dir) else "checkpoint_dir"
         for path in sorted(directory.glob("*-*steps")):
             raise UserError(
-                f"{directory} holds checkpoints of a run that this one does not continue ({path.name}): "
+                f"{directory} contains checkpoints of a run that this one does not continue ({path.name}): "
                 f"choose another --{flag}"
             )
 

@@ -35,19 +35,19 @@ def refuse_other_kinds(directories: list[Path], world_size: int, *, local: bool)
         found = sorted(directory.glob("rank?????-of-?????"))
         if found and not local:
             raise UserError(
-                f"{directory} holds local checkpoints ({found[0].name}): continue that run with --checkpoint_type "
+                f"{directory} contains local checkpoints ({found[0].name}): continue that run with --checkpoint_type "
                 f"local, or choose another --output_dir"
             )
         other = [path for path in found if path.name.partition("-of-")[2] != f"{world_size:05d}"]
         if other:
             count = int(other[0].name.partition("-of-")[2]) if other[0].name[-5:].isdigit() else other[0].name
             raise UserError(
-                f"{directory} holds local checkpoints of {count} processes and this run has {world_size}: local ones "
-                f"are for the same layout only; start {count} processes, or choose another --output_dir"
+                f"{directory} contains local checkpoints of {count} processes and this run has {world_size}: local "
+                f"ones are for the same layout only; start {count} processes, or choose another --output_dir"
             )
         if local and (shared := sorted(directory.glob("*-*steps"))):
             raise UserError(
-                f"{directory} holds checkpoints of a run that this one does not continue ({shared[0].name}): resume "
+                f"{directory} contains checkpoints of a run that this one does not continue ({shared[0].name}): resume "
                 f"with --checkpoint_type sharded, or choose another --output_dir"
             )
 
@@ -77,7 +77,7 @@ def common_start(directories: list[Path], model_name: str, damaged: set[Path]) -
         damaged: checkpoints to pass over, beside those whose manifest or names and sizes of files show damage.
 
     Raises:
-        UserError: on every rank; some have checkpoints, and there is no step of which all have a whole one.
+        UserError: on every rank; some have checkpoints, and there is no step of which all have a valid one.
     """
     mine: dict[int, Path] = {}
     for checkpoint in (c for directory in directories for c in find_checkpoints(directory, model_name)):
@@ -88,12 +88,12 @@ def common_start(directories: list[Path], model_name: str, damaged: set[Path]) -
     common = set(everyone[0]).intersection(*everyone[1:])
     if common:
         for step in sorted(step for step in mine if step > max(common)):
-            logger.warning("Not resuming from step %d: not every rank has a whole checkpoint of it.", step)
+            logger.warning("Not resuming from step %d: not every rank has a valid checkpoint of it.", step)
         return mine[max(common)]
     if _nothing_is_lost(directories, model_name, everyone):
         return None
     steps = "; ".join(f"rank {rank} {found or 'none'}" for rank, found in enumerate(everyone))
     raise UserError(
-        f"no step of which every rank has a whole local checkpoint (steps: {steps}): bring back the missing "
+        f"no step of which every rank has a valid local checkpoint (steps: {steps}): bring back the missing "
         f"disks or a copy of what is damaged, or start anew in another --output_dir"
     )

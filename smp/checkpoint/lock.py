@@ -23,7 +23,7 @@ def hold(directory: Path) -> dict[str, tuple[weakref.ref[object], int]]:
     """Lock ``directory`` until this process ends, and return who has saved there.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process has it.
     """
     key = os.getpid(), directory.resolve()
     if key not in _held:
@@ -48,7 +48,7 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
         writer: who is about to save ``step``.
 
     Raises:
-        UserError: another process holds it, it cannot be cleared up, or another writer of this process has just saved
+        UserError: another process has it, it cannot be cleared up, or another writer of this process has just saved
             the same step under the same name, which would be lost.
     """
     held = hold(directory)

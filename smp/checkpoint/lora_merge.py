@@ -62,7 +62,7 @@ def reader_of(
         model: real or on the meta device.
         weights: pretrained ones.
         dtype: of what is read.
-        quantised: names of weights that were held in 4 bits.
+        quantised: names of weights that were stored in 4 bits.
         others: reads what the files do not have, the factors.
 
     Raises:

@@ -62,7 +62,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as a whole, and its parts."""
+    """A full tensor, and its shards."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -44,8 +44,8 @@ def refuse_foreign_objects(url: str) -> None:
         raise UserError(f"no model can be written to {url}: {error}") from error
     if foreign:
         raise UserError(
-            f"{url} holds {foreign[0]}, which no earlier export wrote, and would be mixed with the model: give another "
-            f"URL, or move the object away"
+            f"{url} contains {foreign[0]}, which no earlier export wrote, and would be mixed with the model: give "
+            f"another URL, or move the object away"
         )
 
 

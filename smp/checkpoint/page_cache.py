@@ -34,7 +34,7 @@ def start_flush(descriptor: int, offset: int, count: int) -> None:
 
 
 def flush(descriptor: int, offset: int, count: int) -> None:
-    """Wait until the system has written these bytes, or the whole file; the file's size may be unknown to the disk yet.
+    """Wait until the system has written these bytes, or the full file; the file's size may be unknown to the disk yet.
 
     Raises:
         OSError: it could not.

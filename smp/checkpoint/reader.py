@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint, whole or in part, from whatever parts they were saved in."""
+"""Read tensors of a checkpoint, full or in part, from whatever parts they were saved in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Files(Protocol):
     """The files of a checkpoint, read in parts; raises OSError and ValueError where that fails."""
 
     def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file holds."""
+        """Return what a file contains."""
 
     def read(self, name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with a file's bytes from ``start`` on."""
@@ -39,7 +39,7 @@ class LocalFiles:
         self._open: dict[str, int] = {}
 
     def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file holds."""
+        """Return what a file contains."""
         return read_header(self._descriptor(name))
 
     def read(self, name: str, into: memoryview, start: int) -> None:
@@ -114,7 +114,7 @@ class CheckpointReader:
             found.append((chunk, [b - o for b, o in zip(begin, chunk.offsets, strict=True)], here))
             filled += math.prod(e - b for b, e in zip(begin, end, strict=True))
         if filled != math.prod(sizes):
-            raise DamagedCheckpointError(self._path, [f"{name} is not whole"])
+            raise DamagedCheckpointError(self._path, [f"{name} is incomplete"])
         return found
 
     def read_box(self, name: str, chunk: Chunk, begin: list[int], target: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class CheckpointReader:
         try:
             stored = self._header(chunk.file).get(name)
             if stored is None or stored.shape != chunk.sizes or stored.dtype != target.dtype:
-                raise ValueError(f"it does not hold {name} as the manifest says")
+                raise ValueError(f"it does not contain {name} as the manifest says")
             if not stored.shape:
                 self._files.read(chunk.file, bytes_of(target), stored.start)
                 return

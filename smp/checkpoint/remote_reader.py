@@ -41,7 +41,7 @@ class RemoteFiles:
         self._store, self._folder, self._sizes = store, f"{folder}/" if folder else "", sizes
 
     def header(self, name: str) -> dict[str, Stored]:
-        """Return what a file holds."""
+        """Return what a file contains."""
         size = self._sizes[name]
         beginning = bytearray(min(8, size))
         self.read(name, memoryview(beginning), 0)
@@ -100,7 +100,7 @@ class OnePass:
         self._part, self._position = memoryview(b""), 0
 
     def header(self, _name: str) -> dict[str, Stored]:
-        """Return what the file holds; called first."""
+        """Return what the file contains; called first."""
         beginning = bytearray(min(8, self._entry.size))
         self._take(memoryview(beginning))
         text = bytearray(header_bytes(beginning, self._entry.size))

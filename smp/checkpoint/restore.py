@@ -73,7 +73,7 @@ def check_base(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.Modu
     base, theirs = base_of(model), manifest.model.get("base")
     if base is not None and theirs is not None and base.digest != theirs:
         raise UserError(f"checkpoint {path} was made with other pretrained weights than {base.weights}, which it does "
-                        f"not hold: start with those it was made with")  # fmt: skip
+                        f"not contain: start with those it was made with")  # fmt: skip
 
 
 def is_script(run: dict[str, Any]) -> bool:
@@ -153,7 +153,7 @@ def restore(
     *,
     seed: str | None,
 ) -> None:
-    """Fill model, optimizer and this rank's generators; each rank reads what it holds; collective.
+    """Fill model, optimizer and this rank's generators; each rank reads its shards; collective.
 
     A job's manifest says nothing of the optimizer, which is AdamW with the settings of its flags: those of
     ``optimizer`` stay as they are.
@@ -201,7 +201,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: d
         saved: the manifest's entry; None: a job's.
 
     Raises:
-        UserError: it is of another class, or its groups hold other parameters.
+        UserError: it is of another class, or its groups have other parameters.
     """
     theirs_class = "AdamW" if saved is None else saved.get("class")
     if theirs_class != type(optimizer).__name__:
@@ -281,7 +281,7 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
 
 @torch.no_grad()
 def fill(path: Path | RemoteCheckpoint, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Read what this rank holds of each tensor into it.
+    """Read this rank's shard of each tensor into it.
 
     Raises:
         DamagedCheckpointError: a file is not what the manifest says.

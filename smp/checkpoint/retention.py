@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Rated:
-    """What retention asks of a checkpoint: its problem, None if it is whole, and its validation loss."""
+    """What retention asks of a checkpoint: its problem, None if it is valid, and its validation loss."""
 
     name: str
     step: int
@@ -25,7 +25,7 @@ class Rated:
 
 
 def best_of(found: list[Rated], count: int) -> list[Rated]:
-    """Return the ``count`` whole ones of the lowest validation loss, best first; the newer of two that are equal."""
+    """Return the ``count`` valid ones of the lowest validation loss, best first; the newer of two that are equal."""
     rated = [(c.val_loss, -c.step, c) for c in found if c.problem is None and c.val_loss is not None]
     return [c for *_, c in sorted(rated, key=lambda entry: entry[:2])[:count]]
 

@@ -47,7 +47,7 @@ class FileEntry:
 
 
 class Piece(NamedTuple):
-    """Shard of the tensor ``name`` that a rank holds and writes, beginning at ``offsets``."""
+    """Shard of the tensor ``name`` that a rank has and writes, beginning at ``offsets``."""
 
     name: str
     tensor: torch.Tensor  # contiguous, on the CPU
@@ -201,7 +201,7 @@ def digest_of(path: Path, *, cached: bool = True) -> str:
 
 
 def read_header(descriptor: int) -> dict[str, Stored]:
-    """Return what a safetensors file holds.
+    """Return what a safetensors file contains.
 
     Raises:
         ValueError: the header is no such thing, or does not describe exactly the bytes of the file.

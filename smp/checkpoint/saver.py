@@ -82,12 +82,12 @@ class Saver:
         self._started, self._paused = time.perf_counter(), 0.0
 
     def prepare(self) -> None:
-        """See that a checkpoint will have room, after deleting what interrupted saves have left.
+        """Check that there is space for a checkpoint, after deleting what interrupted saves have left.
 
         For asynchronous ones from a GPU, page-lock the host memory that they are copied to, which takes seconds.
 
         Raises:
-            UserError: there is no room, or a directory cannot be written; on ranks that write there. Or the host
+            UserError: there is no space, or a directory cannot be written; on ranks that write there. Or the host
                 memory cannot be locked.
         """
         for storage in (target.checkpointer.storage for target in self._targets):
@@ -155,7 +155,7 @@ class Saver:
             stop: the run is about to end, whatever ``step`` is.
 
         Raises:
-            RunError: a checkpoint could not be written and the run is not to go on without.
+            RunError: a checkpoint could not be written and the run is not to continue without.
         """
         last, due = stop or step == self._max_steps, self._due(step, stop=stop)
         if counts["upload_ended"] == dist.get_world_size():
@@ -228,7 +228,7 @@ class Saver:
         except RunError as error:
             if must or settings.on_save_error == "stop":
                 raise
-            logger.warning("Training goes on without it: %s", error)
+            logger.warning("Training continues without it: %s", error)
             return
         seconds = time.perf_counter() - started
         if background:
@@ -255,7 +255,7 @@ class Saver:
         try:
             self._published(target)
         except RunError as error:
-            logger.warning("%s. Saving step %d now, before training goes on.", error, step)
+            logger.warning("%s. Saving step %d now, before training continues.", error, step)
             self._save(target, manifest(), background=False, must=False)
 
     def _plan_next(self, target: _Target, step: int, *, seconds: float, trained: float) -> None:

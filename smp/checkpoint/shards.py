@@ -23,7 +23,7 @@ def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return what this rank holds of a tensor, and the index of its first element in the whole."""
+    """Return this rank's shard of a tensor, and the index of its first element in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     local = tensor.to_local()
@@ -65,8 +65,8 @@ def snapshot_of(tensors: dict[str, torch.Tensor], *, everything: bool, of_rank0:
     """Return what this rank writes of ``tensors``, and its generators; on the tensors' devices, without a copy.
 
     Args:
-        everything: all that the rank holds, instead of its share of what several ranks hold.
-        of_rank0: tensors that may differ among the ranks that hold them, so that the first one's are taken, all of
+        everything: all shards of the rank, instead of its share of what is replicated.
+        of_rank0: tensors that may differ among their ranks, so that the first one's are taken, all of
             one moment; the others are spread by name.
     """
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -52,7 +52,7 @@ def require_known(optimizer: torch.optim.Optimizer) -> None:
     # By name: importing it takes long, and warns.
     if "ZeroRedundancyOptimizer" in (kind.__name__ for kind in type(optimizer).__mro__):
         raise UserError(
-            f"Checkpointer: {name} holds another part of its state on every rank: shard the model (smp.FSDP), and give "
+            f"Checkpointer: {name} has another part of its state on every rank: shard the model (smp.FSDP), and give "
             f"it the plain optimizer"
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -101,7 +101,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         for parameter in group["params"]:
             if parameter not in names:
                 raise UserError(
-                    f"Checkpointer: the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model "
+                    f"Checkpointer: the optimizer has a parameter of shape {tuple(parameter.shape)} that the model "
                     f"does not have: make the optimizer from model.parameters() after the model was sharded"
                 )
     return names
@@ -134,19 +134,19 @@ def state_tensors(
     Parameters that stay as the pretrained weights have them are not: :func:`smp.models.added.left_out`.
 
     Args:
-        state: of the optimizer, instead of what it holds.
+        state: of the optimizer, instead of its own.
 
     Raises:
-        UserError: a tensor of the optimizer's state is a rank's own, so that its part of the whole is not known, or one
-            has a dtype that files have no name for.
+        UserError: a tensor of the optimizer's state is a rank's own, so that its part of the full tensor is not known,
+            or one has a dtype that files have no name for.
     """
     reshard(model)
     names = parameter_names(model, optimizer)
     held = optimizer.state if state is None else state
     for stray in held.keys() - names.keys():
         raise UserError(
-            f"Checkpointer: {type(optimizer).__name__}.state holds {str(stray)[:40]!r} beside its parameters' state: "
-            f"keep it in extra"
+            f"Checkpointer: {type(optimizer).__name__}.state contains {str(stray)[:40]!r} beside its parameters' "
+            f"state: keep it in extra"
         )
     tensors: dict[str, torch.Tensor] = {}
     left = left_out(model)
@@ -195,7 +195,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's settings by group, and what its state holds beside tensors, as JSON.
+    """Return the optimizer's settings by group, and what its state contains beside tensors, as JSON.
 
     Raises:
         UserError: a setting is no number, text, or list of them.

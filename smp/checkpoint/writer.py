@@ -58,7 +58,7 @@ def write_part(
     Args:
         directory: the checkpoint's temporary one.
         pieces: on the CPU.
-        shapes: of the whole tensors, of at least those in ``pieces``.
+        shapes: of the full tensors, of at least those in ``pieces``.
         check: read the tensors back, from the disk where the system allows that.
 
     Raises:
@@ -146,7 +146,7 @@ def merge_parts(directory: Path, ranks: list[int], manifest: Manifest) -> Manife
     """Return the manifest with the files and tensors that the ranks have listed.
 
     Raises:
-        RunError: the tensors are not whole: a defect, found before it is published.
+        RunError: the tensors are not complete: a defect, found before it is published.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}

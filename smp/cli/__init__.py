@@ -21,7 +21,7 @@ TRAIN = "train"
 COMMANDS = {
     TRAIN: "train, resume, finetune or evaluate a model",
     "verify": "check that checkpoints are as they were written",
-    "inspect": "show what a checkpoint or a Hugging Face model holds",
+    "inspect": "show what a checkpoint or a Hugging Face model contains",
     "export": "write a Hugging Face model from a checkpoint",
     "diff": "compare two checkpoints or models",
     "report": "write a page about a run: curves, time, memory, checkpoints, settings",

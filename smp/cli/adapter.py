@@ -95,8 +95,8 @@ class SavedAdapter:
             expected = None if weight is None else tuple(weight.shape)
             if found is None or found != (expected[::-1] if expected and is_transposed(layer) else expected):
                 raise UserError(
-                    f"checkpoint {self.path} does not hold the adapters of the model it describes: {shown(name)} fits "
-                    f"no layer of it"
+                    f"checkpoint {self.path} does not contain the adapters of the model it describes: {shown(name)} "
+                    f"fits no layer of it"
                 )
 
 
@@ -138,7 +138,7 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
     digest, place = manifest.model.get("base"), given or manifest.model.get("weights")
     if digest is None:
         if given is not None:
-            raise UserError(f"--base {given}: checkpoint {path} holds all weights itself: leave it out")
+            raise UserError(f"--base {given}: checkpoint {path} contains all weights itself: leave it out")
         return None
     if not isinstance(place, str) or not Path(place).expanduser().exists():
         where = "" if place is None else f" at {shown(place)}"
@@ -146,6 +146,6 @@ def base_of(path: Path | str, manifest: Manifest, given: str | None) -> Path | N
     weights = Path(place).expanduser()
     if digest_of(weights) != str(digest).removeprefix(_NF4):
         raise UserError(
-            f"checkpoint {path} was made with other pretrained weights than {place} holds: give those by --base DIR"
+            f"checkpoint {path} was made with other pretrained weights than {place} contains: give those by --base DIR"
         )
     return weights

@@ -100,7 +100,7 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
     manifest = verified(place, content=False)
     if values and manifest.kind != "sharded":
         raise UserError(
-            f"{text} is a {manifest.kind} checkpoint, which holds what one rank had: --values needs sharded ones; "
+            f"{text} is a {manifest.kind} checkpoint, which has the state of one rank: --values needs sharded ones; "
             f"leave --values out, or resume from it and save a sharded one"
         )
     return Side(_facts(manifest), stack.enter_context(place.reader(manifest)), False)

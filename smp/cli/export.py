@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", help="a sharded checkpoint, a link to one such as checkpoints/latest, or its URL")
     parser.add_argument(
-        "output", help="directory or URL to write; it must not exist, be empty, or hold an earlier export"
+        "output", help="directory or URL to write; it must not exist, be empty, or contain an earlier export"
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the files; default: as trained, fp32")
     parser.add_argument(
@@ -92,8 +92,8 @@ def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[
         UserError: the checkpoint's tensors are not those of its model.
     """
     if "base" in manifest.model:
-        raise UserError(f"checkpoint {path} does not hold the pretrained weights that its run has frozen: resume it, "
-                        f"and the run exports what it has trained when it ends")  # fmt: skip
+        raise UserError(f"checkpoint {path} does not contain the pretrained weights that its run has frozen: resume "
+                        f"it, and the run exports what it has trained when it ends")  # fmt: skip
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(buffers_of(model))}
@@ -104,7 +104,7 @@ def parameters_of(path: Path | str, manifest: Manifest, hf_config: Any) -> dict[
         name = wrong[0]
         what = f"has {saved[name].shape}" if name in saved else "is missing"
         raise UserError(
-            f"checkpoint {path} does not hold the parameters of the model it describes: {shown(name)} {what}, "
+            f"checkpoint {path} does not contain the parameters of the model it describes: {shown(name)} {what}, "
             f"{expected.get(name, 'none')} is expected"
         )
     return {name: torch.empty(shape, dtype=saved[name].dtype, device="meta") for name, shape in expected.items()}
@@ -136,7 +136,7 @@ def tokenizer_of(manifest: Manifest, base: str | None = None) -> Path | None:
 def _tokenizer_given(text: str) -> Path:
     directory = existing_directory(text)
     if not any(directory.glob("tokenizer*")):
-        raise UserError(f"--tokenizer {text} holds no tokenizer files: give the directory of tokenizer.json")
+        raise UserError(f"--tokenizer {text} contains no tokenizer files: give the directory of tokenizer.json")
     return directory
 
 
@@ -153,7 +153,7 @@ def _refuse_output(text: str, place: Place) -> None:
 
 def _refuse_options(path: Path | str, options: argparse.Namespace, adapter: SavedAdapter | None) -> None:
     if options.merge and adapter is None:
-        raise UserError(f"--merge: checkpoint {path} holds no adapters: leave it out")
+        raise UserError(f"--merge: checkpoint {path} contains no adapters: leave it out")
     if options.base is not None and not options.merge:
         raise UserError("--base is of --merge, which adds adapters to it: give both or none")
 
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
     manifest = verified(place, content=options.verify == "full")
     if manifest.kind != "sharded":
         raise UserError(
-            f"{place.path} is a {manifest.kind} checkpoint, which holds what one rank had: resume from it and save a "
+            f"{place.path} is a {manifest.kind} checkpoint, which has the state of one rank: resume from it and save a "
             f"sharded one"
         )
     known = None if tokenizer is not None else tokenizer_of(manifest, options.base)

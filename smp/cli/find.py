@@ -21,12 +21,12 @@ def existing_directory(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{text} {what}: give the directory of a checkpoint, or one that holds some")
+        raise UserError(f"{text} {what}: give the directory of a checkpoint, or one that contains some")
     return path.resolve()
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Tell whether it is meant to be a checkpoint, whole or not: by its manifest, or else its name."""
+    """Tell whether it is meant to be a checkpoint, valid or not: by its manifest, or else its name."""
     return (directory / MANIFEST_FILE).exists() or step_of(directory) is not None
 
 
@@ -51,7 +51,7 @@ def checkpoints_at(directory: Path) -> list[Path]:
     ]
     if not found:
         raise UserError(
-            f"{directory} is not a checkpoint and holds none: give a <model>-<step>steps directory, or one with some"
+            f"{directory} is not a checkpoint and contains none: give a <model>-<step>steps directory, or one with some"
         )
     return sorted(found, key=lambda path: (path.parent, step_of(path), path.name))
 

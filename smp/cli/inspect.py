@@ -1,4 +1,4 @@
-"""Show what a checkpoint, a directory of checkpoints or a Hugging Face model holds; no tensor is read."""
+"""Show what a checkpoint, a directory of checkpoints or a Hugging Face model contains; no tensor is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
         "directory",
-        help="a checkpoint, a directory that holds some, or the URL of either; or a local Hugging Face model",
+        help="a checkpoint, a directory that contains some, or the URL of either; or a local Hugging Face model",
     )
     parser.add_argument("--tensors", action="store_true", help="also list every tensor")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -56,7 +56,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
 
 
 def checkpoint_summary(place: Place, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds, as JSON."""
+    """Return what a checkpoint contains, as JSON."""
     found = {
         "path": str(place.path),
         "step": manifest.step,
@@ -83,7 +83,7 @@ def checkpoint_summary(place: Place, manifest: Manifest, *, tensors: bool) -> di
 
 
 def model_summary(path: Path, *, tensors: bool) -> dict[str, Any]:
-    """Return what a Hugging Face directory holds, as JSON."""
+    """Return what a Hugging Face directory contains, as JSON."""
     config_file = path / "config.json"
     try:
         config = read_object(config_file)
@@ -196,7 +196,7 @@ def _list(places: list[Place], *, as_json: bool, tensors: bool) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what ``options.directory`` holds."""
+    """Print what ``options.directory`` contains."""
     directory = None if is_url(options.directory) else existing_directory(options.directory)
     if directory is not None and not is_checkpoint(directory) and is_model(directory):
         found = model_summary(directory, tensors=options.tensors)

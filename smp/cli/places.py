@@ -25,7 +25,7 @@ from smp.errors import UserError
 
 
 class Place(Protocol):
-    """A checkpoint, whole or not."""
+    """A checkpoint, valid or not."""
 
     @property
     def path(self) -> Path | str:
@@ -138,7 +138,7 @@ def one_place(text: str) -> Place:
     found = find(text)
     if not found.single:
         such_as = f", such as {found.places[-1].path}" if found.places else ""
-        raise UserError(f"{text} holds {len(found.places)} checkpoint(s): give one of them{such_as}")
+        raise UserError(f"{text} contains {len(found.places)} checkpoint(s): give one of them{such_as}")
     return found.places[0]
 
 

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exact", type=int, choices=(0, 1), default=0, help="1: trace all blocks of the best, and its last rank, too")
     add("--json", metavar="FILE", help="write the plan there as JSON; -: print it instead of the tables")
     add("--plot", metavar="FILE.png", help="draw the best layout's memory over the step")
-    add("--calibrate", action="store_true", help="measure this machine, some seconds, and keep its row")
-    add("--ledger", nargs="+", metavar="DIR", help="tabulate the plan_error.json below, and refit the devices' factors")
+    add("--calibrate", action="store_true", help="measure this machine, some seconds, and save its device spec")
+    add("--ledger", nargs="+", metavar="DIR", help="tabulate the plan_error.json below, and refit the device specs")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -149,7 +149,7 @@ def device_of(name: str, local: int, *, memory_gib: float | None, network: str |
 
 
 def find(
-    words: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None, top: int = TOP,
+    argv: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None, top: int = TOP,
     searches: bool = True, exact: bool = False,
 ) -> tuple[Request, Found]:  # fmt: skip
     """Answer a request by processes that plan; see :func:`smp.plan.request.answer`."""
@@ -157,17 +157,17 @@ def find(
     with open_workers(count, row) as planners, _progress() as tell:
         from smp.plan import request as requests  # brings transformers, while the workers start
 
-        request = requests.read_request(words, row, nodes=nodes, local=local, global_tokens=global_tokens)
+        request = requests.read_request(argv, row, nodes=nodes, local=local, global_tokens=global_tokens)
         return request, requests.answer(request, planners, top=top, searches=searches, exact=exact, tell=tell)
 
 
-def best(words: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[list[str], list[str]]:
+def best(argv: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[list[str], list[str]]:
     """Return the flags of the best layout, and what is to be said of it.
 
     Raises:
         UserError: none is legal, or none fits.
     """
-    request, found = find(words, row, nodes=nodes, local=local)
+    request, found = find(argv, row, nodes=nodes, local=local)
     from smp.plan import tables
     from smp.plan.request import more_devices
 
@@ -178,7 +178,7 @@ def best(words: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[l
         raise UserError(f"{title}{says}. {more_devices(request, alone=found.legal == 1)}")
     layout, plan = found.plans[0]
     lines = [title + tables.verdict(plan.memory), tables.title_of(layout), *tables.ranking(found, TOP, request.devices)]
-    return tables.words_of(layout.flags), lines
+    return tables.argv_of(layout.flags), lines
 
 
 @contextlib.contextmanager
@@ -238,7 +238,7 @@ def _print(request: Request, found: Found, top: int, tokens: int | None, price: 
         if layout is not None:
             print(f"{tables.title_of(layout)}: {plan.tokens:,} tokens a step")
         else:
-            print("the layout that lacks least:", *(tables.words_of(plan.flags) or [plan.mesh]))
+            print("closest layout:", *(tables.argv_of(plan.flags) or [plan.mesh]))
         lines = ["", *tables.memory_table(plan.memory, block), *tables.other_memory(plan), ""]
         print("\n".join([*lines, *tables.step_table(plan, requests.rates(request, plan), block)]))
         if (spent := requests.cost(request, plan, tokens, price)) is not None:
@@ -284,12 +284,12 @@ def _ledger(directories: list[Path], others: list[str]) -> int:
         try:
             row = device_row(name)
         except UserError:
-            print(f"{name}: it has no row: `smp plan --calibrate` measures one")
+            print(f"{name}: no device spec: `smp plan --calibrate` measures one")
             continue
         known = {"name": row.name, "source": row.source, "date": row.date}
         ratios = ledger.ratios([line for _, line in lines], known)
         if not ratios:
-            print(f"{name}: no run that was planned with this row ({row.described})")
+            print(f"{name}: no run that was planned with this device spec ({row.described})")
             continue
         fitted = dataclasses.replace(row, factor=1.0).refitted(ratios)
         write_row(fitted, path := devices_folder() / f"{name}.json")

@@ -1,6 +1,6 @@
 """Write a page about a run: one HTML file with its curves, time, memory, checkpoints, settings, resumes and events.
 
-It is read from the files of the run directory, of a run that goes on, too, and opens in any browser without a network.
+It is read from the files of the run directory, also of a running job, and opens in any browser without a network.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class ModelTensors:
 
     Attributes:
         entries: dtype and shape of each.
-        files: the file that holds it.
+        files: the file that contains it.
 
     Raises:
         UserError: there are no usable weights, or they are of an architecture that smp does not know.

@@ -1,7 +1,7 @@
-"""Check that checkpoints are as they were written: names, sizes and digests of all files, that the files hold the
+"""Check that checkpoints are as they were written: names, sizes and digests of all files, that the files contain the
 tensors which the manifest lists, and that these cover every parameter.
 
-Exit status 0: all are whole; 1: at least one is damaged or has no manifest; 2: nothing to check.
+Exit status 0: all are valid; 1: at least one is damaged or has no manifest; 2: nothing to check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_THREADS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("directory", help="a checkpoint, or a directory or a URL that holds some, such as a run's")
+    parser.add_argument("directory", help="a checkpoint, or a directory or a URL that contains some, such as a run's")
     parser.add_argument("--quick", action="store_true", help="manifest, names and sizes only; reads no tensor file")
 
 
@@ -55,11 +55,11 @@ def problems_of(place: Place, manifest: Manifest, *, content: bool) -> list[str]
 
 
 def verified(place: Place, *, content: bool) -> Manifest:
-    """Return the manifest of a checkpoint that has been found whole.
+    """Return the manifest of a checkpoint that has been found valid.
 
     Raises:
         UserError: it has no manifest, or one of a newer schema.
-        DamagedCheckpointError: it is not whole.
+        DamagedCheckpointError: it is not valid.
         StoreError: it is on an object store that does not answer.
     """
     manifest = place.manifest()
@@ -83,7 +83,7 @@ def _report(place: Place, *, content: bool) -> bool:
         return False
     seconds = time.perf_counter() - started
     size = f"{len(manifest.files)} files, {readable(manifest.nbytes)}"
-    whole = f"whole ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"
+    whole = f"valid ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"
     print(f"{shown(place.name)}: {whole}")
     return True
 
@@ -101,9 +101,9 @@ def run(options: argparse.Namespace) -> int:
     for name in found.left:
         print(f"{shown(name)}: left by an interrupted save, and removed by {found.removed_by}")
     for name in found.aside:
-        print(f"{shown(name)}: set aside, as the run went on without it; no resume takes it")
+        print(f"{shown(name)}: set aside, as the run continued without it; no resume takes it")
     if not found.places:
-        raise UserError(f"{options.directory} holds no complete checkpoint")
+        raise UserError(f"{options.directory} contains no complete checkpoint")
     if good != len(found.places) and not found.single:
         print(f"{len(found.places) - good} of {len(found.places)} checkpoints cannot be resumed from")
     return 0 if good == len(found.places) else 1

@@ -118,7 +118,7 @@ def _connect(
     peers = Peers([topology.members[r].pid for r in here], [ranks[r] for r in here], topology.local)
     arena = local = wire = None
     if not topology.even:
-        why = "the hosts hold unequal numbers of the group's ranks"
+        why = "the hosts have unequal numbers of the group's ranks"
     else:
         # The first rank's settings hold: the others learn the size from the segment.
         size = Layout(len(here), max(settings.scratch // SLOTS, smallest_slot(len(here)))).total

@@ -59,7 +59,7 @@ class HostsCollectives:
         chunk: bytes of one message at most, the same on every host; no more than a slot of the arena.
 
     Raises (all methods):
-        smp.comm.arena.Mismatch: the signatures differ; nothing has been written, the group goes on.
+        smp.comm.arena.Mismatch: the signatures differ; nothing has been written, the group continues.
         torch.distributed.DistBackendError: a rank died, failed, or did not come in time.
     """
 

@@ -30,7 +30,7 @@ class HostCollectives:
     Every method is called by every rank of the arena, with the same ``signature`` unless something is wrong.
 
     Raises (all methods):
-        smp.comm.arena.Mismatch: the signatures differ; nothing has been written, the group goes on.
+        smp.comm.arena.Mismatch: the signatures differ; nothing has been written, the group continues.
         torch.distributed.DistBackendError: a peer died, failed, or did not come in time.
     """
 

@@ -108,7 +108,7 @@ def check_list(many: Sequence[torch.Tensor], one: torch.Tensor, size: int, rank:
     if len(many) != size:
         return f"{what} has {len(many)} tensors: give one for each of the {size} ranks"
     if any(t.dtype != one.dtype for t in many):
-        return f"{what} holds {sorted({str(t.dtype) for t in many})}, the other tensor is {one.dtype}"
+        return f"{what} contains {sorted({str(t.dtype) for t in many})}, the other tensor is {one.dtype}"
     if many[rank].numel() != one.numel():
         return f"{what}[{rank}] has {many[rank].numel()} elements, the other tensor {one.numel()}"
     return None

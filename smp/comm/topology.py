@@ -27,7 +27,7 @@ class Member(NamedTuple):
 class Topology(NamedTuple):
     """A group's ranks by host.
 
-    ``hosts`` holds the group ranks on each host, hosts in the order of their lowest rank; ``host`` and ``local`` are
+    ``hosts`` has the group ranks on each host, hosts in the order of their lowest rank; ``host`` and ``local`` are
     this rank's indices in it.
     """
 
@@ -43,7 +43,7 @@ class Topology(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """True if every host holds the same number of the group's ranks."""
+        """True if every host has the same number of the group's ranks."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
 

@@ -73,7 +73,7 @@ def _complete(
         return None
     if kwargs.get("position_ids") is not None:
         raise UserError(
-            "under context parallelism positions follow from the cut: leave position_ids out; for documents in a row "
+            "under context parallelism positions follow from the cut: leave position_ids out; for packed documents "
             "call model(**smp.shard_sequence(batch)) with the batch as it was before it was cut"
         )
     multiple = 2 * mesh.tp.size

@@ -37,7 +37,7 @@ def read_smp_keys(values: dict[str, Any]) -> dict[str, Any]:
     for key, (default, least, greatest) in _SMP_NUMBERS.items():
         found[key] = value = values.pop(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= greatest:
-            raise UserError(f"smp.init: {key} {value} is not allowed: give a whole number from {least} to {greatest}")
+            raise UserError(f"smp.init: {key} {value} is not allowed: give an integer from {least} to {greatest}")
     return found
 
 

@@ -147,7 +147,7 @@ NAMES = (
     *_helpers(_S3, "get_s3_region_from_uri", note="needs s3fs"),
     *_gone(
         "smp.Checkpointer", f"{_CHECKPOINT}.async_utils", "AsyncCallsQueue",
-        note="smp.Checkpointer(...).save(step, wait=False) holds its one write itself",
+        note="smp.Checkpointer(...).save(step, wait=False) allows one write at a time itself",
     ),
     *_helpers(
         "torch.sagemaker.distributed.fsdp.checkpoint", "save_model_checkpoint", "load_model_checkpoint",

@@ -98,7 +98,7 @@ OTHERWISE: Mapping[str, str] = {
     "--validation_freq N validates every N steps": "eval_strategy do_eval",
     "leave it out: the job trains unless --evaluate_only 1 is given": "do_train",
     "--checkpoint_freq N saves every N steps": "save_strategy",
-    "--checkpoint_type async_sharded saves while training goes on": "async_save async_mode",
+    "--checkpoint_type async_sharded saves while training continues": "async_save async_mode",
     "validation data is a folder of its own, --test_dir: `python -m smp.data.prepare` splits one off": "val_set_size "
     "validation_split_percentage",
     "ZeRO-1 and 2 are --sharding_strategy shard_grad_op, ZeRO-3 is full_shard": "zero_stage zero deepspeed "
@@ -108,7 +108,7 @@ OTHERWISE: Mapping[str, str] = {
     "dp_replicate_size data_parallel_replicate_degree",
     "--lora_rank N trains adapters of that rank": "use_peft use_lora lora peft peft_type adapter finetuning_type",
     "--dpo 1 trains on pairs of answers": "rl stage rlhf use_dpo",
-    "--qlora 1 with --lora_rank N holds the frozen weights in 4 bits": "load_in_4bit use_qlora qlora_4bit",
+    "--qlora 1 with --lora_rank N stores the frozen weights in 4 bits": "load_in_4bit use_qlora qlora_4bit",
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
     "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",
     "code of a model's directory is never run: leave it out": "trust_remote_code",

@@ -15,7 +15,7 @@ from smp.parallel.tensor.group import TPGroup
 
 
 class Ranker:
-    """Which ranks hold replicas of the same shard.
+    """Which ranks have replicas of the same shard.
 
     Args:
         mesh: the job's.
@@ -34,7 +34,7 @@ class Ranker:
 
 
 class RandomTracker:
-    """Random numbers in regions where tensor-parallel ranks hold different data.
+    """Random numbers in regions where tensor-parallel ranks have different data.
 
     Args:
         tp: the group, or None without tensor parallelism.
@@ -151,9 +151,9 @@ class State:
     )
     ep_rank = _of_mesh(lambda mesh: 0, "Always 0.", 0)
     rep_rank_process_group = _of_mesh(
-        lambda mesh: mesh.replicas.group, "The ranks that hold replicas of this one's shard."
+        lambda mesh: mesh.replicas.group, "The ranks that have replicas of this one's shard."
     )
-    ranker = _of_mesh(Ranker, "Which ranks hold replicas of the same shard.")
+    ranker = _of_mesh(Ranker, "Which ranks have replicas of the same shard.")
 
     @property
     def sm_activation_offloading(self) -> bool:
@@ -161,5 +161,5 @@ class State:
         return self._current()[2]
 
     def get_rng_state_tracker(self) -> RandomTracker:
-        """Return random numbers in regions where tensor-parallel ranks hold different data."""
+        """Return random numbers in regions where tensor-parallel ranks have different data."""
         return RandomTracker(self._current()[1])

@@ -122,7 +122,7 @@ class Conversion:
                 if progress is not None:
                     progress.add(sum(len(each.ids) for each in rows), inside=position)
             if writer.rows == 0:
-                raise UserError(f"{file.url} holds no {self.form.content}: remove it, or write it again")
+                raise UserError(f"{file.url} contains no {self.form.content}: remove it, or write it again")
 
         return cached(self.cache_dir, file.name, self.key(file), build, dtype=self.form.dtype)
 
@@ -142,7 +142,7 @@ class Conversion:
                 except BrokenProcessPool:
                     log.warning(
                         "%s: a process that converts has ended: killed by hand, or by the system for memory; this one "
-                        "goes on alone", what,
+                        "continues alone", what,
                     )  # fmt: skip
             for file in files[progress.done_files :]:
                 self.open(file, progress)

@@ -261,7 +261,7 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
         log.info("--document_mask 1: documents end with token %d, the model's eos_token_id", batch.eos_token_id)
     eos = batch.eos_token_id if eos is None else eos
     if len(source) == 0:
-        raise UserError(f"the {split} data holds no tokens: nothing to train on")
+        raise UserError(f"the {split} data contains no tokens: nothing to train on")
     if config.document_mask and not config.is_chat and (eos is None or eos >= batch.vocab_size):
         ends = "the model's config names no one eos_token_id" if eos is None else f"{eos} is outside the vocabulary"
         raise UserError(

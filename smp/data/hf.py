@@ -260,7 +260,7 @@ def _described(path: str, name: str) -> dict[str, Any] | None:
     except ValueError as error:
         raise UserError(f"{path}/{name} is not valid JSON ({error}): save the dataset again") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path}/{name} holds {a_type(found)} instead of an object: save the dataset again")
+        raise UserError(f"{path}/{name} contains {a_type(found)} instead of an object: save the dataset again")
     return found
 
 

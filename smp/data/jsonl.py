@@ -20,7 +20,7 @@ MAX_LINE = 64 << 20
 
 
 def read_lines(file: DataFile, _columns: tuple[str, ...] = ()) -> Iterator[tuple[tuple[int, bytes], int]]:
-    """Yield a file in blocks of whole lines: (number of the first line, lines), and the file's bytes read so far.
+    """Yield a file in blocks of complete lines: (number of the first line, lines), and the file's bytes read so far.
 
     Raises:
         UserError: a line is longer than ``MAX_LINE`` bytes.
@@ -66,12 +66,12 @@ def objects_of(file: DataFile, chunk: tuple[int, bytes]) -> Iterator[tuple[str, 
             reason = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             advice = ARRAY if number == 1 and line.startswith(b"[") else "mend the line or remove it"
             raise UserError(
-                f"{where}: not valid JSON ({reason}); each line must be one whole object: {advice}"
+                f"{where}: not valid JSON ({reason}); each line must be one complete object: {advice}"
             ) from error
         if not isinstance(found, dict):
             advice = f": {ARRAY}" if isinstance(found, list) else ""
             raise UserError(
-                f"{where}: holds {a_type(found)}; each line must be one object "
+                f"{where}: contains {a_type(found)}; each line must be one object "
                 f'such as {{"input_ids": [1, 2, 3]}} or {{"text": "..."}}{advice}'
             )
         yield where, found

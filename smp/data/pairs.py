@@ -18,7 +18,7 @@ def encode_pair(chat: Chat, sample: Mapping[str, Any]) -> list[Encoded]:
     Args:
         chat: of the tokenizer.
         sample: ``prompt``, ``chosen`` and ``rejected``, all texts or all messages, with messages also ``tools``; or
-            ``chosen`` and ``rejected`` as whole conversations, whose common beginning is the prompt.
+            ``chosen`` and ``rejected`` as complete conversations, whose common beginning is the prompt.
 
     Raises:
         ConversationError: it is none of these, both answers are the same, or one has nothing that could be compared.
@@ -62,8 +62,8 @@ def _split(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             first = answer[0].get("role") if answer and isinstance(answer[0], dict) else None
             if first in ("system", "developer", "user"):
                 raise ConversationError(
-                    f"{key} begins with a message of {first}, and must go on where prompt ends: leave prompt out where "
-                    f"both are whole conversations"
+                    f"{key} begins with a message of {first}, and must continue prompt: leave prompt out where both "
+                    f"are complete conversations"
                 )
         return prompt, chosen, rejected
     # Whole conversations; a prompt that is a text repeats their first message, as in some data sets.

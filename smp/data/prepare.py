@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input", nargs="+", required=True, help="files, folders, globs or URLs")
     parser.add_argument("--output", required=True, help="folder to make; it must not exist, or be empty")
     parser.add_argument("--tokenizer", required=True, help="local tokenizer directory")
-    parser.add_argument("--sequence_length", type=int, required=True, help="tokens per row")
+    parser.add_argument("--sequence_length", type=int, required=True, help="tokens per sequence")
     parser.add_argument("--validation_fraction", type=float, default=0.01, help="share of documents; 0: no split")
     parser.add_argument("--input_type", choices=sorted(TYPES), default="auto", help="which files to read")
     parser.add_argument("--text_key", default="text", help="key or column of the text in JSON lines and tables")
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for writer in writers:
-        print(f"{args.output}/{writer.split}: {writer.documents:,} documents, {writer.rows:,} rows")
+        print(f"{args.output}/{writer.split}: {writer.documents:,} documents, {writer.rows:,} sequences")
     return 0
 
 

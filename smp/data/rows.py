@@ -36,13 +36,13 @@ class Reader(NamedTuple):
     examples: Callable[[DataFile, Any], Iterator[tuple[str, dict[str, Any]]]]
 
     def read(self, file: DataFile, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the examples of a whole file."""
+        """Yield the examples of a file."""
         for chunk, _ in self.chunks(file, columns):
             yield from self.examples(file, chunk)
 
 
 def integers(values: Any, key: str, where: str) -> np.ndarray:
-    """Return a list or an array of whole numbers as an array.
+    """Return a list or an array of integers as an array.
 
     Raises:
         UserError: it is no such list, or empty.
@@ -56,7 +56,7 @@ def integers(values: Any, key: str, where: str) -> np.ndarray:
     if array is not None and array.ndim == 1 and len(array) == 0:
         raise UserError(f"{where}: {key} is empty; leave the row out")
     if array is None or array.ndim != 1 or array.dtype.kind not in kinds:
-        raise UserError(f"{where}: {key} must be a list of whole numbers")
+        raise UserError(f"{where}: {key} must be a list of integers")
     return array
 
 
@@ -85,9 +85,9 @@ def checked_row(found: Mapping[str, Any], where: str, vocab_size: int) -> tuple[
         mask = integers(found["attention_mask"], "attention_mask", where)
         if len(others := mask[(mask != 0) & (mask != 1)]):
             raise UserError(
-                f"{where}: attention_mask must hold 0 and 1 only, it holds {others[0]}: where it numbers the documents "
-                f"of a packed row, leave it out and set --document_mask 1, which keeps them apart at their "
-                f"end-of-sequence tokens"
+                f"{where}: attention_mask must contain 0 and 1 only, it contains {others[0]}: where it numbers the "
+                f"documents of a packed sequence, leave it out and set --document_mask 1, which keeps them apart at "
+                f"their end-of-sequence tokens"
             )
         mask = None if mask.all() and len(mask) == len(ids) else mask
     if found.get("labels") is not None:

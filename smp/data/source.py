@@ -86,7 +86,7 @@ def find_data(paths: Sequence[str], split: str, *, dataset_type: str = "auto", z
         held = " and ".join(f"{count} {kind} file(s)" for kind, count in sorted(counts.items()))
         rarest = KINDS[min(counts, key=lambda kind: counts[kind])][0]
         raise UserError(
-            f"{shown} holds {held}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
+            f"{shown} contains {held}; a source has one kind: give a glob in quotes, such as 'FOLDER/*{rarest}', or "
             f"choose with --dataset_type gpt_jsonl, text or hf"
         )
     if split == "train" and not any(character in shown for character in GLOB_CHARACTERS):
@@ -141,7 +141,7 @@ def open_rows(
     files = found.files
     if found.kind != "text" and separator is not None:
         raise UserError(
-            f"--text_document_separator is for text files, and {found.path} holds {found.kind}: leave it out"
+            f"--text_document_separator is for text files, and {found.path} contains {found.kind}: leave it out"
         )
     if found.kind != "text" and not _is_text(found, text_key):
         is_local = not any("://" in file.url or file.zipped for file in files)
@@ -170,7 +170,7 @@ def _is_text(found: Found, text_key: str) -> bool:
     where, row = next(found.examples(COLUMNS), ("", {}))
     if "input_ids" not in row:
         if text_key not in row and ("messages" in row or {"prompt", "completion"} <= row.keys()):
-            raise UserError(f"{found.path} holds conversations: set --dataset_type chat")
+            raise UserError(f"{found.path} contains conversations: set --dataset_type chat")
         return text_key in row
     refuse_unread(row, where)
     return False

@@ -230,7 +230,7 @@ def _nothing_found(path: str, endings: tuple[str, ...], *, filtered: int, zipped
     if filtered:
         kind, other = (".gz", "0") if zipped else ("uncompressed", "1")
         return (
-            f"{path} holds {filtered} data file(s), but none is {kind} and --zipped_data is {int(bool(zipped))}: "
+            f"{path} contains {filtered} data file(s), but none is {kind} and --zipped_data is {int(bool(zipped))}: "
             f"set --zipped_data {other}, or leave it out to read both"
         )
     return f"no data files in {path}: looked for *{', *'.join(endings)}{f'; {left_out}' if left_out else ''}"
@@ -242,7 +242,7 @@ def _refuse_twins(path: str, files: list[DataFile]) -> None:
     for url in urls:
         if f"{url}.gz" in urls:
             raise UserError(
-                f"{path} holds both {PurePosixPath(url).name} and {PurePosixPath(url).name}.gz, which would be read "
+                f"{path} contains both {PurePosixPath(url).name} and {PurePosixPath(url).name}.gz, which would be read "
                 f"twice: remove one, or set --zipped_data 1 or 0"
             )
 

@@ -8,7 +8,7 @@ A token file is a folder::
     labels.bin   int32 for each token; absent when labels are the tokens
     meta.json    counts, number format, highest id, label and mask
 
-It is written beside its final name, flushed to disk and renamed, so a folder of that name is whole.
+It is written beside its final name, flushed to disk and renamed, so a folder of that name is complete.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _column(part: str, ids: np.ndarray, values: np.ndarray | None) -> bytes:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the smallest format that holds every id of a vocabulary."""
+    """Return the smallest format that fits every id of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -223,7 +223,7 @@ def cached(
 
 
 def look_up(cache_dir: str | None, name: str, key: list[Any], *, dtype: str) -> TokenFile | None:
-    """Open the token file of ``key`` if it is there and whole; arguments as for :func:`cached`."""
+    """Open the token file of ``key`` if it is there and complete; arguments as for :func:`cached`."""
     with contextlib.suppress(*DAMAGE):
         return TokenFile.open(_place(cache_dir, name, [dtype, *key]))
     return None
@@ -269,7 +269,7 @@ def one_at_a_time(cache_dir: str | None, key: list[Any], what: str, done: Callab
 def recorded(cache_dir: str | None, name: str, key: list[Any], compute: Callable[[], Any]) -> Any:
     """Return a small result that is slow to compute, kept as JSON in the cache folder.
 
-    Args and errors as for :func:`cached`; ``compute`` returns what JSON can hold, and not None.
+    Args and errors as for :func:`cached`; ``compute`` returns what JSON can represent, and not None.
     """
     return _make_once(cache_dir, name, key, lambda file: file.write_text(json.dumps(compute())), read_json)
 

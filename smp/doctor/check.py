@@ -102,7 +102,7 @@ class CheckContext:
         self.add("problem", message, **data)
 
     def measure(self, name: str, value: Any) -> None:
-        """Keep a measurement of this rank, which JSON can hold."""
+        """Keep a measurement of this rank, which JSON can represent."""
         self.report.measurements[name] = value
 
     def read(self, path: str) -> str | None:

@@ -41,8 +41,8 @@ def check_devices(ctx: CheckContext) -> None:
         built = torch.version.cuda
         why = "this torch is built without CUDA" if built is None else f"torch (CUDA {built}) sees none of them"
         ctx.warn(
-            f"this host has NVIDIA's driver, but {why}: install torch's CUDA build, see CUDA_VISIBLE_DEVICES, or go on "
-            f"with the CPU"
+            f"this host has NVIDIA's driver, but {why}: install torch's CUDA build, see CUDA_VISIBLE_DEVICES, or "
+            f"continue on the CPU"
         )
     if ctx.launch.local_rank == 0:
         _check_cores(ctx)
@@ -85,7 +85,7 @@ def _check_gpu(ctx: CheckContext) -> None:
     if total - free > _BUSY_SHARE * total + _GIB:
         ctx.warn(
             f"GPU {index} ({about.name}) has {readable(free)} of {readable(total)} free: see with nvidia-smi which "
-            f"other process holds the rest",
+            f"other process uses the rest",
             **data,
         )
         return

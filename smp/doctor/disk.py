@@ -1,4 +1,4 @@
-"""The directories that the run will write to: permission, room, time, locks and links."""
+"""The directories that the run will write to: permission, free space, time, locks and links."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _directories(ctx: CheckContext) -> list[tuple[str, Path, int]]:
 
 
 def check_disk(ctx: CheckContext) -> None:
-    """Write to each directory as the job's start does, and compare its room with the checkpoints kept."""
+    """Write to each directory as the job's start does, and compare its free space with the checkpoints kept."""
     directories = _directories(ctx)
     if not directories:
         ctx.ok("no --output_dir was given: nothing was written")

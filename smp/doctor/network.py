@@ -83,7 +83,7 @@ def _await_everyone(ctx: CheckContext, store: dist.Store, seconds: float) -> Non
             why = "" if lost else f" within {seconds:.0f} s"
             raise UserError(
                 f"rank(s) {missing} have not come to the process group{why}: see what they say here, and whether they "
-                f"were started; nothing was exchanged"
+                f"were started; no collective was run"
             )
         time.sleep(_POLL_SECONDS)
 
@@ -112,7 +112,7 @@ def _add_paths(ctx: CheckContext, measured: str) -> None:
     """Report the paths that the backend took, and how fast that was."""
     backend = ctx.state["backend"]
     if backend != "smddp":
-        ctx.ok(f"backend {backend} exchanges everything itself; {measured}", backend=backend)
+        ctx.ok(f"backend {backend} runs all collectives itself; {measured}", backend=backend)
         return
     paths: dict[str, set[str]] = {}
     why: dict[str, str] = {}

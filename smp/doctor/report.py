@@ -112,7 +112,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The findings of a whole job.
+    """The findings of a job, of all ranks.
 
     Attributes:
         ranks: for each rank its host and how its part ended.

@@ -74,7 +74,7 @@ class Board:
 def run_checks(request: Request, launch: Launch, checks: Sequence[Check], report: Report, board: Board) -> None:
     """Run a rank's checks one after the other, each in a thread: one that outlives its time is left behind.
 
-    A check of the whole job that fails ends this rank's part: the others have lost it.
+    A check of all ranks that fails ends this rank's part: the others have lost it.
     """
     logging.getLogger("smp").addHandler(logging.NullHandler())
     logging.getLogger("smp").propagate = False

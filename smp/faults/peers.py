@@ -78,7 +78,7 @@ def process_state(pid: int) -> str:
         letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return "its process has ended"
-    return {"T": "its process is stopped", "t": "its process is held by a debugger", "Z": "its process has ended"}.get(
+    return {"T": "its process is stopped", "t": "its process is in a debugger", "Z": "its process has ended"}.get(
         letter, "its process waits for a disk or network file system" if letter == "D" else ""
     )
 

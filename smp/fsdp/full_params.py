@@ -1,4 +1,4 @@
-"""``summon_full_params``: whole parameters inside a context, written back into the shards at its end."""
+"""``summon_full_params``: unsharded parameters inside a context, written back into the shards at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smp.parallel.optimizers import local_part, replace_parameters
 
 
 class Summoned:
-    """Whole parameters of one unit, set on its modules instead of the shards until :meth:`end`."""
+    """Unsharded parameters of one unit, set on its modules instead of the shards until :meth:`end`."""
 
     def __init__(
         self, module: FSDPModule, unit: Unit, *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, grads: bool
@@ -98,7 +98,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters, in their own dtype, instead of the shards; collective.
+    """Show unsharded parameters, in their own dtype, instead of the shards; collective.
 
     A forward inside ends it for the module that it runs and the units below: they gather by themselves. So does
     ``load_state_dict`` for what it loads. With ``rank0_only`` both are refused.
@@ -106,10 +106,10 @@ def summon_full_params(
     Args:
         module: a unit, or a module with units in it.
         recurse: also the units below.
-        writeback: keep what was written to the parameters: each rank the part that it holds. Gradients are to be read.
+        writeback: keep what was written to the parameters: each rank its shard. Gradients are to be read.
         rank0_only: only the first rank sees them; the others see their shards.
         offload_to_cpu: show them on the CPU.
-        with_grads: also whole gradients.
+        with_grads: also unsharded gradients.
 
     Raises:
         UserError: ``rank0_only`` with ``writeback``, or a unit is summoned already.
@@ -122,7 +122,7 @@ def summon_full_params(
     plain = unit_of(module) is None
     chosen = [(m, u) for m, u in units_below(module) if recurse or m is module or (plain and u.root)]
     if any(unit.summoned is not None for _, unit in chosen):
-        raise UserError("FSDP.summon_full_params: the parameters are whole already: leave the inner call out")
+        raise UserError("FSDP.summon_full_params: the parameters are unsharded already: leave the inner call out")
     summoned: list[Summoned] = []
     try:
         for inner, unit in chosen:

@@ -1,4 +1,4 @@
-"""The optimizer's state by parameter names, whole or sharded: FSDP1's format, both ways."""
+"""The optimizer's state by parameter names, full or sharded: FSDP1's format, both ways."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Group]:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in names:
             raise UserError(
-                f"FSDP: the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model has "
+                f"FSDP: the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has "
                 f"not: make the optimizer after FSDP, from the model's parameters"
             )
     return [{names[p]: p for p in group["params"]} for group in optimizer.param_groups]
@@ -101,7 +101,7 @@ def optim_state_dict(
     Collective where that is FULL_STATE_DICT; with ``rank0_only`` the other ranks get ``{}``.
 
     Args:
-        model: whose parameters the optimizer holds.
+        model: whose parameters the optimizer has.
         optim: made from them after wrapping.
         optim_state_dict: the result of ``optim.state_dict()``; None calls it.
         group: whose first rank ``rank0_only`` means; None: the model's.
@@ -254,9 +254,9 @@ def optim_state_dict_to_load(
     """Return a state by names as ``optim.load_state_dict`` takes it.
 
     Args:
-        model: whose parameters the optimizer holds.
+        model: whose parameters the optimizer has.
         optim: the optimizer.
-        optim_state_dict: by names; whole tensors or DTensors.
+        optim_state_dict: by names; full tensors or DTensors.
         is_named_optimizer: the optimizer's own keys are names, and not numbers.
         load_directly: call ``optim.load_state_dict``.
         group: whose first rank's state is taken, with ``rank0_only`` of the chosen type, collective then; None: all

@@ -149,7 +149,7 @@ def read_options(arguments: dict[str, Any]) -> Options:
     """Check a unit's arguments.
 
     Args:
-        arguments: by FSDP's names; what concerns the whole model (policy, ignored modules) is not among them.
+        arguments: by FSDP's names; what concerns the full model (policy, ignored modules) is not among them.
 
     Raises:
         UserError: an argument is not known or its value not allowed; the text says what is.
@@ -194,10 +194,10 @@ def ignored_states(
     if all(len(kind) != len(found) for kind in kinds):
         allowed = "modules" if name == "ignored_modules" else "either modules or parameters"
         wrong = sorted({type(item).__name__ for item in found})
-        raise UserError(f"FSDP: {name} holds {', '.join(wrong)}: give {allowed}")
+        raise UserError(f"FSDP: {name} contains {', '.join(wrong)}: give {allowed}")
     if sharded := [item for item in modules if isinstance(item, FSDPModule)]:
-        raise UserError(f"FSDP: {name} holds a {type(sharded[0]).__name__}, which FSDP was applied to: leave it out")
+        raise UserError(f"FSDP: {name} contains a {type(sharded[0]).__name__}, which FSDP was applied to: leave it out")
     if module in modules:
-        raise UserError(f"FSDP: {name} holds the module that is to be sharded itself: leave it out")
+        raise UserError(f"FSDP: {name} contains the module that is to be sharded itself: leave it out")
     below = {inner for outer in modules for inner in outer.modules() if not isinstance(inner, FSDPModule)}
     return below, {*parameters, *(p for inner in below for p in inner.parameters(recurse=False))}

@@ -1,4 +1,4 @@
-"""``state_dict()`` and ``load_state_dict()``: whole tensors by default, as with FSDP1, or DTensors."""
+"""``state_dict()`` and ``load_state_dict()``: full tensors by default, as with FSDP1, or DTensors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     if not found:
         raise UserError(f"FSDP: nothing in the {type(module).__name__} is wrapped: give the model that FSDP returned")
     if any(settings != found[0] for settings in found):
-        raise UserError("FSDP: units of the model have different state dict types: set it on the whole model")
+        raise UserError("FSDP: units of the model have different state dict types: set it on the root module")
     return found[0]
 
 

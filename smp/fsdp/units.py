@@ -198,7 +198,7 @@ def _check_parameters(own: dict[nn.Parameter, str]) -> None:
         if is_taken(parameter):
             raise UserError(
                 f"FSDP: {where} is tied to a parameter of a module that is sharded already, and both would train "
-                f"apart: wrap the module that holds both"
+                f"apart: wrap the module that contains both"
             )
         if parameter.numel() == 0:
             raise UserError(

@@ -1,6 +1,6 @@
 """``FullyShardedDataParallel``: FSDP1's constructor and methods over torch's ``fully_shard``, in place.
 
-The module itself is returned, with its own class mixed with this one: ``isinstance`` holds, names and keys are the
+The module itself is returned, with its own class mixed with this one: ``isinstance`` is true, names and keys are the
 plain model's, and ``model.config`` or ``model.generate`` work. Gradients are averaged over ranks, as FSDP1's are.
 """
 
@@ -203,13 +203,13 @@ class FullyShardedDataParallel(FSDPModule):
         return result
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply ``fn`` to every module with whole parameters, unit by unit; collective."""
+        """Apply ``fn`` to every module with unsharded parameters, unit by unit; collective."""
         with full_params.summon_full_params(self, recurse=False):  # type: ignore[arg-type]
             return super().apply(fn)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole gradients without reducing them; the first backward after the context reduces all.
+        """Accumulate unsharded gradients without reducing them; the first backward after the context reduces all.
 
         Until then the parameters' ``grad`` is zeros. ``zero_grad`` of the model or an optimizer drops what accumulated.
 

@@ -68,7 +68,7 @@ def require_plain(name: str, value: str) -> str:
     """Return a value that may stand in a script.
 
     Raises:
-        UserError: it holds a line break or another control character, or looks like a secret.
+        UserError: it contains a line break or another control character, or looks like a secret.
     """
     _require_printable(name, value)
     if redact(f"{name} {value}") != f"{name} {value}" or redact(value) != value:
@@ -81,7 +81,7 @@ def require_plain(name: str, value: str) -> str:
 def _require_printable(name: str, value: str) -> None:
     if not value.isprintable():
         raise UserError(
-            f"{name} {value!r} holds a line break or control character: scripts cannot carry it, leave it out"
+            f"{name} {value!r} contains a line break or control character: scripts cannot carry it, leave it out"
         )
 
 

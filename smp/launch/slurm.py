@@ -10,7 +10,7 @@ from smp.launch.command_line import comment, quoted_lines
 from smp.launch.script import RESUME, Job, enter, filled, node_script, with_resume
 from smp.runtime import START_SECONDS
 
-NO_TIME = "Without --time the partition's limit holds; where it has none, the job is never asked to stop."
+NO_TIME = "Without --time the partition's limit applies; where it has none, the job is never asked to stop."
 _BEYOND_SECONDS = 120.0  # for processes that give up after START_SECONDS to end by themselves
 _NAME = '"smp-$SLURM_JOB_ID-$SLURM_NODEID"'
 # A task that was killed could not remove its container.

@@ -77,7 +77,7 @@ def lies_in(tensor: torch.Tensor, mappings: list[range]) -> bool:
 def copied_inside(operation: Any, args: tuple[Any, ...], *, backend: str | None = None) -> int:
     """Return bytes that an operation allocates internally and frees before it ends.
 
-    gloo's ReduceScatter copies its whole input, and its AllGather its whole output.
+    gloo's ReduceScatter copies its full input, and its AllGather its full output.
 
     Args:
         backend: of the groups; None asks the group.

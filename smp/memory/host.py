@@ -23,7 +23,7 @@ def estimate_host_memory(
 
     Args:
         is_async: whether checkpoints are written in the background, from a copy.
-        is_local: whether each rank writes all that it holds, and not its share of what several replicas hold.
+        is_local: whether each rank writes all of its shards, and not its share of what is replicated.
     """
     config, fp32 = work.settings[ActivationConfig], 4
     needed: dict[str, int] = {}

@@ -56,7 +56,7 @@ def memory_at(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
 
 def free_blocks(work: Workload) -> str:
-    """Name the category of the blocks that are free and still held."""
+    """Name the category of the blocks that are free and still reserved."""
     return f"free blocks of the {'heap' if work.device_type == 'cpu' else 'allocator'}"
 
 
@@ -89,6 +89,6 @@ def memory_table(needed: dict[str, int], available: int | None) -> str:
     lines.append(f"{'sum':>28} {sum(needed.values()) / GIB:10.3f} GiB")
     if available is not None:
         lines.append(f"{'available here':>28} {available / GIB:10.3f} GiB")
-        room = available - sum(needed.values())
-        lines.append(f"{'room' if room >= 0 else 'missing':>28} {abs(room) / GIB:10.3f} GiB")
+        headroom = available - sum(needed.values())
+        lines.append(f"{'headroom' if headroom >= 0 else 'missing':>28} {abs(headroom) / GIB:10.3f} GiB")
     return "\n".join(lines)

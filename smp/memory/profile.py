@@ -183,7 +183,7 @@ class MemoryProfile(TorchDispatchMode):
         return Timeline([seconds[index] for index in chosen], categories, marks)
 
     def table(
-        self, *, title: str = "What holds the memory at the peak", predicted: Mapping[str, int] | None = None
+        self, *, title: str = "Memory by category at the peak", predicted: Mapping[str, int] | None = None
     ) -> str:
         """Format the peak, one category a line, in MiB and percent.
 
@@ -355,7 +355,7 @@ def profile_memory(
             yield profile
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(profile.table(title="What held the memory at the peak"))
+            error.add_note(profile.table(title="Memory by category at the peak"))
         raise
 
 

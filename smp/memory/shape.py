@@ -109,7 +109,7 @@ class Workload:
         attention_matrix: whether all attention scores exist at once (eager attention).
         forward_only: whether the model is evaluated and not trained.
         checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
-        accumulation: micro-batches of a step; from the second on, gradients are held throughout.
+        accumulation: micro-batches of a step; from the second on, gradients are kept throughout.
         moment: of the step, at which techniques count their bytes.
         unused_heap: free blocks of the C library's heap, as a fraction of the tensors' bytes: ``malloc.unused_heap()``.
     """

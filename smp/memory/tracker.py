@@ -56,7 +56,7 @@ def peak_rss_bytes() -> int:
 def cpu_tensor_bytes() -> int:
     """Sum the storages of all CPU tensors that Python knows, each counted once.
 
-    Tensors that only autograd holds (saved for backward) are not seen. Slow: every Python object is visited.
+    Tensors that only autograd references (saved for backward) are not seen. Slow: every Python object is visited.
     """
     gc.collect()
     sizes: dict[int, int] = {}

@@ -18,7 +18,7 @@ def warn_of_cache_flushes(model: nn.Module, device_type: str) -> None:
     """Log a warning before a training forward if the CUDA allocator has flushed its cache since the one before.
 
     Args:
-        model: the whole model.
+        model: the root module.
         device_type: ``cpu``, whose allocator has no cache, does nothing.
 
     Source: ``fsdp_cache_flush_warnings`` of SMP v2.
@@ -43,7 +43,7 @@ def warn_of_cache_flushes(model: nn.Module, device_type: str) -> None:
         if flushes > 0 or failures > 0:  # negative: the counters were reset
             logger.warning(
                 "%s was short of memory since the last forward: flushes of its allocator's cache, which stall it: %d "
-                "(%d in all); failed allocations: %d. Shard over more ranks (--hybrid_shard_degree) or hold less: "
+                "(%d in all); failed allocations: %d. Shard over more ranks (--hybrid_shard_degree) or use less: "
                 "docs/memory.md says how.", device, max(flushes, 0), now[0], max(failures, 0),
             )  # fmt: skip
 

@@ -53,7 +53,7 @@ def check_config(hf_config: Any) -> None:
     if getattr(hf_config, "is_encoder_decoder", False):
         raise _refusal(hf_config, "it has an encoder and a decoder, and only decoders alone are trained")
     if hf_config.get_text_config(decoder=True) is not hf_config:
-        raise _refusal(hf_config, "it holds a language model beside others: give the config of its text model")
+        raise _refusal(hf_config, "it contains a language model among others: give the config of its text model")
     if getattr(hf_config, "is_decoder", True) is False:
         raise _refusal(hf_config, "it is an encoder: its tokens see the ones after them (is_decoder is false)")
     if hf_config.model_type in _BIDIRECTIONAL:

@@ -123,7 +123,7 @@ def _problem(parameters: list[str], operations: list[Any], names: FileNames) -> 
     for operation in operations:
         if any(operation.rename_source_key(name)[1] is not None for name in parameters):
             part = operation.source_patterns[0].replace("\\", "").strip(".^")
-            return f"the architecture's files hold {part} joined or split, in another form than the model"
+            return f"the architecture's files store {part} joined or split, in another form than the model"
     for name in parameters:
         key = names.file_key(name)
         if names.module_key(key) != name:

@@ -62,7 +62,7 @@ def range_problems(content: Mapping[str, Any], renamed: Mapping[str, str]) -> li
             lowest, highest = bounds[key]
             sizes = value if isinstance(value, list) else [value]
             if value is not None and not all(type(size) is int and lowest <= size <= highest for size in sizes):
-                found.append(f"{key} must be a whole number from {lowest} to {highest}, got {str(value)[:40]}")
+                found.append(f"{key} must be an integer from {lowest} to {highest}, got {str(value)[:40]}")
         elif _COUNTS.search(key) and isinstance(value, (int, float)) and value > _MOST:
             found.append(f"{key} must be at most {_MOST}, got {str(value)[:40]}")
     return found
@@ -122,7 +122,7 @@ def _not_fixed(base: Mapping[str, Any], family: Family, given: Mapping[str, Any]
         if name in _FIXED_BY_WEIGHTS and theirs != value:
             logger.info("--%s %s has no effect: the pretrained model has %s", name, value, theirs)
         elif name in family.settings and theirs != value:
-            logger.info("--%s %s takes the place of the pretrained model's %s, which SMP v2 kept", name, value, theirs)
+            logger.info("--%s %s replaces the pretrained model's %s, which SMP v2 kept", name, value, theirs)
     return {name: value for name, value in given.items() if name not in _FIXED_BY_WEIGHTS}
 
 
@@ -290,9 +290,9 @@ def ropes_of(parameters: Any) -> list[Mapping[str, Any]]:
 
 
 def set_positions(values: dict[str, Any], length: int, hf_config: Any, *, fixed: bool, exact: bool) -> None:
-    """Make room for sequences of ``length`` tokens in config values.
+    """Allow sequences of ``length`` tokens in config values.
 
-    Not where rotary embeddings go by the number, which they need no room for: another would turn all tokens otherwise.
+    Not where rotary embeddings go by the number, which need no change: another would turn all tokens otherwise.
 
     Args:
         values: changed in place.

@@ -106,7 +106,7 @@ class ModelConfig(Section):
     delayed_param: bool = setting(True, "Build without memory and allocate after sharding, each rank its shard only.")
     finetune: bool = setting(False, "Start from pretrained weights; give the name or the file below.")
     pretrained_model_name: str | None = setting(
-        None, "With --finetune 1: the model that --finetune_checkpoint_load_dir holds (preset, directory or name)."
+        None, "With --finetune 1: the model that --finetune_checkpoint_load_dir contains (preset, directory or name)."
     )
     finetune_checkpoint_load_dir: str | None = setting(
         None, "With --pretrained_model_name: the directory of its safetensors weights."

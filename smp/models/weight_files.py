@@ -52,7 +52,7 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
         return path
     if (path / ADAPTER_CONFIG).is_file():  # from_pretrained would add it to the weights
         raise UserError(
-            f"{path} holds an adapter ({ADAPTER_CONFIG}): give its base model here, and {path} by --adapter_path"
+            f"{path} contains an adapter ({ADAPTER_CONFIG}): give its base model here, and {path} by --adapter_path"
         )
     if (path / "config.json").is_file() and (named := _named_in(path / "config.json")) is not None:
         return path / named
@@ -69,13 +69,13 @@ def find_weights(path: pathlib.Path) -> pathlib.Path:
     if candidates:
         names = ", ".join(file.name for file in candidates[:3])
         raise UserError(
-            f"{path} holds {len(candidates)} sets of weights ({names}) and no model.safetensors: give one of them "
+            f"{path} contains {len(candidates)} sets of weights ({names}) and no model.safetensors: give one of them "
             f"(to a job by --finetune 1 --pretrained_checkpoint_file)"
         )
     pickles = sorted(file for file in path.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise _refuse_pickle(pickles[0])
-    raise UserError(f"{path} holds no .safetensors file: give a directory with model.safetensors or its index")
+    raise UserError(f"{path} contains no .safetensors file: give a directory with model.safetensors or its index")
 
 
 def _check_header(file: pathlib.Path) -> None:

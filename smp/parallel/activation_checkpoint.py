@@ -120,7 +120,7 @@ def apply_activation_checkpointing(
             ``lambda module: isinstance(module, LlamaDecoderLayer)``.
         mode: ``full`` saves a block's input alone; ``selective`` also the outputs of attention, of reductions over
             ranks and of every other matrix product. Under context parallelism attention is recomputed, with its
-            exchanges.
+            collectives.
         every: recompute every n-th block only, beginning with the first.
         preserve_rng_state: draw the same random numbers again; False spares the copies of the generators, where
             nothing is drawn.

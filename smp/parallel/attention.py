@@ -63,7 +63,7 @@ def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
 
 
 def whole_rows(ids: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of :func:`document_lengths` for ids ``(batch, sequence)`` of one document a row."""
+    """Return the arguments of :func:`document_lengths` for ids ``(batch, sequence)`` of one document per sequence."""
     batch, length = ids.shape[:2]
     bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=ids.device)
     return document_lengths(bounds, length)
@@ -138,7 +138,7 @@ def _layer_types(config: Any) -> list[str]:
 def window_of(config: Any) -> int | None:
     """Return the tokens that attention looks back; None: all.
 
-    A config may hold a key that its class does not declare, and that its model does not read: Llama's a window.
+    A config may have a key that its class does not declare, and that its model does not read: Llama's a window.
     """
     types = _layer_types(config)
     declared = "sliding_window" in inspect.signature(type(config)).parameters

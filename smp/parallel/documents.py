@@ -65,7 +65,7 @@ def no_documents(why: str) -> UserError:
     """Return the refusal of documents that the model would not keep apart."""
     return UserError(
         f"--document_mask 1: the model does not keep documents apart ({why}): use --document_mask 0, or one document "
-        f"a row"
+        f"per sequence"
     )
 
 

@@ -1,4 +1,4 @@
-"""The product of a linear layer: torch's, or the one that a technique has put in its place.
+"""The product of a linear layer: torch's, or the one that a technique has replaced it by.
 
 Tensor parallelism decides a rank's slice of the weight and the collectives around the product; the product with the
 slice and its gradients are computed here alone, so that low precision, adapters and quantised weights work at any

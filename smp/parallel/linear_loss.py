@@ -1,4 +1,4 @@
-"""Head and cross entropy fused, by chunks of tokens: the logits of a whole sequence never exist.
+"""Head and cross entropy fused, by chunks of tokens: the full logits are never materialized.
 
 Forward computes a chunk's logits, its loss and its gradients at once, so that nothing of the chunk is saved or
 recomputed. Only the gradients of the hidden states and of the head's weights, which backward would compute anyway, are
@@ -255,7 +255,7 @@ def linear_cross_entropy(
         chunk_tokens: tokens whose logits exist at one time.
         z_loss: factor of the squared log-partition, added to each valid token's loss (PaLM, arXiv:2204.02311).
         split: the vocabulary is split over ranks; then ``hidden`` is this rank's tokens.
-        vocabulary: number of rows of the whole head, under ``split``.
+        vocabulary: number of rows of the unsplit head, under ``split``.
         logits: what makes them of the head's outputs, computed in at least fp32.
 
     Returns:

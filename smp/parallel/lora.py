@@ -67,7 +67,7 @@ class Config(Section):
     )
     lora_use_rslora: bool = setting(False, "Scale by --lora_alpha / the square root of --lora_rank.")
     qlora: bool = setting(
-        False, "Hold the weights of the blocks' linear layers in 4 bits (NF4), also while ranks gather them."
+        False, "Store the weights of the blocks' linear layers in 4 bits (NF4), also while ranks gather them."
     )
     adapter_path: str | None = setting(
         None, "Start from an adapter in peft's format: a directory, which sets the flags above."
@@ -361,7 +361,7 @@ def adapt(
         rank: of the factors; 0 with ``adapter_path``.
         alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
         target_modules: ends of the names of the blocks' linear layers that get adapters.
-        quantize: hold the weights of the blocks' linear layers in 4 bits.
+        quantize: store the weights of the blocks' linear layers in 4 bits.
         adapter_path: directory of an adapter in peft's format to start from, which sets the others.
         seed: of the initial values, the same on every rank.
 

@@ -184,7 +184,7 @@ def quantise(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Return whether weights are held in 4 bits."""
+    """Return whether weights are stored in 4 bits."""
     return bool(encoded_parameters(model))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that exist when a model's parameters are replaced: they go on with the parameters that it has then."""
+"""Optimizers that exist when a model's parameters are replaced: they continue with the parameters that it has then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a whole tensor that every rank has, with ``like``'s placements; not collective.
+    """Return this rank's shard of a full tensor that every rank has, with ``like``'s placements; not collective.
 
     Args:
         whole: of ``like``'s shape, on any device.

@@ -1,4 +1,4 @@
-"""Log-probabilities of sequences: sums over the labelled tokens of each, at any layout, without whole logits."""
+"""Log-probabilities of sequences: sums over the labelled tokens of each, at any layout, without full logits."""
 
 from __future__ import annotations
 

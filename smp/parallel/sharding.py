@@ -57,7 +57,7 @@ def transformer_units(
 def size_based_units(parts: Iterable[nn.Module], *, reshard: bool, minimum: int) -> list[Unit]:
     """Apply FSDP1's size-based policy: every smallest subtree with at least ``minimum`` parameters is a unit.
 
-    Containers that are only iterated over, never called, cannot be units. ``parts`` must not hold one of two modules
+    Containers that are only iterated over, never called, cannot be units. ``parts`` must not contain one of two modules
     that share a weight: a unit with only one of them would untie them.
     """
     units: list[Unit] = []

@@ -92,7 +92,7 @@ class OptionalMembers:
 
 
 def member(technique: Technique, name: str) -> Any:
-    """Return a member of a technique, or what :class:`OptionalMembers` has in its place."""
+    """Return a member of a technique, or the default of :class:`OptionalMembers`."""
     return getattr(technique, name, None) or getattr(OptionalMembers, name)
 
 

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """Which traced block stands for a block of the whole model.
+    """Which traced block stands for a block of the full model.
 
     Attributes:
         traced, wanted: numbers of blocks.
@@ -52,7 +52,7 @@ class Repeat:
     margin: int
 
     def template(self, block: int) -> int:
-        """Return the traced block for a block of the whole model."""
+        """Return the traced block for a block of the full model."""
         if self.wanted == self.traced or block < self.margin:
             return block
         if block >= self.wanted - self.margin:
@@ -61,7 +61,7 @@ class Repeat:
 
     @functools.cached_property
     def copies(self) -> dict[int, list[int]]:
-        """Return the blocks of the whole model that each traced block stands for."""
+        """Return the blocks of the full model that each traced block stands for."""
         found: dict[int, list[int]] = {template: [] for template in range(self.traced)}
         for block in range(self.wanted):
             found[self.template(block)].append(block)
@@ -69,7 +69,7 @@ class Repeat:
 
 
 def blocks_to_trace(wanted: int, *, period: int, margin: int) -> int:
-    """Return how many blocks to trace: both margins, a period, and what is left over of whole periods; at most all."""
+    """Return how many blocks to trace: both margins, a period, and what is left over of full periods; at most all."""
     inner = wanted - 2 * margin
     few = 2 * margin + period + inner % period if inner > 0 else wanted
     return min(wanted, few)
@@ -141,7 +141,7 @@ class _Births:
     def compare_owned(self, owner: int, rank: int, template: int) -> None:
         """Compare a parameter's or state's bytes with those of a template."""
         if self._owned.get((owner, rank)) != self._owned.get((template, rank)):
-            raise UnequalBlocksError(f"blocks {owner} and {template} hold other states")
+            raise UnequalBlocksError(f"blocks {owner} and {template} have other states")
 
 
 class _Writer:
@@ -190,7 +190,7 @@ class _Writer:
 
 
 def whole_step(trace: Trace, repeated: Repeat) -> Step:
-    """Write down the storages and changes of the step of the whole model.
+    """Write down the storages and changes of the step of the full model.
 
     Raises:
         UnequalBlocksError: a block is not what the block that stands for it is.

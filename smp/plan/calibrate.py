@@ -65,8 +65,8 @@ def calibrate(*, seconds: float = SECONDS, path: Path | None = None) -> Path:
         outputs = list(Path(folder).iterdir())
         if status != 0 or len(outputs) != count:
             raise UserError(
-                f"measuring with {count} process(es) ended with status {status}: see above for why, or plan with the "
-                f"row of a data sheet, such as --device {next(iter(DEVICES))}"
+                f"measuring with {count} process(es) ended with status {status}: see above for why, or plan with a "
+                f"data sheet's, such as --device {next(iter(DEVICES))}"
             )
         found = [json.loads(output.read_text()) for output in outputs]
     mean = {name: statistics.fmean(each[name] for each in found) for name in found[0]}

@@ -1,7 +1,7 @@
-"""Seconds of a step by a closed form: products, attention, bytes moved and exchanges of a decoder, without a trace.
+"""Seconds of a step by a closed form: products, attention, bytes moved and communication of a decoder, without a trace.
 
-Published runs on GPUs are held against it (``benchmarks/plan.py published``). A block's kernels are a roofline:
-products and attention by their FLOPs, everything else by the bytes that it moves. On GPUs the exchanges of a block are
+It is compared with published runs on GPUs (``benchmarks/plan.py published``). A block's kernels are a roofline:
+products and attention by their FLOPs, everything else by the bytes that it moves. On GPUs a block's collectives are
 hidden under its compute, as FSDP2 overlaps them, and so is the host, which issues operations ahead. On CPUs everything
 takes its turn on the same cores.
 """

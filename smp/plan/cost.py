@@ -25,7 +25,7 @@ class Cost:
 
     Attributes:
         steps: optimizer steps.
-        hours: of the whole job.
+        hours: of the job.
         device_hours: hours times devices.
         money: None without a price.
     """
@@ -82,7 +82,7 @@ def host_bytes(
 def disk_bytes(
     shape: ModelShape, mesh: Mesh, work: Workload, checkpoint: CheckpointConfig, *, local: int
 ) -> dict[str, int]:
-    """Predict the bytes on disks, by use: of the whole job, but activations of each host."""
+    """Predict the bytes on disks, by use: of the job, but activations of each host."""
     replicas = mesh.replicas.size if checkpoint.is_local else 1
     one = _STATE_BYTES * shape.trained(1).parameters * replicas
     kept = sum(checkpoint.num_kept_checkpoints) + checkpoint.keep_best

@@ -1,4 +1,4 @@
-"""What is known of a device's speed: rows of data sheets, and rows that `smp plan --calibrate` has measured.
+"""Device specs: peaks and efficiencies from data sheets, and those that `smp plan --calibrate` has measured.
 
 Every row says which of the two it is, when it was made and on what. A data sheet's peaks are not reached; the
 efficiencies beside them are the share that published measurements reach, each with its source here:
@@ -93,7 +93,7 @@ class DeviceRow:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether kernels and exchanges run beside the host and each other."""
+        """Whether kernels and collectives run beside the host and each other."""
         return self.capability is not None
 
     @property
@@ -213,7 +213,7 @@ def device_row(name: str) -> DeviceRow:
     if alike := [each for each in known if each.startswith(f"{plain_name(name)}_")]:
         raise UserError(f"--device {name} is not one device: say which, {' or '.join(alike)}")
     raise UserError(
-        f"--device {name} is not known: give one of {', '.join(known)}, the path of a row's JSON file, or measure the "
+        f"--device {name} is not known: give one of {', '.join(known)}, the path of a spec's JSON file, or measure the "
         f"device at hand with `smp plan --calibrate`"
     )
 
@@ -259,11 +259,11 @@ def read_row(path: Path) -> DeviceRow:
         return row
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is no row of a device: {error}: write it anew with `smp plan --calibrate`, or give a name"
+            f"{path} is no device spec: {error}: write it anew with `smp plan --calibrate`, or give a name"
         ) from None
 
 
 def write_row(row: DeviceRow, path: Path) -> None:
-    """Write the row of a device as JSON; a reader sees the old file or the whole new one."""
+    """Write the row of a device as JSON; a reader sees the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document.write({"schema": SCHEMA, **dataclasses.asdict(row)}, path)

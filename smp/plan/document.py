@@ -25,7 +25,7 @@ def memory_entry(memory: RankMemory) -> dict[str, Any]:
         "outside": memory.outside,
         "heap": memory.heap,
         "limit": memory.limit,
-        "room": memory.room,
+        "room": memory.headroom,
         "shared": memory.shared,
         "peak_moment": memory.peak.where,
         "at_peak": dict(memory.peak.categories),
@@ -63,7 +63,7 @@ def as_text(content: Any) -> str:
 
 
 def write(content: Any, path: Path) -> None:
-    """Write JSON; a reader sees the old file or the whole new one."""
+    """Write JSON; a reader sees the old file or the complete new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

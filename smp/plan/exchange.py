@@ -1,4 +1,4 @@
-"""Seconds and bytes of an exchange from a device's links and its share of the host's network cards."""
+"""Seconds and bytes of a collective from a device's links and its share of the host's network cards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exchange(NamedTuple):
 def ring_seconds(nbytes: float, ranks: int, on_host: int, row: DeviceRow) -> float:
     """Return the seconds of an all-gather or a reduce-scatter.
 
-    A ring over whole hosts enters and leaves each host once, through all cards that its ranks there share: with
+    A ring over full hosts enters and leaves each host once, through all cards that its ranks there share: with
     ``on_host`` ranks of the group on each host it has ``on_host`` shares of the network, up to the speed of the links.
 
     Args:
@@ -56,7 +56,7 @@ def sent_bytes(exchange: Exchange, on_host: int) -> tuple[int, int]:
 
 
 def exchange_seconds(exchange: Exchange, on_host: int, row: DeviceRow) -> float:
-    """Return the seconds of an exchange by a data sheet's links and network."""
+    """Return the seconds of a collective by a data sheet's links and network."""
     if exchange.kind == "all_reduce":  # a reduce-scatter and an all-gather
         return 2 * ring_seconds(exchange.nbytes, exchange.ranks, on_host, row) - START
     if exchange.kind == "send":  # the last rank of a host sends to the next host alone

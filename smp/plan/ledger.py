@@ -86,7 +86,7 @@ def read(directories: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
     found = []
     for directory in directories:
         if not directory.is_dir():
-            raise UserError(f"--ledger {directory} is no directory: give one that holds run directories")
+            raise UserError(f"--ledger {directory} is no directory: give one that contains run directories")
         for path in sorted(directory.rglob(ERROR)):
             try:
                 line = read_object(path)

@@ -41,11 +41,11 @@ from smp.train.run_plan import Job, check_global_batch, choose_settings, make_jo
 _MARGIN = 2  # blocks at each end, of which prefetching makes other buffers than of those between
 
 
-def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow, exact: bool = False) -> LayoutPlan:
+def plan_layout(argv: Sequence[str], *, nodes: int, local: int, row: DeviceRow, exact: bool = False) -> LayoutPlan:
     """Plan a job with the layout of its flags.
 
     Args:
-        words: the training job's flags.
+        argv: the training job's flags.
         nodes: hosts.
         local: ranks of each.
         row: the device; ``cpu`` plans processes of this machine.
@@ -58,7 +58,7 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
     limit = int(row.memory * GIB) or None
     ranks = sorted({0, nodes * local - 1}) if exact else [0]
     world.prepare(device.type, row.capability or (0, 0), local, limit or 0)
-    plans = [_Rank(list(words), device, nodes * local, local, rank, limit, row, exact=exact) for rank in ranks]
+    plans = [_Rank(list(argv), device, nodes * local, local, rank, limit, row, exact=exact) for rank in ranks]
     first = plans[0]
     largest = max(plans, key=lambda plan: plan.memory.needed)
     return LayoutPlan(
@@ -71,7 +71,7 @@ def plan_layout(words: Sequence[str], *, nodes: int, local: int, row: DeviceRow,
     )
 
 
-def warm_up(words: Sequence[str]) -> None:
+def warm_up(argv: Sequence[str]) -> None:
     """Import what a plan needs, so that forks of this process need not.
 
     Raises:
@@ -79,7 +79,7 @@ def warm_up(words: Sequence[str]) -> None:
     """
     import torch._dynamo  # noqa: F401  by the first operation under a mode
 
-    config = resolve_model(parse_args(list(words)).model, here=False).hf_config
+    config = resolve_model(parse_args(list(argv)).model, here=False).hf_config
     importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
 
 
@@ -91,11 +91,11 @@ class _Rank:
     """
 
     def __init__(
-        self, words: list[str], device: torch.device, ranks: int, local: int, rank: int, limit: int | None,
+        self, argv: list[str], device: torch.device, ranks: int, local: int, rank: int, limit: int | None,
         row: DeviceRow, *, exact: bool,
     ):  # fmt: skip
         self.row, self.limit, self.local = row, limit, local
-        config = parse_args(words)
+        config = parse_args(argv)
         problems = Problems()
         launch = Launch(rank, ranks, rank % local, local)
         if row.is_gpu and config.model.attn_implementation in PLANNED_AS_SDPA:

@@ -1,4 +1,4 @@
-"""Records of a plan: what a rank holds, how long a step takes; plain data that goes to JSON."""
+"""Records of a plan: memory of a rank, how long a step takes; plain data that goes to JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1024**3
 
 FITS, FLUSH, NO = "fits", "flush", "no"
 TOP = 3  # layouts that are looked for
-# Less room than this share of the limit is called tight.
+# Less headroom than this share of the limit is called tight.
 TIGHT = 0.05
 
 
@@ -32,7 +32,7 @@ class RankMemory:
     """Memory of one rank's device over a step.
 
     Attributes:
-        rank: which was planned; of all distinct ranks the one that holds most.
+        rank: which was planned; of all distinct ranks the one that needs most.
         peak: the moment of the highest sum.
         own_peaks: each category's own highest bytes.
         reserved: bytes of the caching allocator's segments; None on a CPU.
@@ -66,7 +66,7 @@ class RankMemory:
         return max(self.reserved or 0, self.allocated) + self.outside
 
     @property
-    def room(self) -> int | None:
+    def headroom(self) -> int | None:
         """Bytes of the limit that remain; negative: that are missing."""
         return None if self.limit is None else self.limit - self.needed
 
@@ -80,7 +80,7 @@ class RankMemory:
     @property
     def tight(self) -> bool:
         """Whether it fits with less than 5 % of the limit to spare."""
-        return self.room is not None and self.limit is not None and 0 <= self.room < TIGHT * self.limit
+        return self.headroom is not None and self.limit is not None and 0 <= self.headroom < TIGHT * self.limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StepTime:
     """Seconds of a step, and where they go.
 
     Attributes:
-        seconds: of the whole step.
+        seconds: of the step.
         low, high: its range.
         parts: seconds by part, such as ``compute``, ``exposed gathers``, ``optimizer``.
         inside, between: bytes that a rank sends inside a host and between hosts.
@@ -111,7 +111,7 @@ class LayoutPlan:
     Attributes:
         flags: the settings that make this layout, by name.
         mesh: degrees as the log says them.
-        memory: of the rank that holds most.
+        memory: of the rank that needs most.
         host: host memory of a rank by category.
         disk: bytes by use: ``checkpoint``, ``kept checkpoints``, ``offloaded activations``.
         step: its time.

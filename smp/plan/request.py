@@ -28,11 +28,11 @@ from smp.plan.layouts import Layout, layouts
 from smp.plan.records import GIB, TOP, LayoutPlan, Moment, RankMemory
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
-from smp.plan.tables import title_of, words_of
+from smp.plan.tables import argv_of, title_of
 from smp.train.arguments import parse_args
 from smp.train.flops import model_flops_per_token
 
-# Plans a layout: words of the job, and by name nodes, local, device and exact.
+# Plans a layout: argv of the job, and by name nodes, local, device and exact.
 Planner = Callable[..., LayoutPlan]
 CLOSED = "closed form"  # a plan's method
 
@@ -42,13 +42,13 @@ class Request:
     """What is to be planned.
 
     Attributes:
-        words: the job's flags.
+        argv: the job's flags.
         settings, given: all of its settings by name, and the names of those that were given.
         row: of the device.
         nodes, local: hosts, and devices of each.
     """
 
-    words: list[str]
+    argv: list[str]
     settings: dict[str, Any]
     given: frozenset[str]
     checkpoint: CheckpointConfig
@@ -77,7 +77,7 @@ class Request:
 
 
 def read_request(
-    words: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None
+    argv: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None
 ) -> Request:
     """Read the job's flags as the job does; no data is needed.
 
@@ -89,7 +89,7 @@ def read_request(
         UserError: ``global_tokens`` contradicts them, or nothing is to be trained.
     """
     try:
-        config = parse_args(words)
+        config = parse_args(argv)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
         if config.preference.dpo:
@@ -105,12 +105,12 @@ def read_request(
                 )
             if tokens < length:
                 raise UserError(f"--global_tokens {global_tokens} is less than a sample of {length} tokens: give more")
-            words = [*words, "--global_batch_size", str(tokens // length)]
-            config = parse_args(words)
+            argv = [*argv, "--global_batch_size", str(tokens // length)]
+            config = parse_args(argv)
     except ConfigError as error:
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
     return Request(
-        words, config.flat(), config.given, config.checkpoint, row, nodes, local, model,
+        argv, config.flat(), config.given, config.checkpoint, row, nodes, local, model,
         shape_of(model, settings_of(config.flat())),
     )  # fmt: skip
 
@@ -154,10 +154,10 @@ def answer(
         free.put(planner)
 
     def trace(layout: Layout, *, exactly: bool) -> LayoutPlan | UserError:
-        words = [*request.words, *words_of(layout.flags)]
+        argv = [*request.argv, *argv_of(layout.flags)]
         planner = free.get()
         try:
-            made = planner(words, nodes=request.nodes, local=request.local, device=request.row, exact=exactly)
+            made = planner(argv, nodes=request.nodes, local=request.local, device=request.row, exact=exactly)
         except UserError as error:
             return error
         finally:
@@ -185,9 +185,9 @@ def answer(
     return found
 
 
-def closed_plan(words: list[str], *, nodes: int, local: int, device: DeviceRow, exact: bool) -> LayoutPlan:
+def closed_plan(argv: list[str], *, nodes: int, local: int, device: DeviceRow, exact: bool) -> LayoutPlan:
     """Plan one layout by the closed form alone, for machines that cannot trace."""
-    request = read_request(words, device, nodes=nodes, local=local)
+    request = read_request(argv, device, nodes=nodes, local=local)
     (layout,) = request.layouts(fixed=True)
     mesh, work = layout.mesh, layout.work
     tensors = estimate_memory(request.shape, mesh, work)
@@ -253,7 +253,7 @@ def notes(request: Request, found: Found) -> Iterator[str]:
 
 
 def more_devices(request: Request, *, alone: bool) -> str:
-    """Return how many devices would hold the job, by the closed form.
+    """Return how many devices would suffice for the job, by the closed form.
 
     Args:
         alone: no other layout was looked at.
@@ -267,13 +267,13 @@ def more_devices(request: Request, *, alone: bool) -> str:
     enough = processes_that_fit(request.shape, asked.mesh, work, request.limit)
     if enough is not None and enough <= request.devices and alone and asked.mesh.replicas.size > 1:
         return (
-            f"By the closed form, full sharding over {enough} of these devices would hold it: give --sharding_strategy "
-            f"full_shard, or leave the degrees and --search 0 out."
+            f"By the closed form, full sharding over {enough} of these devices would suffice: give "
+            f"--sharding_strategy full_shard, or leave the degrees and --search 0 out."
         )
     if enough is None or enough <= request.devices:
         return "More memory on each device, or a shorter --max_context_width, would help; more devices would not."
     return (
-        f"By the closed form, full sharding over {enough} devices would hold it: --nodes {-(-enough // request.local)}."
+        f"By the closed form, full sharding over {enough} devices would suffice: --nodes {-(-enough // request.local)}."
     )
 
 
@@ -285,7 +285,7 @@ def as_document(request: Request, found: Found, *, top: int, tokens: int | None,
     costs = [(plan, cost(request, plan, tokens, price), rates(request, plan)) for plan in plans]
     return {
         "schema": document.SCHEMA, "smp": __version__, "torch": torch.__version__,
-        "flags": request.words,
+        "flags": request.argv,
         "cluster": {
             "nodes": request.nodes, "gpus_per_node": request.local, "device": row.name, "memory_gib": row.memory,
             "network": row.network,

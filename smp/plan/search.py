@@ -186,10 +186,10 @@ def _found(
         elif limit is not None:
             stalls = memory.verdict != NO
             size = max(memory.reserved or 0, memory.allocated) if stalls else memory.allocated
-            room = limit - memory.outside
+            available = limit - memory.outside
             said = f"{'reserved' if stalls else 'allocated'} {size / GIB:.1f}"
-            over = max(size - room, 0)
-            reason = f"{said} > {room / GIB:.1f} GiB"
+            over = max(size - available, 0)
+            reason = f"{said} > {available / GIB:.1f} GiB"
             if memory.outside:
                 reason += f" ({limit / GIB:.1f} - {memory.outside / GIB:.1f} outside)"
             refused.append(Refused(estimate.layout, reason, over, _per_token(plan), traced=True))
@@ -213,9 +213,9 @@ def _offloading(each: Estimate) -> float:
 
 
 def _order(estimate: Estimate, plan: LayoutPlan, best: float) -> tuple[float, bool, int]:
-    """Return the sorting key: time to a hundredth of the best, then no offloading, then room."""
+    """Return the sorting key: time to a hundredth of the best, then no offloading, then headroom."""
     offloads = estimate.layout.work.settings[ActivationConfig].offload_activations
-    return (round(_per_token(plan) / best, 2), offloads, -(plan.memory.room or 0))
+    return (round(_per_token(plan) / best, 2), offloads, -(plan.memory.headroom or 0))
 
 
 def instructive(found: Found, most: int = 6) -> list[Refused]:

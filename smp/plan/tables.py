@@ -30,18 +30,18 @@ def seconds(value: float) -> str:
 
 def verdict(memory: RankMemory) -> str:
     """Return whether it fits, by how much, and if not because of what, in one sentence."""
-    if memory.limit is None or memory.room is None:
+    if memory.limit is None or memory.headroom is None:
         return f"needs {gib(memory.needed)} GiB of each device"
     limit = gib(memory.limit)
     if memory.verdict == FITS:
-        share = 100 * memory.room / memory.limit
+        share = 100 * memory.headroom / memory.limit
         if memory.tight:
-            return f"fits, tight: {gib(memory.room)} GiB ({share:.1f} %) of {limit} to spare"
-        return f"fits, with {gib(memory.room)} GiB of {limit} to spare"
+            return f"fits, tight: {gib(memory.headroom)} GiB ({share:.1f} %) of {limit} to spare"
+        return f"fits, with {gib(memory.headroom)} GiB of {limit} to spare"
     if memory.verdict == FLUSH:
         return (
             f"fits, but the allocator will flush and stall: it wants to reserve {gib(memory.reserved or 0)} GiB, "
-            f"{gib(-memory.room)} more than there are"
+            f"{gib(-memory.headroom)} more than available"
         )
     over = memory.allocated + memory.outside - memory.limit
     name = max(memory.peak.categories, key=lambda category: memory.peak.categories[category])
@@ -67,8 +67,8 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
     else:
         sums |= {"the process without a model": memory.outside - memory.heap}
         sums |= {"heap beyond the tensors, at most": memory.heap} if memory.heap else {}
-    if memory.limit is not None and memory.room is not None:
-        sums |= {"limit": memory.limit, "room" if memory.room >= 0 else "missing": abs(memory.room)}
+    if memory.limit is not None and memory.headroom is not None:
+        sums |= {"limit": memory.limit, "headroom" if memory.headroom >= 0 else "missing": abs(memory.headroom)}
     yield from (f"  {name:<{_NAME - 2}} {size / unit:>11,.2f}" for name, size in sums.items())
     if memory.shared:
         yield f"  {gib(memory.shared)} GiB of it are shared by the ranks of a host"
@@ -77,10 +77,10 @@ def memory_table(memory: RankMemory, block: str = "#") -> Iterator[str]:
 
 def other_memory(plan: LayoutPlan) -> Iterator[str]:
     """Yield host memory and disk."""
-    for title, sizes in (("memory of a host, GiB", plan.host), ("disk, GiB", plan.disk)):
+    for title, sizes in (("host memory, GiB", plan.host), ("disk, GiB", plan.disk)):
         if any(sizes.values()):
             listed = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
-            yield f"{title}: {listed}" + (f"; in all {gib(sum(sizes.values()))}" if title.startswith("memory") else "")
+            yield f"{title}: {listed}" + (f"; total {gib(sum(sizes.values()))}" if title.startswith("host") else "")
 
 
 def step_table(plan: LayoutPlan, rates: Mapping[str, float], block: str = "#") -> Iterator[str]:
@@ -92,8 +92,8 @@ def step_table(plan: LayoutPlan, rates: Mapping[str, float], block: str = "#") -
         share = value / step.seconds
         if share < _SMALL:
             continue
-        bar = block * round(_BAR * share)
-        yield f"  {name:<{_NAME - 2}} {seconds(value):>11} {100 * share:>8.0f} %  {bar}".rstrip()
+        label, bar = name.replace("exchanges", "communication"), block * round(_BAR * share)  # JSON keeps its key
+        yield f"  {label:<{_NAME - 2}} {seconds(value):>11} {100 * share:>8.0f} %  {bar}".rstrip()
     between = f"{gib(step.between)} GiB" if step.between else "nothing"
     yield f"  a device sends {gib(step.inside)} GiB inside its host and {between} to other hosts"
     used = f"model FLOPs utilisation {100 * rates['mfu']:.1f} %"
@@ -107,7 +107,7 @@ def cost_line(cost: Cost, devices: str) -> str:
     return f"{short(cost.tokens)} tokens: {cost.steps:,} steps, {span}, {cost.device_hours:,.0f} {devices} hours{money}"
 
 
-def words_of(flags: Mapping[str, object]) -> list[str]:
+def argv_of(flags: Mapping[str, object]) -> list[str]:
     """Return settings as the command line takes them."""
     return [word for name, value in flags.items() for word in (f"--{name}", flag_text(value))]
 
@@ -153,10 +153,10 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
             gib(memory.allocated), reserved,
         )  # fmt: skip
         yield _row(str(number), degrees, cells)
-        yield from wrapped(words_of(layout.flags), width, indent=4)
+        yield from wrapped(argv_of(layout.flags), width, indent=4)
     others = instructive(found)
     if others:
-        yield "why not another; the first layout, but with" if found.plans else "nothing fits:"
+        yield "rejected: the first layout, but with" if found.plans else "nothing fits:"
     best = found.plans[0][0] if found.plans else None
     for refused in others:
         changes = [] if best is None else [text for _, text in differences(refused.layout, best)]

@@ -43,7 +43,7 @@ class Worker:
                     pipe.close()
 
     def start(self, device: DeviceRow) -> subprocess.Popen[bytes]:
-        """Start the process, unless it runs; it imports what it needs while the caller goes on."""
+        """Start the process, unless it runs; it imports what it needs while the caller continues."""
         if self._process is None:
             self._process = _start(device)
             assert self._process.stdin is not None and self._process.stdout is not None
@@ -52,7 +52,7 @@ class Worker:
         return self._process
 
     def plan(
-        self, words: Sequence[str], *, nodes: int, local: int, device: DeviceRow, exact: bool = False
+        self, argv: Sequence[str], *, nodes: int, local: int, device: DeviceRow, exact: bool = False
     ) -> LayoutPlan:
         """Plan one layout; see :func:`smp.plan.plan.plan_layout`. All calls have devices of one kind.
 
@@ -60,7 +60,7 @@ class Worker:
             UserError: the flags, or the layout, are not legal; or there is no compiler for a plan of GPUs.
         """
         process = self.start(device)
-        request = {"words": list(words), "nodes": nodes, "local": local, "row": device, "exact": exact}
+        request = {"argv": list(argv), "nodes": nodes, "local": local, "row": device, "exact": exact}
         assert self._requests is not None and self._answers is not None
         try:
             self._requests.send(request)
@@ -99,10 +99,10 @@ def serve() -> None:
     with contextlib.suppress(EOFError):
         while True:
             request = requests.recv()
-            words, row = request.pop("words"), request.pop("row")
+            argv, row = request.pop("argv"), request.pop("row")
             try:
-                warm_up(words)
-                answer: LayoutPlan | str = in_child(functools.partial(plan_layout, words, row=row, **request))
+                warm_up(argv)
+                answer: LayoutPlan | str = in_child(functools.partial(plan_layout, argv, row=row, **request))
             except UserError as error:
                 answer = str(error)
             answers.send(answer)

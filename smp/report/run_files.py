@@ -98,7 +98,7 @@ def read_run(path: Path) -> RunFiles:
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}: give the directory of a run, its --output_dir")
     if not any((path / name).exists() for name in (METRICS, CONFIG, LOG, history.FILE, "checkpoints")):
-        raise UserError(f"{path} holds nothing of a run ({METRICS}, {CONFIG}, ...): give the --output_dir of one")
+        raise UserError(f"{path} contains nothing of a run ({METRICS}, {CONFIG}, ...): give the --output_dir of one")
     notes: list[str] = []
     lines = [line for line in _lines(path / METRICS, notes) if _is_step(line.get("step"))]
     lines.sort(key=lambda line: line["step"])

@@ -19,10 +19,10 @@ _MEANING = {
     "forward": "and the gathering of parameters",
     "backward": "and the reduction of gradients",
     "optimizer": "clip, update, and the wait for the step's numbers",
-    "agreement": "of all ranks: go on, stop, save",
+    "agreement": "of all ranks: continue, stop, save",
     "logging": "the line of metrics and what follows from it",
     "validation": "",
-    "checkpoint": "as far as training stood still for it",
+    "checkpoint": "as far as training waited for it",
     "end": "final model, closing of files",
 }
 # Settings that change from start to start by themselves.

@@ -131,7 +131,7 @@ class Flag:
         return len(self.field.metadata["only"]) == 1
 
 
-_NOUNS = {bool: "0 or 1", int: "a whole number", float: "a number", str: "text"}
+_NOUNS = {bool: "0 or 1", int: "an integer", float: "a number", str: "text"}
 
 
 def _noun(kind: Any) -> str:
@@ -208,7 +208,7 @@ def _convert(name: str, values: list[Any]) -> Any:
         text = "null" if value is None else str(value)
         if (shown := redact(text)) != text:
             raise UserError(
-                f"--{name} {shown} holds a secret, which config.yaml and the checkpoints would keep: give it by the "
+                f"--{name} {shown} contains a secret, which config.yaml and the checkpoints would keep: give it by the "
                 f"environment (such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN)"
             )
         try:
@@ -246,7 +246,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"--config {path} must hold settings as `name: value` lines, got {a_type(content)}")
+        raise UserError(f"--config {path} must contain settings as `name: value` lines, got {a_type(content)}")
     return {str(key): value for key, value in content.items()}
 
 

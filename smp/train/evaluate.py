@@ -57,7 +57,7 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
         guard.enter("validation")
         result = validate(plan, model, dataclasses.replace(plan.setup, mesh=mesh), enter=guard.enter)
         if not result.tokens:
-            raise UserError(f"{config.data.test_dir} holds no token that follows another: nothing to evaluate on")
+            raise UserError(f"{config.data.test_dir} contains no token that follows another: nothing to evaluate on")
         if launch.is_main:
             _report(plan, start, result)
         plan.close()

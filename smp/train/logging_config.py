@@ -39,7 +39,7 @@ class LoggingConfig(Section):
     project: str = setting("smp", "Project (MLflow: experiment) of the run in trackers.")
     run_name: str | None = setting(None, "Name of the run in trackers. Default: that of the run directory.")
     enable_memory_profiling: bool = setting(
-        False, "Log memory at marked places of the first steps, and what holds it at the peak of the first two."
+        False, "Log memory at marked points of the first steps, and by category at the peak of the first two."
     )
     memory_profiling_all_ranks: bool = setting(False, "With --enable_memory_profiling 1, show it for every rank.")
     memory_snapshot: bool = setting(False, "With it, on GPUs: write the allocator's history of the second step.")

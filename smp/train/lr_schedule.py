@@ -19,7 +19,7 @@ class LRConfig(Section):
 
     lr: float = setting(1e-4, "Peak learning rate.", above=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "plateau", "wsd"] = setting(
-        "cosine", "How the rate falls after warm-up. plateau: hold, then linear; wsd: hold, then a short linear decay."
+        "cosine", "How the rate falls after warm-up. plateau: constant, then linear; wsd: constant, then short linear."
     )
     lr_decay_iters: int | None = setting(
         None,

@@ -301,7 +301,7 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> BinaryIO | None:
     """Open ``metrics.jsonl`` to append, unbuffered, after dropping the lines beyond step ``keep_until``.
 
     The shortened file replaces the old one in one step, so that a crash here loses no line. Returns None, with a
-    warning, where the disk has no room for it.
+    warning, where the disk is full.
     """
     shortened = path.with_name(path.name + ".tmp")
     try:
@@ -309,7 +309,7 @@ def _open_metrics(path: Path, *, keep_until: int | None) -> BinaryIO | None:
         if path.exists() and path.stat().st_size:
             if keep_until is None and not _began_only(path):
                 raise UserError(
-                    f"{path} already holds the metrics of a run: resume that run with --resume_from_checkpoint, "
+                    f"{path} already contains the metrics of a run: resume that run with --resume_from_checkpoint, "
                     f"or choose another --output_dir"
                 )
             with path.open(encoding="utf-8", errors="replace") as old, shortened.open("w", encoding="utf-8") as new:

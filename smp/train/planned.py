@@ -91,13 +91,13 @@ def dry_run(plan: RunPlan) -> None:
 def planner_command(job: Job) -> list[str]:
     """Return the command that plans a job as it is, without a search."""
     device = job.device
-    words = [sys.executable, "-m", "smp", "plan", "--search", "0", *_size_words(job)]
+    argv = [sys.executable, "-m", "smp", "plan", "--search", "0", *_size_words(job)]
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-        words += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
+        argv += ["--device", torch.cuda.get_device_name(device), "--gpu_memory_gib", f"{memory:.2f}"]
     else:
-        words += ["--device", "cpu"]
-    return [*words, *given_words(job)]
+        argv += ["--device", "cpu"]
+    return [*argv, *given_words(job)]
 
 
 def _size_words(job: Job) -> list[str]:

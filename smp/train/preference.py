@@ -67,7 +67,7 @@ class Config(Section):
         elif data.dataset_type != "chat":
             found.append(f"--dpo 1 reads pairs, not --dataset_type {data.dataset_type}: set --dataset_type chat")
         elif data.train_on not in ("auto", "completion"):
-            found.append(f"--dpo 1 compares whole answers, not --train_on {data.train_on}: leave that out")
+            found.append(f"--dpo 1 compares complete answers, not --train_on {data.train_on}: leave that out")
         if not adapters.lora_rank and adapters.adapter_path is None:
             found.append(
                 "--dpo 1 compares with the base model, which is there only beside adapters: set --lora_rank, such as 16"

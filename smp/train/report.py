@@ -252,7 +252,7 @@ def profile_step(
 def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
     if plan.launch.is_main:
         shape, work = sizes(plan)
-        title = f"What holds the memory of rank 0 at the peak of step {step}"
+        title = f"Memory by category of rank 0 at the peak of step {step}"
         predicted = estimate_memory(shape, plan.mesh, work)
         logger.info("%s", profile.table(title=title, predicted=predicted))
         peak = profile.peak()
@@ -267,7 +267,7 @@ def _log_memory(plan: RunPlan, profile: MemoryProfile, step: int) -> None:
     if plan.config.logging.memory_profiling_all_ranks:
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, profile.peak())
-        logger.info("What holds the memory of every rank at its peak, in MiB:\n%s", rank_table(peaks))
+        logger.info("Memory by category of every rank at its peak, in MiB:\n%s", rank_table(peaks))
 
 
 @contextlib.contextmanager
@@ -293,8 +293,6 @@ def print_out_of_memory(plan: RunPlan, failure: str, tables: list[str]) -> None:
         tables: measured memory; empty where nothing was measured.
     """
     shape, work = sizes(plan)
-    predicted = "What each process was predicted to hold:\n" + memory_table(
-        estimate_memory(shape, plan.mesh, work), None
-    )
+    predicted = "Predicted memory of each process:\n" + memory_table(estimate_memory(shape, plan.mesh, work), None)
     lines = [f"error: rank {plan.launch.rank} ran out of memory on {plan.device}: {failure}"]
     print("\n".join([*lines, *(tables or [predicted]), advice_text(changes_of(plan, shape, work))]), file=sys.stderr)

@@ -366,18 +366,18 @@ def _advice(job: Job, shape: ModelShape, work: Workload, needed: int, available:
         return f"use {', or '.join([*parts, 'a smaller model, batch or sequence'])}"
     parts = [change.flags for change in changes_of(job, shape, work) if needed - change.saving <= available] + parts
     command = plan_command(job, without=("sharding_strategy", "hybrid_shard_degree"))
-    return f"use {', or '.join([*parts, 'a smaller model'])}; `{command}` shows how many GPUs would hold it, and how"
+    return f"use {', or '.join([*parts, 'a smaller model'])}; `{command}` shows how many GPUs suffice, and how"
 
 
 def given_words(job: Job, *, without: Iterable[str] = ()) -> list[str]:
     """Return the flags that were given, but for where the job writes and those ``without``."""
     left_out = {"plan", "output_dir", "resume_from_checkpoint", "dry_run", "dry_run_world_size", *without}
-    settings, words = job.config.flat(), list[str]()
+    settings, argv = job.config.flat(), list[str]()
     for name in sorted(job.config.given - left_out):
         values = settings[name] if isinstance(settings[name], list) else [settings[name]]
         if values and values != [None]:
-            words += [f"--{name}", *map(flag_text, values)]
-    return words
+            argv += [f"--{name}", *map(flag_text, values)]
+    return argv
 
 
 def plan_command(job: Job, *options: str, without: Iterable[str] = ()) -> str:

@@ -206,7 +206,7 @@ def _refuse_logged(plan: RunPlan, *, fresh: bool) -> None:
     died_early = latest and fresh and (logged <= first_due or interrupted)
     if logged and not died_early:
         raise UserError(
-            f"{metrics} already holds the metrics of a run, up to step {logged}: resume that run from its own "
+            f"{metrics} already contains the metrics of a run, up to step {logged}: resume that run from its own "
             f"checkpoints with --resume_from_checkpoint, or choose another --output_dir"
         )
 
@@ -234,7 +234,7 @@ def _check_script(path: Path | RemoteCheckpoint, manifest: Manifest, *, reset: b
         )
     if not reset:
         raise UserError(
-            f"checkpoint {path} is a script's, and does not say where in the data the job would go on: "
+            f"checkpoint {path} is a script's, and does not say where in the data the job would continue: "
             f"--reset_progress 1 takes its parameters and AdamW's state, and begins data, schedule and generators anew"
         )
 

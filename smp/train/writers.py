@@ -172,7 +172,7 @@ class Trackers:
     def _warn(self, name: str, reason: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            logger.warning("--report_to %s: %s. Training goes on; metrics.jsonl has every value.", name, reason)
+            logger.warning("--report_to %s: %s. Training continues; metrics.jsonl has every value.", name, reason)
 
 
 def _curve(key: str) -> str:

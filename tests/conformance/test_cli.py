@@ -109,8 +109,8 @@ def test_bad_words_are_refused_in_one_sentence(refused, run_dir):
 def test_a_good_checkpoint_is_whole(call, run_dir):
     status, out, err = call("verify", run_dir / "checkpoints" / "llama_v2-4steps")
     assert status == 0 and err == [] and len(out) == 1
-    assert re.fullmatch(r"llama_v2-4steps: whole \(2 files, \d+\.\d KiB, \d+\.\d s\)", out[0]), out
-    assert call("verify", run_dir / "checkpoints" / "latest")[1][0].startswith("llama_v2-4steps: whole")
+    assert re.fullmatch(r"llama_v2-4steps: valid \(2 files, \d+\.\d KiB, \d+\.\d s\)", out[0]), out
+    assert call("verify", run_dir / "checkpoints" / "latest")[1][0].startswith("llama_v2-4steps: valid")
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints"])
@@ -192,7 +192,7 @@ def test_one_damaged_of_several(call, run_dir, tmp_path):
     assert [line for line in out if not line.startswith(" ")] == [
         "checkpoints/llama_v2-2steps: damaged",
         "checkpoints/llama_v2-3steps: not complete",
-        next(line for line in out if line.startswith("checkpoints/llama_v2-4steps: whole (")),
+        next(line for line in out if line.startswith("checkpoints/llama_v2-4steps: valid (")),
         "checkpoints/llama_v2-6steps.tmp: left by an interrupted save, and removed by the next start",
         "2 of 3 checkpoints cannot be resumed from",
     ]
@@ -210,21 +210,21 @@ def test_checkpoints_of_single_ranks(call, refused, tmp_path):
     run_job(*LLAMA, *words, world_size=2).succeeded()
     status, out, _ = call("verify", tmp_path)
     names = [f"checkpoints/rank0000{rank}-of-00002/llama_v2-1steps" for rank in (0, 1)]
-    assert status == 0 and [line.split(": whole")[0] for line in out] == names
+    assert status == 0 and [line.split(": valid")[0] for line in out] == names
     assert [line.split()[:3] for line in call("inspect", tmp_path)[1][1:]] == [[name, "1", "local"] for name in names]
-    assert "is a local checkpoint, which holds what one rank had" in refused(
+    assert "is a local checkpoint, which has the state of one rank" in refused(
         "export", tmp_path / names[1], tmp_path / "o"
     )
     said = refused("diff", "--values", *(tmp_path / name for name in names))
-    assert "is a local checkpoint, which holds what one rank had: --values needs sharded ones" in said
+    assert "is a local checkpoint, which has the state of one rank: --values needs sharded ones" in said
     assert call("diff", *(tmp_path / name for name in names))[0] == 1
     spoil(manifests.tensor_file(tmp_path / names[1]), "flip")
     status, out, _ = call("verify", tmp_path)
-    assert status == 1 and out[0].startswith(f"{names[0]}: whole") and out[1] == f"{names[1]}: damaged"
+    assert status == 1 and out[0].startswith(f"{names[0]}: valid") and out[1] == f"{names[1]}: damaged"
 
 
 def test_what_is_no_checkpoint(refused, run_dir):
-    assert "is not a checkpoint and holds none" in refused("verify", run_dir / "final")
+    assert "is not a checkpoint and contains none" in refused("verify", run_dir / "final")
 
 
 # -------------------------------------------------------------------------------------------------------------- inspect
@@ -385,26 +385,26 @@ def test_memory_is_one_parameter_and_one_file(call, run_dir, tmp_path, monkeypat
 
 def test_what_cannot_be_exported(call, refused, run_dir, checkpoint, tmp_path):
     out = tmp_path / "out"
-    assert "holds 2 checkpoint(s): give one of them" in refused("export", run_dir, out)
+    assert "contains 2 checkpoint(s): give one of them" in refused("export", run_dir, out)
     assert "--max_shard_size 5XB is no size" in refused("export", checkpoint, out, "--max_shard_size", "5XB")
     assert "invalid choice: 'fp8'" in refused("export", checkpoint, out, "--dtype", "fp8")
-    assert "holds no tokenizer files" in refused("export", checkpoint, out, "--tokenizer", tmp_path)
+    assert "contains no tokenizer files" in refused("export", checkpoint, out, "--tokenizer", tmp_path)
     assert "is in the checkpoint itself" in refused("export", checkpoint, checkpoint / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    assert "holds notes.txt" in refused("export", checkpoint, tmp_path / "mine")
+    assert "contains notes.txt" in refused("export", checkpoint, tmp_path / "mine")
     spoil(manifests.tensor_file(checkpoint), "flip")
     assert "is damaged" in refused("export", checkpoint, out) and not out.exists()
     local = manifests.copy(run_dir / "checkpoints" / "llama_v2-2steps", tmp_path)
     manifests.change(local, lambda content: content.__setitem__("kind", "local"))
-    assert "is a local checkpoint, which holds what one rank had" in refused("export", local, out)
+    assert "is a local checkpoint, which has the state of one rank" in refused("export", local, out)
     assert sorted(os.listdir(tmp_path)) == ["llama_v2-2steps", "llama_v2-4steps", "mine"]
 
 
 def test_a_checkpoint_that_is_not_its_model_is_refused(refused, checkpoint, tmp_path):
     manifests.change(checkpoint, lambda content: content["model"]["config"].__setitem__("num_hidden_layers", 3))
     text = refused("export", checkpoint, tmp_path / "out")
-    assert "does not hold the parameters of the model it describes: model.layers.2." in text and "is missing" in text
+    assert "does not contain the parameters of the model it describes: model.layers.2." in text and "is missing" in text
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_a_checkpoint_and_its_exports(call, run_dir, tmp_path):
 
 def test_what_cannot_be_compared(refused, run_dir, tmp_path):
     latest = run_dir / "checkpoints" / "latest"
-    assert "is not a checkpoint and holds none" in refused("diff", latest, tmp_path)
+    assert "is not a checkpoint and contains none" in refused("diff", latest, tmp_path)
     assert "--show must be at least 1" in refused("diff", latest, latest, "--show", 0)
 
 

@@ -56,12 +56,12 @@ def test_all_checkpoints_below_a_url_are_verified_without_copies(call, url, s3, 
     monkeypatch.chdir(tmp_path)
     status, out, err = call("verify", url)
     assert (status, err) == (0, [])
-    assert out[0].startswith("llama_v2-2steps: whole (") and out[1].startswith("llama_v2-4steps: whole (")
+    assert out[0].startswith("llama_v2-2steps: valid (") and out[1].startswith("llama_v2-4steps: valid (")
     assert out[2:] == ["llama_v2-6steps: left by an interrupted save, and removed by the next upload"]
     assert list(tmp_path.iterdir()) == []
     read = [r.key for r in proxy.requests if r.kind == "get"]
     assert len(read) == len(set(read)), "a file is read once"
-    assert call("verify", s3.url)[1][0].startswith("run/llama_v2-2steps: whole (")
+    assert call("verify", s3.url)[1][0].startswith("run/llama_v2-2steps: valid (")
 
 
 def test_quick_reads_no_tensors(call, url, proxy):  # noqa: F811
@@ -96,7 +96,9 @@ def test_damage_is_named_by_file(call, url, s3, how):  # noqa: F811
 
 def test_a_checkpoint_of_an_older_branch_is_told_from_an_interrupted_upload(call, url, s3):  # noqa: F811
     s3.put(f"run/llama_v2-6steps/{ASIDE}", b"{}")
-    assert call("verify", url)[1][2] == "llama_v2-6steps: set aside, as the run went on without it; no resume takes it"
+    assert (
+        call("verify", url)[1][2] == "llama_v2-6steps: set aside, as the run continued without it; no resume takes it"
+    )
 
 
 def test_what_is_not_there_or_does_not_answer(call, url, s3, proxy):  # noqa: F811
@@ -136,7 +138,7 @@ def test_export_reads_the_models_tensors_by_range(call, url, run_dir, proxy, tmp
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     status, _, err = call("export", url, tmp_path / "other")
-    assert status == 2 and err[-1].startswith(f"error: {url} holds 2 checkpoint(s): give one of them, such as {url}/")
+    assert status == 2 and err[-1].startswith(f"error: {url} contains 2 checkpoint(s): give one of them, such as")
 
 
 def test_export_to_a_url_ends_with_its_config(call, url, s3, proxy, tmp_path):  # noqa: F811
@@ -147,7 +149,7 @@ def test_export_to_a_url_ends_with_its_config(call, url, s3, proxy, tmp_path):  
     assert call("export", f"{url}/llama_v2-2steps", f"{s3.url}/model")[0] == 0, "an earlier export is replaced"
     s3.put("model/mine.txt", b"1")
     status, _, err = call("export", f"{url}/llama_v2-2steps", f"{s3.url}/model")
-    assert status == 2 and "holds mine.txt, which no earlier export wrote" in err[0]
+    assert status == 2 and "contains mine.txt, which no earlier export wrote" in err[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- the job

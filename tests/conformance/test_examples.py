@@ -189,7 +189,7 @@ def test_gradients_averaged_by_hand_are_ddps():
 @pytest.mark.parametrize(
     ("name", "flags", "words"),
     [
-        ("ddp", ["--steps", "0"], "--steps: 0 is not allowed: give a whole number from 1 on"),
+        ("ddp", ["--steps", "0"], "--steps: 0 is not allowed: give an integer from 1 on"),
         ("ddp", ["--stepz", "3"], "unrecognized arguments: --stepz"),
         ("finetune", ["--model", "absent", "--output_dir", "x"], "absent is no Hugging Face directory"),
         ("dtensor_tp", ["--width", "66"], "1 processes cannot split --length and --width: give multiples of 1 and 4"),

@@ -67,7 +67,7 @@ def _summon():
         pass
     with (
         FSDP.summon_full_params(model),
-        pytest.raises(UserError, match="whole already"),
+        pytest.raises(UserError, match="unsharded already"),
         FSDP.summon_full_params(model),
     ):
         pass

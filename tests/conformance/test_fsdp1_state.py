@@ -271,7 +271,7 @@ def _flat(state):
 
 
 def _copies():
-    """A state dict stays as it is while training goes on, and training does not write into what it has loaded."""
+    """A state dict stays as it is while training continues, and training does not write into what it has loaded."""
     for kind, offload in ((FULL, False), (FULL, True), (SHARDED, False), (SHARDED, True)):
         for strategy in ("FULL_SHARD", "NO_SHARD"):
             model, optimizer = make(FSDP, strategy=strategy)

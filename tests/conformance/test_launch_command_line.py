@@ -95,7 +95,7 @@ def test_what_a_config_says_is_not_known_to_a_script_that_was_not_checked(tmp_pa
 def test_no_value_of_a_config_ends_a_comment(tmp_path):
     evil = configured(tmp_path, model="x\nrm -rf /tmp/none\n#")
     status, out, err = says("slurm", "--workdir", ROOT, "--", *evil)
-    assert (status, out) == (2, "") and "--model 'x\\nrm" in err and "holds a line break" in err
+    assert (status, out) == (2, "") and "--model 'x\\nrm" in err and "contains a line break" in err
     lines = ["one\ntwo\r\u2028three", "s3://me:hunter2@host/x", "4,194,304 tokens in each round", "a | b"]
     assert comment(lines).splitlines() == ["# one two  three", "# s3://me:***@host/x", *(f"# {x}" for x in lines[2:])]
 
@@ -103,7 +103,7 @@ def test_no_value_of_a_config_ends_a_comment(tmp_path):
 def test_secrets_of_a_config_are_refused(tmp_path):
     """The run's own config.yaml would keep them."""
     named = configured(tmp_path, training_dir="s3://me:hunter2@host/x")
-    with pytest.raises(ConfigError, match=r"--training_dir s3://me:.* holds a secret") as refusal:
+    with pytest.raises(ConfigError, match=r"--training_dir s3://me:.* contains a secret") as refusal:
         check_arguments(list(map(str, named)), ROOT)
     assert "hunter2" not in str(refusal.value)
 

@@ -106,7 +106,7 @@ def test_lines_of_the_site_come_before_pythons_environment_on_each_node():
     flags = ["--setup", "module load x", "--setup", "export A=1", "--script", "x.py"]
     status, out, err = says("slurm", *CPU, *flags)
     assert status == 0 and "\nmodule load x\nexport A=1\n" in out, err
-    assert "note: Without --time the" in err and "# Without --time the partition's limit holds" in out
+    assert "note: Without --time the" in err and "# Without --time the partition's limit applies" in out
     _, out, err = says("slurm", *CPU, "--time", "1-0", "--script", "x.py")
     assert "Without --time" not in out + err and "#SBATCH --time=1-0" in out
 
@@ -212,8 +212,8 @@ REFUSED = {
     "processes": (["slurm", "--processes_per_node", "4"], "4 processes for 8 GPU(s) of each node"),
     "no processes": (["slurm", "--gpus_per_node", "0"], "say with --processes_per_node"),
     "memory": (["slurm", "--gpu_memory_gib", "nan"], "--gpu_memory_gib must be above 0"),
-    "line break": (["slurm", "--", "--name", "a\nb"], "--name 'a\\nb' holds a line break"),
-    "line break in a path": (["slurm", "--workdir", "a\nb"], "--workdir 'a\\nb' holds a line break"),
+    "line break": (["slurm", "--", "--name", "a\nb"], "--name 'a\\nb' contains a line break"),
+    "line break in a path": (["slurm", "--workdir", "a\nb"], "--workdir 'a\\nb' contains a line break"),
     "directive": (["slurm", "--partition", "a b"], "--partition 'a b' is not allowed"),
     "directive's line": (["slurm", "--job_name", "a\n#SBATCH"], "--job_name 'a\\n#SBATCH' is not allowed"),
     "secret": (["slurm", "--", "--hf_access_token", "hf_abcdefghijklmnopqrst"], "looks like a secret"),

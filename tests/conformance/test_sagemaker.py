@@ -204,7 +204,7 @@ def test_every_name_of_awss_scripts_works_or_is_refused_as_python_expects(tmp_pa
             }  # fmt: skip
     for table in (REFUSED, UNKNOWN):
         for dotted in (f"{module}.{name}" for module, names in table.items() for name in names.split()):
-            note = notes.get(dotted, "docs/smp_v2_names.md lists what takes its place")
+            note = notes.get(dotted, "docs/smp_v2_names.md lists what replaces it")
             sentence = f"{dotted} is not here: {note}"
             assert (f"`{dotted}`" in page) == (dotted in notes) and (dotted in notes or dotted.endswith("nothing"))
             result = found[dotted]
@@ -258,7 +258,7 @@ def _estimator(folder: str) -> None:
         ("[1]", "is no JSON object such as"),
         ("{", "is no JSON object such as"),
         ('{"partitions": 2}', r"unknown key partitions: .*SM_HP_MP_PARAMETERS"),
-        ('{"tensor_parallel_degree": "x"}', r"--tensor_parallel_degree must be a whole number, got 'x' \(SM_HP_MP"),
+        ('{"tensor_parallel_degree": "x"}', r"--tensor_parallel_degree must be an integer, got 'x' \(SM_HP_MP"),
         ('{"expert_parallel_degree": 2}', r"--expert_parallel_degree 2 is not available"),
     ):
         os.environ["SM_HP_MP_PARAMETERS"] = parameters

@@ -535,7 +535,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "auto_map"),
     ({"model_type": "evil"}, "architecture 'evil' is not supported"),
     ({"model_type": ["llama"]}, "is not supported"),
-    ({"num_hidden_layers": -1}, "num_hidden_layers must be a whole number from 1 to 10000, got -1"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers must be an integer from 1 to 10000, got -1"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers must be"),
     ({"num_attention_heads": 0}, "num_attention_heads must be"),
     ({"hidden_size": 2**70}, "hidden_size must be"),

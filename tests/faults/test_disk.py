@@ -93,7 +93,7 @@ def test_training_goes_on_if_that_is_asked_for(checkpoint_bytes, tmp_path):
 
     words = [*JOB, "--max_steps", 6, "--on_save_error", "continue", "--output_dir", run]
     outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
-    assert outcome.output.count("Training goes on without it: checkpoint") == 2, outcome.output
+    assert outcome.output.count("Training continues without it: checkpoint") == 2, outcome.output
     assert whole_steps(run) == [6] and nothing_left(run) and len(losses(run)) == 6
 
 
@@ -164,7 +164,7 @@ def test_a_write_that_fails_in_the_background_is_made_up_for_at_the_next_step(tm
     words = [*JOB, "--max_steps", 5, "--checkpoint_type", "async_sharded", "--output_dir", run]
     outcome = run_job(*words, world_size=2, prepare=prepare).succeeded()
     assert "llama_v2-2steps could not be written: rank 1: Input/output error" in outcome.output
-    assert "Saving step 3 now, before training goes on." in outcome.output
+    assert "Saving step 3 now, before training continues." in outcome.output
     assert whole_steps(run) == [4, 5] and nothing_left(run)
 
 

@@ -168,7 +168,7 @@ def test_the_categories_sum_to_what_the_allocator_says(name):
 def test_out_of_memory_carries_the_table():
     with pytest.raises(torch.OutOfMemoryError) as failure, profile_memory(torch.nn.Linear(8, 8).cuda()):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
-    assert "What held the memory at the peak" in failure.value.__notes__[0]
+    assert "Memory by category at the peak" in failure.value.__notes__[0]
 
 
 def test_a_flush_of_the_cache_is_said(caplog, monkeypatch):

@@ -257,7 +257,7 @@ def _subgroups(layout):
     counts = smp.comm.report()
     if rank == 0:
         assert {key.path for key in counts} == {"network", "shared memory", "shared memory and network", "gloo"}
-        assert {key.why for key in counts} == {"", "the hosts hold unequal numbers of the group's ranks"}
+        assert {key.why for key in counts} == {"", "the hosts have unequal numbers of the group's ranks"}
 
 
 def test_subgroups():
@@ -272,7 +272,7 @@ def _gloo_because(why):
 
 
 def test_unequal_hosts_use_gloo():
-    run_on_hosts(_gloo_because, "the hosts hold unequal numbers of the group's ranks", layout="abb")
+    run_on_hosts(_gloo_because, "the hosts have unequal numbers of the group's ranks", layout="abb")
 
 
 def _no_arena_on_one_host():

@@ -233,7 +233,7 @@ def test_choice(tmp_path):
     newest = make(tmp_path / "b", 12)
     assert choose_checkpoint("latest", [tmp_path / "a", tmp_path / "b"], "m") == newest
     assert choose_checkpoint(str(tmp_path / "a" / "m-10steps"), [], "m").name == "m-10steps"
-    with pytest.raises(UserError, match=r"already holds checkpoints up to step 12.*resume_from_checkpoint latest"):
+    with pytest.raises(UserError, match=r"already contains checkpoints up to step 12.*resume_from_checkpoint latest"):
         choose_checkpoint(None, [tmp_path / "a", tmp_path / "b"], "m")
     with pytest.raises(UserError, match=r"not a complete checkpoint.*it contains m-10steps"):
         choose_checkpoint(str(tmp_path / "a"), [], "m")
@@ -265,7 +265,7 @@ def test_latest_passes_over_a_damaged_one_and_a_path_does_not(damage, tmp_path, 
     assert choose_checkpoint("latest", [tmp_path], "m") == older
     assert len(caplog.records) == 1 and said in caplog.text
     action(older) if damage != "replayed" else os.truncate(older / "a.safetensors", 3)
-    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is whole: run `smp verify"):
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is valid: run `smp verify"):
         choose_checkpoint("latest", [tmp_path], "m")
 
 

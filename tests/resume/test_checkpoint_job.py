@@ -55,7 +55,7 @@ def flip(file) -> None:
 def on_a_disk(write_takes: Callable[[], None], joined: Callable[[], None] = lambda: None) -> None:
     """Let a write in the background take until ``write_takes()`` returns; ``joined()`` is called by who waits for it.
 
-    Training goes on when it has begun. For ``prepare``.
+    Training continues when it has begun. For ``prepare``.
     """
     write, wait, begin = safetensors_io.write_tensors, PendingWrite.wait, PendingWrite.start
     begun = threading.Semaphore(0)
@@ -173,7 +173,7 @@ def test_local_checkpoints_resume_where_every_rank_has_the_step(kind, tmp_path):
     refused = run_job(*resume, world_size=1)
     assert refused.statuses == [2] and "local checkpoints of 2 processes and this run has 1" in refused.output
     refused = run_job(*[w if w != kind else "sharded" for w in resume], world_size=2)
-    assert refused.statuses == [2, 2] and "holds local checkpoints" in refused.output
+    assert refused.statuses == [2, 2] and "contains local checkpoints" in refused.output
     # Damage in one rank's files takes all ranks back to a step that all have.
     flip(next((ranks[0] / "llama_v2-8steps").glob("*.safetensors")))
     outcome = run_job(*resume, world_size=2).succeeded()
@@ -319,7 +319,7 @@ def test_metrics_without_their_checkpoints_are_not_written_over(tmp_path):
     run_job(*words, "--max_steps", 14, world_size=1).succeeded()
     shutil.rmtree(run / "checkpoints")  # a disk that is not there
     refused = run_job(*words, "--max_steps", 20, "--resume_from_checkpoint", "latest", world_size=1)
-    assert refused.statuses == [2] and "holds the metrics of a run, up to step 14" in refused.output
+    assert refused.statuses == [2] and "contains the metrics of a run, up to step 14" in refused.output
     assert len(losses(run)) == 14
 
 

@@ -77,7 +77,7 @@ def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def test_it_is_whole(saved, capsys):
     assert command(["verify", str(saved)]) == 0
-    assert capsys.readouterr().out.count(": whole (") == len(checkpoints(saved))
+    assert capsys.readouterr().out.count(": valid (") == len(checkpoints(saved))
     for path in checkpoints(saved):
         assert command(["inspect", str(path)]) == 0
 
@@ -89,7 +89,7 @@ def test_it_is_exported_or_refused_with_a_sentence(saved, tmp_path, capsys):
         assert status == 2 and "model" in capsys.readouterr().err
         return
     if saved.name == "job_local":
-        assert status == 2 and "is a local checkpoint, which holds what one rank had" in capsys.readouterr().err
+        assert status == 2 and "is a local checkpoint, which has the state of one rank" in capsys.readouterr().err
         return
     assert status == 0
     found = load_file(target / "model.safetensors")
@@ -201,7 +201,7 @@ def test_a_script_goes_on_from_a_job_and_a_job_begins_anew_from_the_script(name,
 
 def _takes_a_local_one(folder: str) -> None:
     model, optimizer = build("script_fsdp")
-    with pytest.raises(smp.UserError, match="is a local one, which holds what one rank had: resume the job from it"):
+    with pytest.raises(smp.UserError, match="is a local one, which has the state of one rank: resume the job from it"):
         smp.Checkpointer(folder, model, optimizer, name="llama_v2").load()
 
 

@@ -151,7 +151,7 @@ def test_a_local_checkpoint(files, tmp_path):
         assert found["val_loss"] == pytest.approx(exported["val_loss"], rel=1e-6)
     test = ["--evaluate_only", 1, "--test_dir", files]
     refused = run_job(*words, "--checkpoint_type", "sharded", "--resume_from_checkpoint", "latest", *test)
-    assert refused.statuses == [2] and "holds local checkpoints" in refused.output, refused.output
+    assert refused.statuses == [2] and "contains local checkpoints" in refused.output, refused.output
 
 
 def _save(final: str, folder: str) -> None:

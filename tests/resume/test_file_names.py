@@ -152,7 +152,7 @@ def test_a_prefix_that_some_files_have_is_taken_off():
 def test_files_that_are_converted_when_read_are_refused_before_anything_is_read(tmp_path):
     config = CONFIG_MAPPING["olmo_hybrid"](**{**SHAPE, "num_hidden_layers": 4})
     family = family_of(config)
-    assert "hold linear_attn.conv1d.weight joined or split" in family.file_names.problem
+    assert "store linear_attn.conv1d.weight joined or split" in family.file_names.problem
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     with pytest.raises(ConfigError, match=r"conv1d.weight joined or split, .*: train from initial values"):
@@ -234,9 +234,9 @@ BAD = {
     "vision": ({"model_type": "vit"}, r"'vit' is not supported: it is no causal language model"),
     "parts": ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, r"several parts, of which text_c"),
     "parts by default": ({"model_type": "gemma3"}, r"several parts, of which text_config"),
-    "own width": ({"model_type": "gpt2", "n_embd": 2**40}, r"n_embd must be a whole number from 1 to 1048576"),
-    "own layers": ({"model_type": "gpt2", "n_layer": 10**9}, r"n_layer must be a whole number from 1 to 10000"),
-    "text": ({"model_type": "gpt2", "n_head": "4"}, r"n_head must be a whole number"),
+    "own width": ({"model_type": "gpt2", "n_embd": 2**40}, r"n_embd must be an integer from 1 to 1048576"),
+    "own layers": ({"model_type": "gpt2", "n_layer": 10**9}, r"n_layer must be an integer from 1 to 10000"),
+    "text": ({"model_type": "gpt2", "n_head": "4"}, r"n_head must be an integer"),
     "counts": ({"model_type": "qwen2", "max_window_layers": 10**12}, r"max_window_layers must be at most 65536"),
     "experts": ({"model_type": "mixtral", "num_local_experts": 10**9}, r"num_local_experts must be at most 65536"),
     "code": ({"model_type": "nonesuch", "auto_map": {}}, r"asks to run code"),

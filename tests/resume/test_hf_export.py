@@ -126,7 +126,7 @@ def test_an_earlier_export_is_replaced_whole(tmp_path):
 def test_directories_of_others_are_left_alone(tmp_path):
     export(tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds notes.txt, which no earlier export wrote"):
+    with pytest.raises(UserError, match=r"contains notes.txt, which no earlier export wrote"):
         export(tmp_path / "out", "gpt_neox")
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine" and load_back(tmp_path / "out")
     (tmp_path / "file").write_text("")

@@ -326,7 +326,7 @@ def _all_damaged(folder: str) -> None:
     (file,) = pathlib.Path(folder, "there").glob("model-1steps/*.safetensors")
     file.unlink()
     shutil.rmtree(f"{folder}/here")
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints in file://.*/there is whole"):
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints in file://.*/there is valid"):
         of(folder).load()
 
 

@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
     assert sorted(path.name for path in store.iterdir()) == [*names, "llama_v2.writer.json"]
 
     refused = run_job(*job, "--max_steps", 8, "--output_dir", tmp_path / "fresh", world_size=2)
-    assert set(refused.statuses) == {2} and f"{url} already holds checkpoints up to step 6" in refused.output
+    assert set(refused.statuses) == {2} and f"{url} already contains checkpoints up to step 6" in refused.output
     assert not (tmp_path / "fresh").exists()
 
     shutil.rmtree(tmp_path / "one")  # the machine is gone

@@ -204,7 +204,7 @@ def _refusals(folder: str) -> None:
     with pytest.raises(UserError, match="rank 1 disagrees with rank 0 on the directory"):
         elsewhere.save(1)
     optimizer.state["note"] = {"a": 1}
-    with pytest.raises(UserError, match="holds 'note' beside its parameters' state"):
+    with pytest.raises(UserError, match="contains 'note' beside its parameters' state"):
         checkpoints.save(1)
     del optimizer.state["note"]
     optimizer.state[model.scale]["of.mine"] = model.scale.detach().clone()
@@ -221,7 +221,7 @@ def _refusals(folder: str) -> None:
     with pytest.raises(UserError, match=r"name '\.\./x' is not allowed"):
         Checkpointer(folder, model, optimizer, name="../x")
     other = torch.optim.AdamW(Net().parameters())
-    with pytest.raises(UserError, match=r"the optimizer holds a parameter of shape .* make the optimizer from"):
+    with pytest.raises(UserError, match=r"the optimizer has a parameter of shape .* make the optimizer from"):
         Checkpointer(folder, model, other).save(1)
 
 

@@ -39,7 +39,7 @@ BATCHES = {
     "padding on the right": functools.partial(rows_of, ROWS[:2], documents=False),
     "documents": functools.partial(rows_of, ROWS, documents=True),
     "one row of documents": functools.partial(rows_of, ROWS[:1], documents=True),
-    "one document a row": functools.partial(rows_of, [ROWS[2]] * 2, documents=True),
+    "one document per sequence": functools.partial(rows_of, [ROWS[2]] * 2, documents=True),
 }
 
 

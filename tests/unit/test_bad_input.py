@@ -118,7 +118,7 @@ SETTINGS = [
     (["--z_loss", 1e-4, "--loss_chunk_tokens", 0], "--z_loss needs --loss_chunk_tokens above 0"),
     (["--z_loss", -1], "--z_loss must be at least 0, got -1"),
     (["--loss_chunk_tokens", -1], "--loss_chunk_tokens must be at least 0, got -1"),
-    (["--loss_chunk_tokens", "all"], "--loss_chunk_tokens takes a whole number or auto, got 'all'"),
+    (["--loss_chunk_tokens", "all"], "--loss_chunk_tokens takes an integer or auto, got 'all'"),
     (["--distributed_backend", "smdp"], "--distributed_backend takes .*smddp.*got 'smdp'"),
     (["--checkpoint_type", "async"], "--checkpoint_type takes sharded, local, .*, got 'async'; did you mean"),
     (["--checkpoint_type", "local", "--num_kept_checkpoints", 1], "--num_kept_checkpoints must be at least 2 with"),
@@ -126,14 +126,14 @@ SETTINGS = [
         ["--checkpoint_dir", "d", "./d", "--checkpoint_freq", 1, 2, "--num_kept_checkpoints", 1, 2],
         "names a directory twice",
     ),
-    (["--checkpoint_freq", "often"], "--checkpoint_freq takes one or more of a whole number or auto, got 'often'"),
+    (["--checkpoint_freq", "often"], "--checkpoint_freq takes one or more of an integer or auto, got 'often'"),
     (
         ["--checkpoint_dir", "nosuch://bucket/x"],
         "nosuch://bucket/x: Protocol not known: nosuch; give a local path or a URL",
     ),
     (
         ["--checkpoint_dir", "memory://bucket/x", "--checkpoint_type", "local"],
-        "--checkpoint_type local .* memory://bucket/x is one place for all: use --checkpoint_type sharded",
+        "--checkpoint_type local .* memory://bucket/x is one directory for all ranks: use --checkpoint_type sharded",
     ),
     (["--lr", -1], "--lr must be greater than 0, got -1"),
     (["--warmup", 2, "--lr_decay_style", "wsd"], "--warmup must be at most 1, got 2"),
@@ -233,7 +233,7 @@ CONTEXT = [  # processes, settings, what is said
     (4, [*SPLIT, "--tensor_parallel_degree", 4], "2 does not divide the sharding degree of 1, .* degree from 1$"),
     (4, [*SPLIT, "--attn_pdrop", 0.2],
      r"degree 2: attention dropout is 0.2, .*\(--attn_pdrop 0 leaves it out\): use --context_parallel_degree 1$"),
-    (4, [*SPLIT, "--compile", 1], "degree 2: the exchanges of attention cannot be compiled: leave --compile 1 out$"),
+    (4, [*SPLIT, "--compile", 1], "degree 2: the collectives of attention cannot be compiled: leave --compile 1 out$"),
     (4, [*SPLIT, "--attn_implementation", "sdpa"], "--attn_implementation sdpa would have no effect: .*: leave it"),
     (4, [*SPLIT, "--cp_comm_type", "ring"], "--cp_comm_type takes auto, p2p, all_gather, all_to_all, got 'ring'"),
     (8, ["--context_parallel_degree", 8, "--cp_comm_type", "all_to_all"],
@@ -391,7 +391,7 @@ def test_evaluation(refused, finished, tmp_path):
     other = [*NEOX, *words[len(LLAMA) :], finished / "checkpoints" / "llama_v2-1steps"]
     expect(refused(*other), "is of another model: .*model_type llama there, gpt_neox here")
     (tmp_path / "test.jsonl").write_text(json.dumps({"input_ids": [1]}) + "\n")
-    expect(refused(*words[:-1]), "holds no token that follows another: nothing to evaluate on")
+    expect(refused(*words[:-1]), "contains no token that follows another: nothing to evaluate on")
 
 
 @pytest.mark.parametrize(
@@ -446,14 +446,14 @@ def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
     path = tmp_path / "copy" / "checkpoints" / "llama_v2-1steps"
     words = ["--output_dir", tmp_path / "copy", "--resume_from_checkpoint"]
     expect(refused(*LLAMA, *SYNTHETIC, *words, path), pattern)
-    expect(refused(*LLAMA, *SYNTHETIC, *words, "latest"), "none of the 1 checkpoints in .* is whole: run `smp verify")
+    expect(refused(*LLAMA, *SYNTHETIC, *words, "latest"), "none of the 1 checkpoints in .* is valid: run `smp verify")
     assert snapshot(tmp_path / "copy") == before
 
 
 @pytest.mark.parametrize(
     ("words", "pattern"),
     [
-        ([], "already holds checkpoints up to step 1: continue .*latest, or .*another --output_dir"),
+        ([], "already contains checkpoints up to step 1: continue .*latest, or .*another --output_dir"),
         (
             ["--hidden_width", 64, "--resume_from_checkpoint", "latest"],
             "another model: .*hidden_size 32 there, 64 here",
@@ -461,7 +461,7 @@ def test_damaged_checkpoint(kind, pattern, finished, refused, tmp_path):
         (["--resume_from_checkpoint", "CHECKPOINTS"], "it contains llama_v2-1steps: give the path"),
         (
             ["--checkpoint_dir", "ELSEWHERE"],
-            "metrics.jsonl already holds the metrics of a run, up to step 1: .*another --output_dir",
+            "metrics.jsonl already contains the metrics of a run, up to step 1: .*another --output_dir",
         ),
     ],
 )
@@ -513,7 +513,7 @@ def test_a_model_that_is_too_large_is_refused_before_anything_is_allocated(tmp_p
     assert outcome.statuses == [2, 2]
     sentence = (
         r"error: llama70b on 2 process\(es\) needs about [0-9.]+ GiB in each process and there are [0-9.]+ GiB for "
-        r"each: use .*`smp plan .*` shows how many GPUs would hold it, and how"
+        r"each: use .*`smp plan .*` shows how many GPUs suffice, and how"
     )
     expect(outcome.output.strip().splitlines(), sentence)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -531,7 +531,7 @@ def test_a_large_model_names_a_plan_that_works(words, refused, capsys, monkeypat
     assert len(lines) == 1 + (len(words) == 2) and ("no training data" in lines[0]) == (len(words) == 2)
     command = re.search("`smp (plan .*)`", lines[-1])[1].split()
     assert smp.cli.main([*command, "--search", "0", "--sharding_strategy", "full_shard"]) == 1
-    nodes = re.search("would hold it: (--nodes [0-9]+)", capsys.readouterr().out)[1].split()
+    nodes = re.search("would suffice: (--nodes [0-9]+)", capsys.readouterr().out)[1].split()
     assert smp.cli.main([*command, *nodes, "--search", "0", "--sharding_strategy", "full_shard"]) == 0
     assert "llama70b" in capsys.readouterr().out
 

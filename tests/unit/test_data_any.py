@@ -122,7 +122,7 @@ def test_a_folder_of_several_kinds_is_refused_unless_one_is_chosen(tmp_path):
     (folder / "a.jsonl").write_text('{"text": "One line."}\n')
     with pytest.raises(
         UserError,
-        match=r"d holds 1 JSON lines file\(s\) and 2 text file\(s\); .* such as 'FOLDER/\*.json'.*--dataset_type",
+        match=r"d contains 1 JSON lines file\(s\) and 2 text file\(s\); .* such as 'FOLDER/\*.json'.*--dataset_type",
     ):
         opened(folder, tmp_path)
     chosen = tokens(folder, tmp_path, dataset_type="gpt_jsonl")
@@ -161,7 +161,7 @@ def test_validation_data_of_another_kind(tmp_path):
 
 def test_a_separator_is_for_text_files(tmp_path):
     folder = write("jsonl", tmp_path / "d", TEXTS[:2])
-    with pytest.raises(UserError, match=r"--text_document_separator is for text files, and .*d holds JSON lines"):
+    with pytest.raises(UserError, match=r"--text_document_separator is for text files, and .*d contains JSON lines"):
         opened(folder, tmp_path, text_document_separator="")
 
 
@@ -175,9 +175,9 @@ BAD_LINES = [
     (ROW + '{"text": null}\n', "a.jsonl, line 2: text must be a string"),
     (ROW + '{"text": "\\ud800"}\n', r"a.jsonl, line 2: the text is no Unicode \(surrogates not allowed\)"),
     (ROW + '{"text": "\udcff"}\n', "a.jsonl, line 2: not UTF-8"),
-    ('{"text": " "}\n', "a.jsonl holds no text: remove it"),
-    ("\n\n", "a.jsonl holds no rows: remove it"),
-    ('[{"text": "x"}]', r"line 1: holds a list; .*: datasets.load_dataset\('json', data_files='F.json'\).*to_json"),
+    ('{"text": " "}\n', "a.jsonl contains no text: remove it"),
+    ("\n\n", "a.jsonl contains no rows: remove it"),
+    ('[{"text": "x"}]', r"line 1: contains a list; .*: datasets.load_dataset\('json', data_files='F.json'\).*to_json"),
     ('[\n{"text": "x"}\n]', r"line 1: not valid JSON .*: datasets.load_dataset\('json', .*to_json"),
 ]
 
@@ -265,12 +265,12 @@ def test_a_mask_that_numbers_documents_is_refused(tmp_path):
     """Taken as ones it would let the documents attend to each other."""
     for path in containers(tmp_path, PACKED):
         with pytest.raises(
-            UserError, match=r"(line|row) [12]: attention_mask must hold 0 and 1 only, it holds 2: .*leave"
+            UserError, match=r"(line|row) [12]: attention_mask must contain 0 and 1 only, it contains 2: .*leave"
         ):
             opened(path, tmp_path)
     for value in (-1, 256):
         pq.write_table(pa.table({"input_ids": [[1, 2]], "attention_mask": [[1, value]]}), tmp_path / "rows.parquet")
-        with pytest.raises(UserError, match=f"rows.parquet, row 1: .*, it holds {value}:"):
+        with pytest.raises(UserError, match=f"rows.parquet, row 1: .*, it contains {value}:"):
             opened(tmp_path / "rows.parquet", tmp_path)
 
 
@@ -335,5 +335,5 @@ def test_document_mask_of_ids_uses_the_end_that_the_model_names(tmp_path, caplog
 
 def test_conversations_are_named_where_they_are_not_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Where?"}]}\n')
-    with pytest.raises(UserError, match="holds conversations: set --dataset_type chat"):
+    with pytest.raises(UserError, match="contains conversations: set --dataset_type chat"):
         create_data_pipeline(DataConfig(training_dir=str(tmp_path)), split="train", batch=shape())

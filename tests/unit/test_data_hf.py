@@ -97,8 +97,8 @@ def test_a_dataset_dict_gives_the_split(tmp_path):
 
 BAD = {
     "row 1: has no input_ids; found: ids; every row must": {"ids": [[1]]},
-    "row 1: input_ids must be a list of whole numbers": {"input_ids": [[1.5]]},
-    "row 1: input_ids must be a list of whole": {"input_ids": [1, 2]},
+    "row 1: input_ids must be a list of integers": {"input_ids": [[1.5]]},
+    "row 1: input_ids must be a list of": {"input_ids": [1, 2]},
     "row 2: input_ids must be a list": {"input_ids": [[1], None]},
     "row 2: input_ids must be a list of": {"input_ids": [[1], [2, None]]},
     "row 3: input_ids is empty": {"input_ids": [[1], [2], []]},

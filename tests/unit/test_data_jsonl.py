@@ -50,10 +50,10 @@ def test_masks_and_labels_come_along(tmp_path):
 
 BAD = {
     '{"input_ids": [1, 2': r"line 2: not valid JSON \(Expecting ',' delimiter: column 20\); .* mend the line",
-    "[1, 2]": "line 2: holds a list",
+    "[1, 2]": "line 2: contains a list",
     '{"ids": [1]}': "line 2: has no input_ids; found: ids",
     '{"input_ids": []}': "line 2: input_ids is empty",
-    '{"input_ids": [1, 2.5]}': "line 2: input_ids must be a list of whole numbers",
+    '{"input_ids": [1, 2.5]}': "line 2: input_ids must be a list of integers",
     '{"input_ids": [[1], [2, 3]]}': "line 2: input_ids must be a list",
     '{"input_ids": ["1"]}': "line 2: input_ids must be a list",
     '{"input_ids": [1, null]}': "line 2: input_ids must be a list",
@@ -63,7 +63,7 @@ BAD = {
     '{"input_ids": [1, -4]}': "line 2: token id -4 is negative",
     '{"input_ids": [1, 100]}': "line 2: token id 100 is outside the model's vocabulary of 100: set --vocab_size to at",
     '{"input_ids": [1], "attention_mask": [1, 1]}': "line 2: attention_mask has 2 entries, input_ids 1",
-    '{"input_ids": [1], "attention_mask": [2]}': "line 2: attention_mask must hold 0 and 1",
+    '{"input_ids": [1], "attention_mask": [2]}': "line 2: attention_mask must contain 0 and 1",
     '{"input_ids": [1], "labels": [1, 1]}': "line 2: labels has 2 entries",
     '{"input_ids": [1], "labels": [100]}': "line 2: label 100 is outside",
     "\ufffe": "line 2: not valid JSON",
@@ -85,7 +85,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
 
 def test_a_file_of_blank_lines_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match=r"a.jsonl holds no rows"):
+    with pytest.raises(UserError, match=r"a.jsonl contains no rows"):
         open_all(tmp_path, tmp_path / "cache")
 
 

@@ -44,7 +44,7 @@ def answers(words, row, resolved, monkeypatch):
     run_plan.choose_settings(job, limit, batch=run_plan.planned_batch(config, job.mesh))
     found["auto"] = asked == [True]
     shape, work = run_plan.sizes(job)
-    found["dry run"] = " room " in memory_table(estimate_memory(shape, job.mesh, work), limit)
+    found["dry run"] = " headroom " in memory_table(estimate_memory(shape, job.mesh, work), limit)
     if job.mesh.replicas.size == 1:
         enough = processes_that_fit(shape, job.mesh, work, limit)
         found["advice"] = enough is not None and enough <= 8

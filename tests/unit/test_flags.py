@@ -370,7 +370,7 @@ def test_ways_of_saving(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(background, "write_part", full)
     go_on = ["--on_save_error", "continue", "--checkpoint_freq", 1]
-    for words, said in ((go_on, "Training goes on without it"), (["--checkpoint_freq", 1], "No space left")):
+    for words, said in ((go_on, "Training continues without it"), (["--checkpoint_freq", 1], "No space left")):
         with pytest.raises(AssertionError):  # the last checkpoint must be written in any case
             train(words, tmp_path / f"j{len(words)}", steps=2)
         captured = capsys.readouterr()

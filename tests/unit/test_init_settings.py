@@ -41,9 +41,9 @@ def test_all_keys_of_smp_v2_may_be_texts():
 @pytest.mark.parametrize(
     ("kind", "values", "sentence"),
     [
-        (ParallelConfig, {"tensor_parallel_degree": "x"}, "--tensor_parallel_degree must be a whole number, got 'x'"),
-        (ParallelConfig, {"hybrid_shard_degree": 2.0}, "--hybrid_shard_degree must be a whole number, got 2.0"),
-        (ParallelConfig, {"hybrid_shard_degree": True}, "--hybrid_shard_degree must be a whole number, got True"),
+        (ParallelConfig, {"tensor_parallel_degree": "x"}, "--tensor_parallel_degree must be an integer, got 'x'"),
+        (ParallelConfig, {"hybrid_shard_degree": 2.0}, "--hybrid_shard_degree must be an integer, got 2.0"),
+        (ParallelConfig, {"hybrid_shard_degree": True}, "--hybrid_shard_degree must be an integer, got True"),
         (ParallelConfig, {"shared_buffers": "no"}, "--shared_buffers must be 0 or 1, got 'no'"),
         (LossConfig, {"z_loss": "x"}, "--z_loss must be a number, got 'x'"),
     ],

@@ -1,4 +1,4 @@
-"""What holds the memory: the account against torch's own, known sizes, and the end of a job that has too little."""
+"""Memory by category: the account against torch's own, known sizes, and the end of a job that has too little."""
 
 from __future__ import annotations
 
@@ -360,9 +360,7 @@ def test_a_timeline_keeps_the_peak_and_is_drawn(tmp_path):
 def test_tables():
     account = one_step(checkpointing=False, chunk=0)
     lines = account.table(predicted={"parameters": 3 * 2**20}).splitlines()
-    assert [line.split("  ")[0] for line in lines[:1]] == [
-        f"What holds the memory at the peak ({account.peak().phase}):"
-    ]
+    assert [line.split("  ")[0] for line in lines[:1]] == [f"Memory by category at the peak ({account.peak().phase}):"]
     assert [line[:28].strip() for line in lines[1:10]] == list(CATEGORIES)
     assert lines[1].endswith("predicted       3.00 MiB") and "predicted" not in lines[2]
     ranks = rank_table([Snapshot(dict.fromkeys(CATEGORIES, 2**20), "forward")] * 2).splitlines()
@@ -457,8 +455,8 @@ def test_out_of_memory_ends_with_a_table_and_advice(tmp_path, little_memory, pro
     )  # fmt: skip
     assert outcome.statuses == [1] and "Traceback" not in outcome.output, outcome.output
     assert "error: rank 0 ran out of memory on cpu: " in outcome.output, outcome.output
-    assert ("What held the memory at the peak" in outcome.output) == bool(profiled), outcome.output
-    assert ("What each process was predicted to hold" in outcome.output) != bool(profiled), outcome.output
+    assert ("Memory by category at the peak" in outcome.output) == bool(profiled), outcome.output
+    assert ("Predicted memory of each process" in outcome.output) != bool(profiled), outcome.output
     advice = outcome.output.partition("What would help most, and the predicted saving of each process:\n")[2]
     lines = [line for line in advice.splitlines() if "MiB  --" in line]
     assert len(lines) == 3 and "--loss_chunk_tokens 1024" in lines[0], outcome.output
@@ -470,7 +468,7 @@ def test_a_job_shows_what_holds_the_memory_of_each_rank(tmp_path):
     outcome = run_job(
         *SMALL, *words, "--memory_profiling_all_ranks", 1, "--output_dir", tmp_path / "run", world_size=2
     ).succeeded()
-    tables = outcome.output.split("What holds the memory of rank 0 at the peak of step ")[1:]
+    tables = outcome.output.split("Memory by category of rank 0 at the peak of step ")[1:]
     assert [table[0] for table in tables] == ["1", "2"]
     assert "predicted" in tables[1] and outcome.output.count("\n     1 ") == 2  # the second rank's lines
     assert (tmp_path / "run" / "memory_timeline.png").exists()

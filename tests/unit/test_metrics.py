@@ -159,7 +159,7 @@ def test_a_validation_before_the_first_step_survives_a_resume(tmp_path, lines):
     make(tmp_path, resume_from=Position(1, 8, 400)).finish()
     assert [(r["step"], r.get("val_loss")) for r in read(tmp_path)] == [(0, 3.0), (1, None)]
     assert last_logged_step(tmp_path / "metrics.jsonl") == 1
-    with pytest.raises(UserError, match="already holds the metrics of a run"):
+    with pytest.raises(UserError, match="already contains the metrics of a run"):
         make(tmp_path)
 
 
@@ -278,7 +278,7 @@ def test_a_resume_on_a_full_disk_trains_without_metrics(tmp_path, lines, monkeyp
 
 def test_a_new_run_refuses_an_old_runs_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl already holds .*--resume_from_checkpoint.*--output_dir"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl already contains .*--resume_from_checkpoint.*--output_dir"):
         make(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 

@@ -218,7 +218,7 @@ def test_a_directory_gives_architecture_name_and_tokenizer(tmp_path):
         ({"auto_map": {"AutoConfig": "x.Y"}, "model_type": "x"}, "auto_map"),
         ({"model_type": "bert"}, "it is an encoder"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"hidden_size": "wide"}, "hidden_size must be a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size must be an integer"),
         ({"rms_norm_eps": "small"}, "refused by transformers"),
     ],
 )
@@ -332,7 +332,7 @@ def test_finetuning_keeps_the_pretrained_shape(tmp_path, caplog):
     assert kept.vocab_size != 50257 and kept.intermediate_size != 11008
     said = "\n".join(caplog.messages)
     assert "--num_layers 2 has no effect: the pretrained model has 4" in said and "--hidden_width" not in said
-    assert "--rotary_emb_base 500000.0 takes the place of the pretrained model's 10000" in said
+    assert "--rotary_emb_base 500000.0 replaces the pretrained model's 10000" in said
     assert said.count("has no effect") == 3
 
 

@@ -38,7 +38,7 @@ def test_a_driver_names_a_row_and_no_other_card_has_it(folder):
     for driver in (*parts, "NVIDIA H100 NVL", "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"):
         with pytest.raises(UserError, match=f"--device {driver} is not known"):
             device_row(driver)
-    with pytest.raises(UserError, match=r"rows/h100\.json is no row of a device"):
+    with pytest.raises(UserError, match=r"rows/h100\.json is no device spec"):
         device_row("rows/h100.json")
     write_row(dataclasses.replace(DEVICES["h100"], peak=700.0), folder / "h100.json")
     assert device_row("NVIDIA H100 80GB HBM3").peak == 700.0  # calibrated
@@ -78,9 +78,7 @@ def test_a_calibrated_row_comes_back_and_has_precedence(folder, tmp_path):
 )
 def test_a_damaged_row_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"x\.json is no row of a device: .*: write it anew with `smp plan --calibrate`"
-    ):
+    with pytest.raises(UserError, match=r"x\.json is no device spec: .*: write it anew with `smp plan --calibrate`"):
         device_row(str(tmp_path / "x.json"))
 
 

@@ -187,7 +187,7 @@ def test_where_nothing_fits_the_nearest_is_planned():
     assert instructive(found) and all(each.over > 0 for each in instructive(found))
 
 
-def test_equal_times_are_ordered_by_room():
+def test_equal_times_are_ordered_by_headroom():
     chosen = [each for each in some_layouts() if parts(each)["offloading"] == "not offloaded"][:3]
     sizes = dict(zip(map(id, chosen), (50, 40, 60), strict=True))
     estimates = [Estimate(layout, 40 * GIB, layout.tokens) for layout in chosen]

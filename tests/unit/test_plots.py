@@ -63,7 +63,7 @@ def test_without_matplotlib_a_sentence_says_how_to_get_it(tmp_path, monkeypatch)
     ("text", "sentence"),
     [
         (None, r"cannot read .*metrics\.jsonl"),
-        ("", "holds no training step yet"),
+        ("", "contains no training step yet"),
         ('{"step": 1}\nhello\n{"step": 2}\n', r"metrics\.jsonl:2 is not JSON"),
     ],
 )

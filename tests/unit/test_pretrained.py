@@ -235,7 +235,7 @@ MLP = [f"model.layers.{i}.mlp.{p}_proj.weight" for i in (0, 1) for p in ("up", "
         (["model.norm.weight"], {}, "lack model.norm.weight: they are of another model, or incomplete"),
         (["lm_head.weight"], {}, "lack lm_head.weight: .* --tie_word_embeddings 1"),
         (["model.embed_tokens.weight"], {}, "lack model.embed_tokens.weight: .* --tie_word_embeddings 1"),
-        ([], {"model.extra.weight": torch.ones(1)}, "no place for model.extra.weight"),
+        ([], {"model.extra.weight": torch.ones(1)}, "no parameter for model.extra.weight"),
         ([], {"lm_head.weight": torch.ones(5, 32)}, r"lm_head.weight \[5, 32\] instead of \[97, 32\]"),
         ([], {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, r"model.norm.weight \(I8\)"),
     ],
@@ -279,7 +279,7 @@ def test_weights_of_a_variant_and_adapters(tmp_path):
     with pytest.raises(UserError, match=r"2 sets of weights \(other.safetensors, model.safetensors.index.fp16.json\)"):
         find_weights(tmp_path)
     (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(UserError, match="holds an adapter"):
+    with pytest.raises(UserError, match="contains an adapter"):
         find_weights(tmp_path)
 
 

@@ -262,7 +262,7 @@ def test_the_command_writes_the_page_and_names_it(tmp_path, capsys):
     [
         (["{}/none"], "does not exist: give the directory of a run"),
         (["{}/file"], "is a file: give the directory of a run"),
-        (["{}/empty"], "holds nothing of a run (metrics.jsonl, config.yaml, ...)"),
+        (["{}/empty"], "contains nothing of a run (metrics.jsonl, config.yaml, ...)"),
         (["{}/run", "--output", "{}/empty"], "is a directory: give the name of a file"),
         (["{}/run", "--output", "{}/none/x.html"], "cannot write"),
     ],

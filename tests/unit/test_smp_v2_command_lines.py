@@ -131,7 +131,7 @@ def test_other_values_than_smp_v2s_defaults_count():
         ("random_seed=7", "random_seed 7 is not available: --seed is the job's one seed"),
         ("tensor_parallel_degree", "takes key=value,key=value or a JSON object, got 'tensor_parallel_degree'"),
         ("{tensor_parallel_degree: 2}", "takes key=value,key=value or a JSON object"),
-        ("tensor_parallel_degree=two", "--tensor_parallel_degree takes a whole number, got 'two'"),
+        ("tensor_parallel_degree=two", "--tensor_parallel_degree takes an integer, got 'two'"),
         ("expert_parallel_degree=2", "--expert_parallel_degree 2 is not available: mixture-of-experts"),
         ("max_steps=2", "unknown key max_steps"),
         ("hybrid_shard_degree=1", "says --hybrid_shard_degree 1, and that flag is given as well: leave one out"),

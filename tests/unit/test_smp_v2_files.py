@@ -52,7 +52,7 @@ def sharded(tmp_path):
 
 def test_a_sharded_checkpoint_is_no_start_and_says_what_is(sharded, tmp_path):
     path, _ = sharded
-    expected = r"old/llama_v2-5steps holds .distcp files, which SMP v2 .*docs/resume_and_finetune.md.*--hf_pretrained"
+    expected = r"old/llama_v2-5steps contains .distcp files, which .*docs/resume_and_finetune.md.*--hf_pretrained"
     for wanted in (str(path), "latest"):
         with pytest.raises(UserError, match=expected):
             choose_checkpoint(wanted, [path.parent], "llama_v2")

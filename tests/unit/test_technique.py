@@ -247,7 +247,7 @@ def check_frozen_model(reference, folder):
     assert len(optimizer.state) == len(own) == 12
     held = {name for name in read_manifest(path).tensors if name.startswith("model.")}
     assert held == {f"model.{name}" for name in own}
-    with pytest.raises(UserError, match="does not hold the pretrained weights that its run has frozen: resume it"):
+    with pytest.raises(UserError, match="does not contain the pretrained weights that its run has frozen: resume it"):
         parameters_of(path, read_manifest(path), config)
     resumed = build(folder / "weights")
     optimizer = build_optimizer(resumed, OptimConfig(), lr=1e-2)

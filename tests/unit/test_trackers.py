@@ -116,7 +116,7 @@ def test_a_run_of_two_processes_is_found_in_the_tracker(name, offline, tmp_path)
     skip_without(name)
     words = ["--report_to", name, "--project", "mine", "--output_dir", tmp_path / "seven"]
     outcome = run_job(*TINY, *words, world_size=2).succeeded()
-    assert "Training goes on" not in outcome.output
+    assert "Training continues" not in outcome.output
     kept, config, run_name = OFFLINE[name](tmp_path)
     wanted = in_metrics_file(tmp_path / "seven")
     assert len(wanted) >= 44 and ("val/loss", 4) in wanted
@@ -229,7 +229,7 @@ def test_a_failing_tracker_is_one_warning(broken, use):
         for step in range(1, 5):
             trackers.log({"step": step, "loss": 1.0})
     (warning,) = said
-    assert warning.startswith("--report_to wandb: ConnectionError: no route to the server. Training goes on")
+    assert warning.startswith("--report_to wandb: ConnectionError: no route to the server. Training continues")
 
 
 def test_a_tracker_that_hangs_is_left_behind(use, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_tracker_that_hangs_is_left_behind(use, monkeypatch):
             trackers.log({"step": step, "loss": 1.0})
     release.set()
     assert [text.split(":")[1] for text in said] == [
-        " 2 records wait; those that follow are dropped. Training goes on; metrics.jsonl has every value.",
+        " 2 records wait; those that follow are dropped. Training continues; metrics.jsonl has every value.",
         " not finished after 0.05 s, its last values are lost",
     ]
 
@@ -281,5 +281,5 @@ def test_a_secret_in_a_setting_is_refused(words, tmp_path):
     for given in (words, ["--config", file]):
         with pytest.raises(ConfigError) as error:
             parse([*LLAMA, *SYNTHETIC, *given])
-        assert "holds a secret, which config.yaml and the checkpoints would keep" in str(error.value)
+        assert "contains a secret, which config.yaml and the checkpoints would keep" in str(error.value)
         assert "hidden" not in str(error.value) and TOKEN not in str(error.value)

@@ -1,4 +1,4 @@
-"""The attention function of transformers that a block calls, for each exchange."""
+"""The attention function of transformers that a block calls, for each ``--cp_comm_type``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the ranks of a sequence: three exchanges, as autograd functions of a rank's queries, keys and values.
+"""Attention over the ranks of a sequence by one of three collectives, as autograd functions of queries, keys, values.
 
 Per layer and micro-batch, with n ranks:
 
@@ -10,7 +10,7 @@ p2p         n - 1 shifts to the next rank   n - 1 shifts, and n of the gradients
 all_to_all  1 of all three, 1 of the output 1 of the output's gradient, 1 of all three
 =========== =============================== ================================================
 
-Recomputation of a block repeats its forward's exchanges.
+Recomputation of a block repeats its forward's collectives.
 
 Source: all_gather: Llama 3, arXiv:2407.21783, section 3.3.2; p2p: Liu et al., Ring Attention, arXiv:2310.01889;
 all_to_all: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
@@ -33,7 +33,7 @@ from smp.parallel.context.layout import Range, SequenceLayout, find_spans
 
 
 class SequenceShard:
-    """A rank's part of the rows of a batch.
+    """A rank's part of the sequences of a batch.
 
     Attributes:
         role: the ranks of the sequence.
@@ -46,7 +46,7 @@ class SequenceShard:
 
     @property
     def own(self) -> tuple[Range, ...]:
-        """The columns that this rank holds."""
+        """The columns of this rank."""
         return self.layout.held[self.role.rank]
 
     @property
@@ -66,7 +66,7 @@ class Attention(NamedTuple):
     """How the ranks of a sequence attend.
 
     Attributes:
-        shard: the tokens that each rank holds.
+        shard: the tokens of each rank.
         scale: of the scores.
         window: tokens that a query sees at most, itself among them; None: all.
     """

@@ -110,8 +110,8 @@ def add_gradients(
 
     Args:
         gradients: as the queries, and as the keys and values, in at least fp32.
-        gradient: of the whole output, ``(batch, heads, queries, width)``.
-        found: the whole output, in any dtype, and its logarithm.
+        gradient: of the full output, ``(batch, heads, queries, width)``.
+        found: the full output, in any dtype, and its logarithm.
     """
     (_add_gradients_on_cpu if query.device.type == "cpu" else _add_gradients_on_gpu)(
         gradients, gradient, query, key_value, found, seen, scale

@@ -31,10 +31,10 @@ def problems(hf_config: Any, setup: Setup) -> list[str]:
         return []
     flag, found = f"--context_parallel_degree {cp}", []
     if setup.settings[ActivationConfig].compile is True:
-        found.append(f"{flag}: the exchanges of attention cannot be compiled: leave --compile 1 out")
+        found.append(f"{flag}: the collectives of attention cannot be compiled: leave --compile 1 out")
     if function := _attention_given(setup):
         found.append(
-            f"--attn_implementation {function} would have no effect: under {flag} attention is an exchange between "
+            f"--attn_implementation {function} would have no effect: under {flag} attention communicates between "
             f"ranks, with kernels of its own: leave it out"
         )
     on_gpu = setup.device_type == "cuda"
@@ -62,7 +62,7 @@ def _attention_given(setup: Setup) -> str | None:
 def choose(situation: Situation) -> Iterator[Choice]:
     """Exchange heads where that moves less than gathering keys and values: (queries / keys + 1) / ranks below 1.
 
-    What the exchanges leave no choice for is chosen, too, before others do.
+    What the collectives leave no choice for is chosen, too, before others do.
     """
     mesh, config = situation.mesh, situation.hf_config
     ranks, heads = mesh.cp.size, getattr(config, "num_attention_heads", 0) or 0
@@ -73,8 +73,8 @@ def choose(situation: Situation) -> Iterator[Choice]:
     moves_less = own % ranks == 0 and few + 1 < ranks
     reason = f"a key has {few} queries, and a sequence is split over {ranks} ranks"
     yield Choice("cp_comm_type", "all_to_all" if moves_less else "all_gather", reason)
-    yield Choice("attn_implementation", "sdpa", "unused: attention is an exchange between the ranks of a sequence")
-    yield Choice("compile", False, "the exchanges of attention cannot be compiled")
+    yield Choice("attn_implementation", "sdpa", "unused: attention communicates between the ranks of a sequence")
+    yield Choice("compile", False, "the collectives of attention cannot be compiled")
 
 
 def apply(model: nn.Module, setup: Setup) -> None:
@@ -114,7 +114,7 @@ def own_part(microbatch: Microbatch, setup: Setup) -> Microbatch:
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count what the exchanges of a block's attention hold in backward beyond what its MLP, by then done, has held.
+    """Count the buffers of a block's attention collectives in backward beyond the memory of its MLP, by then done.
 
     Gradients are added up in at least fp32. What a rank's part of a sequence saves is in the other techniques' costs,
     whose tokens are that part's.

@@ -191,7 +191,7 @@ class DiskStore:
     The file is unlinked once it is open: the system frees it with the store or the process, even one that is killed.
 
     Args:
-        directory: on a disk with room for the activations of this rank.
+        directory: on a disk with space for the activations of this rank.
 
     Attributes:
         waits: times that backward waited for a tensor.

@@ -1,10 +1,9 @@
-"""Fused column-parallel layers, and norms over all heads: what a rank needs from the others beside hidden states.
+"""Column-parallel layers with a fused QKV (or gate-up) weight, and norms over all heads; no fused kernels.
 
-A fused layer's outputs are several things one after the other: all queries, then all keys, then all values. Its weight
-is sharded as any other, by consecutive rows, so that files, checkpoints and initial values need to know nothing. The
-rows that a rank computes with, of each of the things its share, are brought by one all_to_all in forward, and their
-gradients by one in backward: a rank's share of the weight, which is less than a hidden state where a rank has more
-tokens than the layer has outputs.
+The outputs of a fused weight are all queries, then all keys, then all values. It is sharded by consecutive rows as any
+other, so that files, checkpoints and initial values need no special case. The rows that a rank computes with, its share
+of queries, keys and values, arrive by one all_to_all in forward, and their gradients return by one in backward. That is
+a rank's share of the weight: less than a hidden state where a rank has more tokens than the layer has outputs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def share_of(kind: str, rows: int, *, heads: int, rank: int, tp: TPGroup) -> tup
 
     Args:
         kind: ``heads`` or ``key_value``, none of which is cut, or ``width``.
-        rows: of the whole thing.
+        rows: of the unsplit one.
         heads: of the thing; where there are fewer than ranks, several ranks have the same.
         rank: in the group.
         tp: the group.
@@ -60,12 +59,12 @@ def fused_rows(kinds: Sequence[str], rows: int, *, heads: int, key_value: int, r
 
 
 class RowExchange:
-    """Exchange of a weight's rows: each rank holds consecutive ones, and needs others.
+    """All-to-all of a weight's rows: each rank stores consecutive ones, and needs others.
 
     Args:
         tp: the group.
         needed: of each rank, the rows that it needs; one may be needed by several.
-        rows: of the whole weight.
+        rows: of the full weight.
     """
 
     def __init__(self, tp: TPGroup, needed: Sequence[torch.Tensor], rows: int):
@@ -91,14 +90,14 @@ class RowExchange:
         return torch.empty_like(arrived).index_copy_(0, self.order, arrived)
 
     def give_back(self, gradient: torch.Tensor, held: int) -> torch.Tensor:
-        """Return the sum of the ranks' gradients of the rows that this rank holds; collective."""
+        """Return the sum of the ranks' gradients of the rows that this rank stores; collective."""
         arrived = gradient.new_empty(len(self.send), gradient.shape[1])
         dist.all_to_all_single(arrived, gradient[self.order], self.sent, self.received, group=self.tp.group)
         return gradient.new_zeros(held, gradient.shape[1]).index_add_(0, self.send, arrived)
 
 
 class ExchangeRows(Function):
-    """Rows held to rows needed; gradients go back."""
+    """Rows stored to rows needed; gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, held: torch.Tensor, exchange: RowExchange) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The tensor-parallel process group and its collectives.
 
-With sequence parallelism a hidden state is sharded by tokens: a rank holds ``(batch, sequence / size, hidden)``, a
+With sequence parallelism a hidden state is sharded by tokens: a rank has ``(batch, sequence / size, hidden)``, a
 consecutive part of the flattened ``batch x sequence`` tokens, so that gathering and scattering move contiguous memory.
-Modules that compute each token by itself do not depend on the tokens that a rank holds.
+Modules that compute each token by itself do not depend on which tokens a rank has.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
 """
@@ -54,7 +54,7 @@ class TPGroup:
         mesh: its 1-D device mesh.
         sequence_parallel: shard hidden states between the split layers by tokens.
         save_gathered: save gathered inputs for backward instead of gathering them again.
-        overlap: exchange hidden states while they are multiplied, in memory that the ranks' GPUs share.
+        overlap: overlap collectives of hidden states with matmuls, in memory that the ranks' GPUs share.
         random_seed: added to the seeds of :meth:`fork_random`.
     """
 

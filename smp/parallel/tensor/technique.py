@@ -23,7 +23,7 @@ Config = ParallelConfig
 
 
 def overlap_obstacle(degree: int, device_type: str) -> str:
-    """Return why exchanges cannot overlap their products, or an empty string; collective on GPUs."""
+    """Return why collectives cannot overlap their matmuls, or an empty string; collective on GPUs."""
     if device_type == "cpu":
         return "there is no GPU"
     if not dist.is_initialized():  # in a dry run
@@ -36,7 +36,7 @@ def build_tp_group(mesh: Mesh, parallel: ParallelConfig, *, random_seed: int = 0
     """Build this rank's tensor-parallel group; collective.
 
     Raises:
-        UserError: exchanges are to overlap their products, and cannot.
+        UserError: collectives are to overlap their matmuls, and cannot.
     """
     if parallel.tp_overlap is True and (why := overlap_obstacle(mesh.tp.size, mesh.device_type)):
         raise UserError(_refusal(why))
@@ -69,7 +69,7 @@ def _refusal(why: str) -> str:
 
 
 def choose(situation: Situation) -> Iterator[Choice]:
-    """Overlap exchanges with their products where the tensor-parallel ranks' GPUs read each other's memory."""
+    """Overlap collectives with their matmuls where the tensor-parallel ranks' GPUs read each other's memory."""
     parallel, degree = situation.settings[Config], situation.mesh.tp.size
     if degree == 1:
         return
