@@ -19,6 +19,7 @@ from smp.data.config import DataConfig
 from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX
 from smp.microbatch import Microbatch
+from smp.models.model_config import ModelConfig
 from smp.parallel import lora
 from smp.parallel.documents import document_index
 from smp.parallel.parallelize import own_part
@@ -53,7 +54,9 @@ class Config(Section):
             found.append("--dpo_label_smoothing is of --dpo_loss sigmoid: leave one out")
         return found
 
-    def misfits(self, data: DataConfig, adapters: lora.Config, loss: LossConfig, *, plan: bool) -> list[str]:
+    def misfits(
+        self, data: DataConfig, adapters: lora.Config, loss: LossConfig, model: ModelConfig, *, plan: bool
+    ) -> list[str]:
         """Return one sentence for each setting of other sections that does not go with pairs.
 
         Args:
@@ -76,6 +79,11 @@ class Config(Section):
             found.append("--dpo 1 needs --loss_chunk_tokens above 0: leave that at its default")
         if loss.z_loss:
             found.append("--z_loss is added to the loss of tokens, and --dpo 1 has another: leave one out")
+        found += [
+            f"--dpo 1 trains without dropout, as TRL: leave --{name} out"
+            for name in ("resid_pdrop", "attn_pdrop", "embd_pdrop")
+            if getattr(model, name)
+        ]
         if plan:
             found.append("--plan 1 plans a step of the loss of tokens, and --dpo 1 has another: leave one out")
         return found
@@ -91,7 +99,7 @@ def pair_losses(
         tokens: of each, ``(pairs, 2)``.
 
     Source: of ``ipo``, Azar et al., arXiv:2310.12036, equation 17, with means over tokens, as TRL has them; of
-    smoothing, Mitchell, A note on DPO with noisy preferences, equation 3.
+    smoothing, which TRL's ``sigmoid`` has no more, Mitchell, A note on DPO with noisy preferences, equation 3.
     """
     ratios = policy - reference
     rewards = config.dpo_beta * ratios.detach()
@@ -143,13 +151,12 @@ class PairLoss(TokenLoss):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses, and for the log those of losses and metrics, once over the ranks of a sequence.
 
-        One all-reduce, over the ranks of a sequence: the loss is not linear in its tokens.
+        One all-reduce, over the ranks of a sequence: the loss is not linear in its tokens. The model stays in
+        evaluation mode, without dropout, as TRL has it: blocks that backward recomputes are to be as they were.
         """
-        training = model.training
         model.eval()
         with torch.no_grad(), lora.left_out(model):
             reference = forward(model, microbatch, device)
-        model.train(training)
         both = torch.stack([forward(model, microbatch, device), reference]).neg()
         policy, reference = sum_over_ranks(both, self.setup.mesh.cp).view(2, -1, 2)
         tokens = to_device(microbatch["sequence_tokens"], device).view(-1, 2)

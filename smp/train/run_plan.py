@@ -230,7 +230,9 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
         elif variable := allocator_variable():
             problems.append(f"--expandable_segments 1 and {variable} both set the allocator: leave one out")
-    problems += config.preference.misfits(config.data, config.lora, config.loss, plan=config.run.plan)
+    problems += config.preference.misfits(
+        config.data, config.lora, config.loss, config.model, plan=config.run.plan
+    )
     if config.run.plan and config.data.evaluate_only:
         problems.append("--plan 1 plans a training step and --evaluate_only 1 has none: leave one out")
     if config.logging.memory_snapshot and device.type != "cuda":

@@ -110,6 +110,8 @@ def check(expected, folder):
             adapter = lora.Config(adapter_path=str(folder))
             settings = Settings((layout.parallel(), layout.activation(), loss, adapter, config))
             setup = Setup(family_of(model.config), mesh, settings)
+            for block in model.model.layers:
+                block.self_attn.attention_dropout = 0.5  # is to be left out, as TRL does
             apply_techniques(model, setup)
             optimizer, found = build_optimizer(model, OptimConfig(), lr=LR), {}
             optimizer.register_step_pre_hook(
