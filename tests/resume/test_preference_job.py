@@ -81,12 +81,14 @@ def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
 def test_all_parameters_keep_the_reference_of_the_first_start(base):
     more = ["--lora_rank", 0, "--lr", 0.002, "--validation_split", 0.1, "--checkpoint_freq", 3]
     validation = ["--validation_freq", 3]
-    run_job(*flags(base, "whole", *more, *validation), "--train_batch_size", 4, world_size=2).succeeded()
+    background = ["--train_batch_size", 4, "--checkpoint_type", "async_sharded"]
+    run_job(*flags(base, "whole", *more, *validation), *background, world_size=2).succeeded()
     found = curve(base / "whole")
     assert found[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)  # the reference is the start
     (checkpoint,) = (base / "whole" / "checkpoints").glob("*-3steps")
     resume = ["--resume_from_checkpoint", checkpoint, "--train_batch_size", 4]
-    run_job(*flags(base, "resumed", *more, *validation), *resume, world_size=2).succeeded()
+    workers = ["--data_num_workers", 1]
+    run_job(*flags(base, "resumed", *more, *validation), *resume, *workers, world_size=2).succeeded()
     assert curve(base / "resumed") == found[3:]
     split = ["--tensor_parallel_degree", 2]
     run_job(*flags(base, "split", *more, *validation), *resume, *split, world_size=2).succeeded()
