@@ -50,12 +50,12 @@ def expect_references(plan: RunPlan, start: Candidate, model: nn.Module) -> None
         for name, entry in start.saved.tensors.items()
         if name.startswith(OF_DATA)
     }
+    anew = "" if plan.config.data.evaluate_only else ", or begin another from it with --reset_progress 1"
     for what, data in _data(plan).items():
         if _name(data) not in found:
             raise UserError(
                 f"checkpoint {start.checkpoint} has no reference of this {what}, which --dpo 1 computes before the "
-                f"first step: go on with the data and settings of its run, or begin another from it with "
-                f"--reset_progress 1"
+                f"first step: take the data and its settings from the run that wrote it{anew}"
             )
     set_tensors_of_data(model, found)
 
