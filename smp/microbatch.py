@@ -10,7 +10,7 @@ import torch
 class Microbatch(TypedDict, total=False):
     """The samples of one forward pass, on the host.
 
-    The data makes the first seven; each technique's ``own_part`` then takes what its rank computes, and may add an
+    The data makes the first eight; each technique's ``own_part`` then takes what its rank computes, and may add an
     argument of the model. Nothing after the data looks at token ids to find a document's end or a trained token.
 
     Attributes:
@@ -23,6 +23,7 @@ class Microbatch(TypedDict, total=False):
             packed the rows knows, be it by end-of-sequence tokens. The answers of a pair are two.
         longest_document: its tokens, or more.
         sample_ids: ``(batch,)`` positions in the stream, -1 for a padding row.
+        reference: ``(pairs, 2)``, of preferences what the data was given of each pair.
         sequences: ``(batch, sequence)`` int64, the number of each token's sequence, where sums of each are wanted.
         sequence_tokens: ``(sequences,)`` int64, how many of each one's tokens are trained on, on all ranks.
         chosen: row and column of each token that gets logits, ``(2, tokens)``; without it, all do.
@@ -35,6 +36,7 @@ class Microbatch(TypedDict, total=False):
     document_bounds: torch.Tensor
     longest_document: int
     sample_ids: torch.Tensor
+    reference: torch.Tensor
     sequences: torch.Tensor
     sequence_tokens: torch.Tensor
     chosen: torch.Tensor
@@ -43,5 +45,6 @@ class Microbatch(TypedDict, total=False):
 
 # What is not an argument of the model.
 FOR_THE_STEP = (
-    "targets", "document_bounds", "longest_document", "sample_ids", "sequences", "sequence_tokens", "chosen",
+    "targets", "document_bounds", "longest_document", "sample_ids", "reference", "sequences", "sequence_tokens",
+    "chosen",
 )  # fmt: skip

@@ -20,7 +20,15 @@ from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.remote_reader import fill_from
 from smp.checkpoint.safetensors_io import DTYPE_NAMES
 from smp.checkpoint.shards import local_part
-from smp.checkpoint.state import alike, clean_name, model_tensors, parameter_names, plain, state_tensors
+from smp.checkpoint.state import (
+    OF_DATA,
+    alike,
+    clean_name,
+    model_tensors,
+    parameter_names,
+    plain,
+    state_tensors,
+)
 from smp.checkpoint.tagged_json import decode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
@@ -265,7 +273,7 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
     Raises:
         UserError: naming the first few.
     """
-    theirs = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("rng.")}
+    theirs = {n: entry for n, entry in manifest.tensors.items() if n in wanted or not n.startswith(("rng.", OF_DATA))}
     problems = [f"{name} is missing" for name in wanted.keys() - theirs.keys()]
     problems += [f"{name} is unknown here" for name in theirs.keys() - wanted.keys()]
     for name in wanted.keys() & theirs.keys():

@@ -124,6 +124,10 @@ class Saver:
             if newest[0] is not None:
                 storage.mirror.offer(newest[0], checkpointer.rule(self._first_step))
 
+    def start_clock(self) -> None:
+        """Count the time of training from now on: what came before was no step."""
+        self._started = time.perf_counter()
+
     def flags(self) -> dict[str, bool]:
         """Return the state of this rank's background write and uploads, to be counted over all ranks."""
         write = self._writing.checkpointer.writing if self._writing else None

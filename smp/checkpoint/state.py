@@ -19,6 +19,26 @@ from smp.models.added import added_parameters, base_of, left_out
 from smp.models.file_names import buffers_of, clean_name
 from smp.parallel.sharding import reshard
 
+# What names of tensors of a job's data begin with.
+OF_DATA = "data."
+_OF_DATA = "_smp_of_data"
+
+
+def set_tensors_of_data(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Let checkpoints of a model also hold tensors of the job's data, which are the same on all ranks.
+
+    What restores a checkpoint without having set them passes over them.
+
+    Args:
+        tensors: by names that begin with ``data.``.
+    """
+    setattr(model, _OF_DATA, tensors)
+
+
+def tensors_of_data(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what :func:`set_tensors_of_data` was given."""
+    return getattr(model, _OF_DATA, {})
+
 
 def plain(model: nn.Module) -> nn.Module:
     """Return the model whose names go into a checkpoint: DDP's own module.
@@ -112,7 +132,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     reshard(model)
     left = left_out(model)
     tensors = {f"model.{clean_name(n)}": p.detach() for n, p in model.named_parameters() if n not in left}
-    return tensors | {f"model.{name}": buffer for name, buffer in buffers_of(model)}
+    return tensors | {f"model.{name}": buffer for name, buffer in buffers_of(model)} | tensors_of_data(model)
 
 
 def _checked_state(key: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -157,7 +177,7 @@ def state_tensors(
         for key, value in held.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optim.{key}.{name}"] = _checked_state(key, name, value, parameter)
-    tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(model)}
+    tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(model)} | tensors_of_data(model)
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise UserError(

@@ -108,6 +108,8 @@ OTHERWISE: Mapping[str, str] = {
     "dp_replicate_size data_parallel_replicate_degree",
     "--lora_rank N trains adapters of that rank": "use_peft use_lora lora peft peft_type adapter finetuning_type",
     "--dpo 1 trains on pairs of answers": "rl stage rlhf use_dpo",
+    "leave it out: the reference of --dpo 1 is the model that training begins from, without dropout": "ref_model "
+    "precompute_ref_log_probs disable_dropout",
     "--qlora 1 with --lora_rank N stores the frozen weights in 4 bits": "load_in_4bit use_qlora qlora_4bit",
     "--report_to wandb sends the metrics there": "wandb use_wandb enable_wandb",
     "--bf16 1 computes in bfloat16, --bf16 0 in float32": "dtype torch_dtype precision mixed_precision",

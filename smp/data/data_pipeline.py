@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from multiprocessing.queues import Queue
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from smp.data.config import DataConfig, Split
 from smp.data.convert import end_with_parent, worker_context
 from smp.data.packing import Collator, PackedRows, Row, RowSource, WindowRows
 from smp.data.sampler import PADDING, samples_at, step_positions
+from smp.data.samples import PackedSamples
 from smp.data.source import find_data, find_named, open_rows
 from smp.data.synthetic import SyntheticRows
 from smp.data.text import TextTokenizer
@@ -89,16 +91,23 @@ Positions = tuple[np.ndarray, np.ndarray]  # of one micro-batch: stream position
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches(Dataset):
-    """Map-style, with a whole micro-batch as the index."""
+    """Map-style, with a whole micro-batch as the index.
+
+    ``reference``: of each pair, in the order in which they are packed, ``(pairs, 2)``.
+    """
 
     source: RowSource
     collate: Collator
+    reference: Tensor | None = None
 
     def __getitem__(self, index: Positions) -> Microbatch:
         positions, samples = index
         # Padding rows are alone in their micro-batch.
         rows: list[Row | None] = [*self.source.rows(samples)] if len(samples) else [None]
-        return {**self.collate(rows), "sample_ids": torch.from_numpy(positions)}
+        found: Microbatch = {**self.collate(rows), "sample_ids": torch.from_numpy(positions)}
+        if self.reference is not None:
+            found["reference"] = self.reference[cast(PackedSamples, self.source).packed(samples)]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +185,28 @@ class DataPipeline:
         self._start = sample
         if global_batch_size is not None:
             self._batch = dataclasses.replace(self._batch, global_batch_size=global_batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps from the first until every row has been given."""
+        return -(-self.samples_per_epoch // self._batch.global_batch_size)
+
+    @property
+    def samples(self) -> int:
+        """Number of the conversations or pairs that the rows are packed of."""
+        return len(cast(PackedSamples, self._microbatches.source).numbers)
+
+    def attach(self, reference: Tensor) -> None:
+        """Let the micro-batches from the next iteration on have the ``reference`` of their pairs, ``(pairs, 2)``."""
+        self._microbatches = dataclasses.replace(self._microbatches, reference=reference)
+
+    def in_order(self, reference: Tensor) -> DataPipeline:
+        """Return one with the rows in their own order, a micro-batch a step, and another ``reference``."""
+        of, batch = self._microbatches, self._batch
+        batch = dataclasses.replace(batch, global_batch_size=batch.micro_batch_size * batch.data_size)
+        found = DataPipeline(of.source, of.collate, batch, shuffle=False, workers=0)
+        found.attach(reference)
+        return found
 
     def __iter__(self) -> Iterator[StepBatch]:
         self.close()

@@ -116,6 +116,11 @@ class PackedSamples:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
+    def packed(self, indices: np.ndarray) -> np.ndarray:
+        """Return the places of the samples of sequences, in the order in which all are packed, (k,) int64."""
+        parts = [np.arange(*self._offsets[index : index + 2]) for index in indices]
+        return np.concatenate([np.arange(0), *parts])
+
     def rows(self, indices: np.ndarray) -> list[Row]:
         """Return sequences by number, with the length of each sample in them."""
         return [self._sequence(int(index)) for index in indices]

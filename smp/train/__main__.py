@@ -28,6 +28,7 @@ from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
 from smp.train.planned import Planned, dry_run, predict, print_plan
+from smp.train.reference import expect_references
 from smp.train.report import announce, arguments_table, begin_files, changes_since
 from smp.train.run_plan import RunPlan, make_plan, problems_of_rest
 from smp.train.start import agree_on_start, prepare_device
@@ -67,6 +68,8 @@ def run(plan: RunPlan, guard: Guard) -> int:
         state = dataclasses.replace(start.progress)
         if start.checkpoint is not None and start.saved is not None:
             seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{state.step}:{mesh.loss.rank}"
+            if state.step:
+                together(functools.partial(expect_references, plan, start, model))
             restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
         saver = Saver(
             config.checkpoint,

@@ -19,6 +19,7 @@ from smp.parallel import lora
 from smp.parallel.parallelize import prepare_model
 from smp.runtime import process_group
 from smp.train.metrics import json_line, validation_record
+from smp.train.reference import expect_references, give_references
 from smp.train.run_plan import RunPlan, planned_batch
 from smp.train.start import Start, cache_of, prepare_device, read_usable, require_agreement
 from smp.train.state import TrainState
@@ -52,10 +53,13 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
             seed=config.run.seed,
             load_weights=start.checkpoint is None,
         )
+        setup = dataclasses.replace(plan.setup, mesh=mesh)
         if start.checkpoint is not None and start.saved is not None:
+            together(functools.partial(expect_references, plan, start, model))
             restore_model(start.checkpoint, start.saved, model)
+            give_references(plan, model, setup, enter=guard.enter)
         guard.enter("validation")
-        result = validate(plan, model, dataclasses.replace(plan.setup, mesh=mesh), enter=guard.enter)
+        result = validate(plan, model, setup, enter=guard.enter)
         if not result.tokens:
             raise UserError(f"{config.data.test_dir} contains no token that follows another: nothing to evaluate on")
         if launch.is_main:

@@ -1,6 +1,7 @@
 """Direct preference optimisation (DPO: Rafailov et al., arXiv:2305.18290): of two answers, to prefer the chosen one.
 
-The reference is the base model: the policy without its adapters, so that there is no second model. Chosen and rejected
+The reference is the model that training begins from, and there is no second model: with new adapters it is the policy
+without them, else its log-probabilities have been computed before (:mod:`smp.train.reference`). Chosen and rejected
 answer of a pair are consecutive documents of one sequence.
 """
 
@@ -19,6 +20,7 @@ from smp.data.config import DataConfig
 from smp.host_copies import to_device
 from smp.loss import IGNORE_INDEX
 from smp.microbatch import Microbatch
+from smp.models.model_config import ModelConfig
 from smp.parallel import lora
 from smp.parallel.documents import document_index
 from smp.parallel.parallelize import own_part
@@ -53,7 +55,11 @@ class Config(Section):
             found.append("--dpo_label_smoothing is of --dpo_loss sigmoid: leave one out")
         return found
 
-    def misfits(self, data: DataConfig, adapters: lora.Config, loss: LossConfig, *, plan: bool) -> list[str]:
+    def keeps_reference(self, adapters: lora.Config) -> bool:
+        """Return whether the reference cannot be computed beside the policy, by leaving its adapters out."""
+        return self.dpo and (not adapters.lora_rank or adapters.adapter_path is not None)
+
+    def misfits(self, data: DataConfig, loss: LossConfig, model: ModelConfig, *, plan: bool) -> list[str]:
         """Return one sentence for each setting of other sections that does not go with pairs.
 
         Args:
@@ -68,14 +74,15 @@ class Config(Section):
             found.append(f"--dpo 1 reads pairs, not --dataset_type {data.dataset_type}: set --dataset_type chat")
         elif data.train_on not in ("auto", "completion"):
             found.append(f"--dpo 1 compares complete answers, not --train_on {data.train_on}: leave that out")
-        if not adapters.lora_rank and adapters.adapter_path is None:
-            found.append(
-                "--dpo 1 compares with the base model, which is there only beside adapters: set --lora_rank, such as 16"
-            )
         if not loss.loss_chunk_tokens:
             found.append("--dpo 1 needs --loss_chunk_tokens above 0: leave that at its default")
         if loss.z_loss:
             found.append("--z_loss is added to the loss of tokens, and --dpo 1 has another: leave one out")
+        found += [
+            f"--dpo 1 trains without dropout, as TRL: leave --{name} out"
+            for name in ("resid_pdrop", "attn_pdrop", "embd_pdrop")
+            if getattr(model, name)
+        ]
         if plan:
             found.append("--plan 1 plans a step of the loss of tokens, and --dpo 1 has another: leave one out")
         return found
@@ -91,7 +98,7 @@ def pair_losses(
         tokens: of each, ``(pairs, 2)``.
 
     Source: of ``ipo``, Azar et al., arXiv:2310.12036, equation 17, with means over tokens, as TRL has them; of
-    smoothing, Mitchell, A note on DPO with noisy preferences, equation 3.
+    smoothing, which TRL's ``sigmoid`` has no more, Mitchell, A note on DPO with noisy preferences, equation 3.
     """
     ratios = policy - reference
     rewards = config.dpo_beta * ratios.detach()
@@ -111,11 +118,15 @@ def number_pairs(microbatch: Microbatch) -> Microbatch:
     number = (answers.cumsum(0) - 1).clamp(min=0)
     found = tokens[answers]
     # Padding alone: one pair of no token, as every rank takes part in the step's collectives.
-    return {
+    numbered: Microbatch = {
         **microbatch,
         "sequences": number[document],
         "sequence_tokens": found if len(found) else found.new_zeros(2),
     }
+    if "reference" in microbatch:  # rows past the end of the data, which have no target, are the last ones
+        pairs, given = len(numbered["sequence_tokens"]) // 2, microbatch["reference"]
+        numbered["reference"] = given[:pairs] if len(given) else given.new_zeros(pairs, 2)
+    return numbered
 
 
 class PairLoss(TokenLoss):
@@ -129,7 +140,9 @@ class PairLoss(TokenLoss):
 
     def own_part(self, microbatch: Microbatch) -> Microbatch:
         """Return what this rank computes, with the number of each token's answer."""
-        return own_part(number_pairs(microbatch), self.setup)
+        numbered = number_pairs(microbatch)
+        own = own_part(numbered, self.setup)
+        return {**own, "reference": numbered["reference"]} if "reference" in numbered else own
 
     def count(self, microbatches: Sequence[Microbatch], device: torch.device) -> torch.Tensor:
         """Count pairs, once over the ranks of a sequence, and tokens, ``(2,)``."""
@@ -138,21 +151,27 @@ class PairLoss(TokenLoss):
         tokens = super().count(microbatches, device)
         return torch.stack([torch.full_like(tokens, pairs), tokens])
 
+    def log_probs(self, model: nn.Module, microbatch: Microbatch, device: torch.device) -> torch.Tensor:
+        """Return the log-probabilities of the answers of the pairs of :meth:`own_part`, ``(pairs, 2)``."""
+        return sum_over_ranks(forward(model, microbatch, device).neg().view(-1, 2), self.setup.mesh.cp)
+
     def compute(
         self, model: nn.Module, microbatch: Microbatch, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses, and for the log those of losses and metrics, once over the ranks of a sequence.
 
-        One all-reduce, over the ranks of a sequence: the loss is not linear in its tokens.
+        One all-reduce, over the ranks of a sequence: the loss is not linear in its tokens. The model stays in
+        evaluation mode, without dropout, as TRL has it: blocks that backward recomputes are to be as they were.
         """
-        training = model.training
         model.eval()
-        with torch.no_grad(), lora.left_out(model):
-            reference = forward(model, microbatch, device)
-        model.train(training)
-        both = torch.stack([forward(model, microbatch, device), reference]).neg()
-        policy, reference = sum_over_ranks(both, self.setup.mesh.cp).view(2, -1, 2)
         tokens = to_device(microbatch["sequence_tokens"], device).view(-1, 2)
+        if "reference" in microbatch:
+            policy, reference = self.log_probs(model, microbatch, device), to_device(microbatch["reference"], device)
+        else:
+            with torch.no_grad(), lora.left_out(model):
+                base = forward(model, microbatch, device)
+            both = torch.stack([forward(model, microbatch, device), base]).neg()
+            policy, reference = sum_over_ranks(both, self.setup.mesh.cp).view(2, -1, 2)
         losses, rewards = pair_losses(policy, reference, tokens, self._config)
         real = (tokens > 0).all(1)
         loss = (losses * real).sum()

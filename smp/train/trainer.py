@@ -35,6 +35,7 @@ from smp.train.lr_schedule import set_lr
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.planned import Planned
 from smp.train.preference import loss_of
+from smp.train.reference import give_references
 from smp.train.report import (
     describe,
     log_collectives,
@@ -92,14 +93,16 @@ def train(trainer: Trainer) -> int:
 def _steps(trainer: Trainer, collect_every: int) -> int:
     """Run the steps; returns the exit status."""
     plan, start, state, config = trainer.plan, trainer.start, trainer.state, trainer.plan.config
-    batches, lag = iter(plan.train_data), LAG[plan.device.type]
     guard = trainer.guard
+    give_references(plan, trainer.model, trainer.setup, enter=guard.enter)
+    batches, lag = iter(plan.train_data), LAG[plan.device.type]
     guard.enter("data", state.step + 1)
     guard.watchdog.spent()  # what came before was no step
     if config.data.validation_freq is not None and state.step == 0:  # what training begins from
         _validate(trainer)
         guard.enter("data", state.step + 1)
     watch = Stopwatch(state.step)
+    trainer.saver.start_clock()
     pending: collections.deque[_Done] = collections.deque()
     asked: collections.deque[Callable[[], dict[str, int]]] = collections.deque()
     while state.step < start.max_steps:

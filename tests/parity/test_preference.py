@@ -1,8 +1,9 @@
-"""DPO: losses, metrics and gradients of TRL's formulas with peft's adapters in one process, at any layout."""
+"""DPO: losses, metrics and gradients of TRL's formulas in one process, with peft's adapters or of all parameters."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from unittest import mock
 
 import numpy as np
@@ -12,14 +13,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from smp.config import LossConfig, Settings
-from smp.data.data_pipeline import StepBatch
+from smp.data.data_pipeline import BatchShape, DataPipeline, StepBatch
 from smp.data.packing import Collator, Row
+from smp.data.samples import Choice, PackedSamples
+from smp.data.token_cache import Columns
 from smp.models.registry import family_of
 from smp.parallel import lora
 from smp.parallel.parallelize import apply_techniques
+from smp.parallel.sharding import reshard
 from smp.parallel.technique import Setup
 from smp.train.optimizer import OptimConfig, build_optimizer
 from smp.train.preference import Config, loss_of
+from smp.train.reference import compute_reference
 from smp.train.step import train_step
 from tests.distributed import run_distributed
 from tests.parity.test_lora import our_name, peft_of
@@ -82,11 +87,9 @@ def log_probs(model) -> torch.Tensor:
     return torch.stack(found).view(-1, 2), torch.tensor(tokens).view(-1, 2)
 
 
-def formula(model, config: Config):
+def formula(model, config: Config, reference: torch.Tensor, name_of=str):
     """TRL's ``dpo_loss``, its metrics, and the gradients of the mean."""
     policy, tokens = log_probs(model)
-    with torch.no_grad(), model.disable_adapter():
-        reference, _ = log_probs(model)
     chosen, rejected = (policy - reference).unbind(1)
     rewards = config.dpo_beta * chosen.detach(), config.dpo_beta * rejected.detach()
     if config.dpo_loss == "ipo":
@@ -97,47 +100,107 @@ def formula(model, config: Config):
         losses = -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
     model.zero_grad()
     losses.mean().backward()
-    gradients = {our_name(name): p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name_of(name): p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     of_pairs = [*rewards, (rewards[0] > rewards[1]).double(), rewards[0] - rewards[1]]
     return [losses.mean().item(), *(float(each.mean()) for each in of_pairs)], gradients
 
 
+def prepared(layout, config: Config, adapter: lora.Config):
+    model, mesh = build_reference("llama_gqa", torch.float64), layout.mesh()
+    loss = LossConfig(loss_chunk_tokens=layout.chunk)
+    settings = Settings((layout.parallel(), layout.activation(), loss, adapter, config))
+    setup = Setup(family_of(model.config), mesh, settings)
+    for block in model.model.layers:
+        block.self_attn.attention_dropout = 0.5  # is to be left out, as TRL does
+    apply_techniques(model, setup)
+    return model, setup
+
+
+def compare(model, setup, batch: StepBatch, expected, said):
+    """One step beside the formula; returns how many all-reduces summed log-probabilities."""
+    (numbers, gradients), found = expected, {}
+    optimizer = build_optimizer(model, OptimConfig(), lr=LR)
+    optimizer.register_step_pre_hook(
+        lambda *_: found.update({n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad})
+    )
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduced:
+        result = train_step(
+            model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=0.0, objective=loss_of(setup)
+        )
+    _, _, tokens, pairs, *sums = result.numbers(over_all_ranks=True).tolist()
+    trained = sum(int((labels[1:] != -100).sum()) for row in answers() for _, labels in row)
+    assert (pairs, tokens) == (PAIRS, trained), said
+    for mine, theirs in zip(sums, numbers, strict=True):
+        assert abs(mine / pairs - theirs) <= 1e-9 * max(abs(theirs), 1e-3), (said, sums, numbers)
+    assert found.keys() == gradients.keys()
+    for key, gradient in found.items():
+        assert relative(gradient - gradients[key], gradients[key]) <= 1e-9, (said, key)
+    if setup.mesh.tp.size == 1:  # counts, the norm and, of a split sequence, the sums of each micro-batch
+        summed = sum(each.args[0].ndim == 2 for each in reduced.call_args_list)
+        assert summed == (len(batch.microbatches) if setup.mesh.cp.size > 1 else 0), said
+
+
 def check(expected, folder):
     for layout in LAYOUTS[dist.get_world_size()]:
-        for config, (numbers, gradients) in zip(CONFIGS, expected, strict=True):
-            model, mesh = build_reference("llama_gqa", torch.float64), layout.mesh()
-            loss = LossConfig(loss_chunk_tokens=layout.chunk)
-            adapter = lora.Config(adapter_path=str(folder))
-            settings = Settings((layout.parallel(), layout.activation(), loss, adapter, config))
-            setup = Setup(family_of(model.config), mesh, settings)
-            apply_techniques(model, setup)
-            optimizer, found = build_optimizer(model, OptimConfig(), lr=LR), {}
-            optimizer.register_step_pre_hook(
-                lambda *_, m=model, f=found: f.update(
-                    {n: whole(p.grad) for n, p in m.named_parameters() if p.requires_grad}
-                )
-            )
-            batch = batch_of(mesh.data_rank, mesh.data_size)
-            with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduced:
-                result = train_step(
-                    model, optimizer, batch, setup=setup, device=torch.device("cpu"), grad_clip=0.0,
-                    objective=loss_of(setup),
-                )  # fmt: skip
-            if mesh.tp.size == 1:  # counts, the norm and, of a split sequence, the sums of each micro-batch
-                summed = sum(each.args[0].ndim == 2 for each in reduced.call_args_list)
-                assert summed == (len(batch.microbatches) if mesh.cp.size > 1 else 0), layout
-            _, _, tokens, pairs, *sums = result.numbers(over_all_ranks=True).tolist()
-            trained = sum(int((labels[1:] != -100).sum()) for row in answers() for _, labels in row)
-            assert (pairs, tokens) == (PAIRS, trained), layout
-            for mine, theirs in zip(sums, numbers, strict=True):
-                assert abs(mine / pairs - theirs) <= 1e-9 * max(abs(theirs), 1e-3), (layout, config, sums, numbers)
-            assert found.keys() == gradients.keys()
-            for key, gradient in found.items():
-                assert relative(gradient - gradients[key], gradients[key]) <= 1e-9, (layout, config, key)
+        for config, of_it in zip(CONFIGS, expected, strict=True):
+            model, setup = prepared(layout, config, lora.Config(adapter_path=str(folder)))
+            compare(model, setup, batch_of(setup.mesh.data_rank, setup.mesh.data_size), of_it, (layout, config))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_pairs_are_those_of_the_formula(world_size, tmp_path):
     peft_of(build_reference("llama_gqa", torch.float64)).save_pretrained(tmp_path)
     theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), tmp_path, is_trainable=True)
-    run_distributed(check, [formula(theirs, config) for config in CONFIGS], tmp_path, world_size=world_size)
+    with torch.no_grad(), theirs.disable_adapter():
+        reference, _ = log_probs(theirs)
+    expected = [formula(theirs, config, reference, our_name) for config in CONFIGS]
+    run_distributed(check, expected, tmp_path, world_size=world_size)
+
+
+def data_of(mesh) -> DataPipeline:
+    """The pairs as the job has them, shuffled; more sequences than micro-batches of all ranks have, or fewer."""
+    flat = [*itertools.chain(*answers())]
+    ids, labels = (np.concatenate(each) for each in zip(*flat, strict=True))
+    store = Columns(ids, np.cumsum([0, *(len(each) for each, _ in flat)]), None, labels)
+    packed = PackedSamples([store], LENGTH, "f", Choice(), what="pairs", origins=["a.jsonl"], pairs=True)
+    batch = BatchShape(
+        sequence_length=LENGTH, vocab_size=VOCABULARY, global_batch_size=len(packed), micro_batch_size=2,
+        data_rank=mesh.data_rank, data_size=mesh.data_size, seed=3,
+    )  # fmt: skip
+    collate = Collator(sequence_length=LENGTH, pad_token_id=0, document_end=0)
+    return DataPipeline(packed, collate, batch, shuffle=True, workers=0)
+
+
+def scale_(model) -> None:
+    """Train the model, so to say."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+def check_all_parameters(expected):
+    for layout in LAYOUTS[dist.get_world_size()]:
+        for config, of_it in zip(CONFIGS, expected, strict=True):
+            model, setup = prepared(layout, config, lora.Config())
+            data, device = data_of(setup.mesh), torch.device("cpu")
+            data.attach(compute_reference(data, model, setup, device, enter=lambda phase: None))
+            batch, objective = next(iter(data)), loss_of(setup)
+            with torch.no_grad():
+                sums = sum(objective.compute(model, objective.own_part(m), device)[1] for m in batch.microbatches)
+            dist.all_reduce(sums, group=setup.mesh.loss.group)
+            begins = {"sigmoid": math.log(2), "ipo": 1 / (2 * config.dpo_beta) ** 2}[config.dpo_loss]
+            assert (sums / PAIRS).tolist() == pytest.approx([begins, 0, 0, 0, 0], rel=1e-12, abs=1e-12), layout
+            reshard(model)
+            scale_(model)
+            compare(model, setup, batch, of_it, (layout, config))
+
+
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 4))])
+def test_all_parameters_are_trained_beside_a_frozen_copy(world_size):
+    theirs = build_reference("llama_gqa", torch.float64)
+    with torch.no_grad():
+        reference, _ = log_probs(theirs)
+    scale_(theirs)
+    run_distributed(
+        check_all_parameters, [formula(theirs, config, reference) for config in CONFIGS], world_size=world_size
+    )

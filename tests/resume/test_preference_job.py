@@ -20,6 +20,14 @@ def flags(tmp_path, run, *more):
             "--lr_decay_iters", 6, *more]  # fmt: skip
 
 
+VALIDATED = ("val_loss", *(f"val_{name}" for name in NAMES[1:]))
+
+
+def evaluation(job):
+    lines = job.succeeded().output.splitlines()
+    return [next(json.loads(line) for line in lines if line.startswith('{"model"'))[name] for name in VALIDATED]
+
+
 def curve(folder):
     return [[line[name] for name in NAMES] for line in read_metrics(folder)]
 
@@ -41,7 +49,8 @@ def base(tmp_path):
 @pytest.mark.full
 def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
     validation = ["--validation_split", 0.1, "--validation_freq", 3, "--checkpoint_freq", 3]
-    done = run_job(*flags(base, "shard", *validation), "--train_batch_size", 4, world_size=2).succeeded()
+    final = ["--train_batch_size", 4, "--save_final_model", 1]
+    done = run_job(*flags(base, "shard", *validation), *final, world_size=2).succeeded()
     found = curve(base / "shard")
     assert found[0][0] == pytest.approx(0.693147, rel=1e-5) and found[0][1:] == [0, 0, 0, 0]  # the policy is the base
     assert found[-1][4] > 0.01 and found[-1][0] < found[0][0], found
@@ -58,12 +67,54 @@ def test_the_curve_is_the_same_at_any_layout_and_goes_on_where_it_was(base):
     resume = ["--resume_from_checkpoint", checkpoint, "--train_batch_size", 4]
     run_job(*flags(base, "resumed", *validation), *resume, world_size=2).succeeded()
     assert curve(base / "resumed") == found[3:]
+    # In one process, what the two validated at that step, and what the adapter has in the end beside its base.
+    adapter = ["--adapter_path", base / "shard" / "final"]
+    for of, expected in ((["--resume_from_checkpoint", checkpoint], validated[1]), (adapter, validated[2])):
+        result = evaluation(run_job(*flags(base, "shard", "--evaluate_only", 1, *of, *validation[:2]), world_size=1))
+        assert result == pytest.approx([expected[name] for name in VALIDATED], rel=1e-4, abs=1e-6)
+    # Training that begins from it has it as the reference.
+    run_job(*flags(base, "on", *adapter, *validation[:4]), *final[:2], world_size=2).succeeded()
+    assert curve(base / "on")[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.full
+def test_all_parameters_keep_the_reference_of_the_first_start(base):
+    more = ["--lora_rank", 0, "--lr", 0.002, "--validation_split", 0.1, "--checkpoint_freq", 3]
+    validation = ["--validation_freq", 3]
+    background = ["--train_batch_size", 4, "--checkpoint_type", "async_sharded"]
+    run_job(*flags(base, "whole", *more, *validation), *background, world_size=2).succeeded()
+    found = curve(base / "whole")
+    assert found[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)  # the reference is the start
+    (checkpoint,) = (base / "whole" / "checkpoints").glob("*-3steps")
+    resume = ["--resume_from_checkpoint", checkpoint, "--train_batch_size", 4]
+    workers = ["--data_num_workers", 1]
+    run_job(*flags(base, "resumed", *more, *validation), *resume, *workers, world_size=2).succeeded()
+    assert curve(base / "resumed") == found[3:]
+    split = ["--tensor_parallel_degree", 2]
+    run_job(*flags(base, "split", *more, *validation), *resume, *split, world_size=2).succeeded()
+    for mine, theirs in zip(curve(base / "split"), found[3:], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=2e-5)
     # In one process, what the two validated at that step.
-    evaluate = ["--evaluate_only", 1, "--resume_from_checkpoint", checkpoint, *validation[:2]]
-    evaluated = run_job(*flags(base, "shard", *evaluate), world_size=1).succeeded()
-    result = next(json.loads(line) for line in evaluated.output.splitlines() if line.startswith('{"model"'))
-    for name in ("val_loss", *(f"val_{name}" for name in NAMES[1:])):
-        assert result[name] == pytest.approx(validated[1][name], rel=1e-4, abs=1e-6), name
+    lines = [json.loads(line) for line in (base / "whole" / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if "val_loss" in line]
+    assert (
+        validated[0]["val_loss"] == pytest.approx(0.693147, rel=1e-5)
+        and abs(validated[1]["val_rewards/margins"]) > 0.01
+    )
+    evaluate = ["--evaluate_only", 1, "--resume_from_checkpoint", checkpoint]
+    result = evaluation(run_job(*flags(base, "whole", *more[:6], *evaluate), world_size=1))
+    assert result == pytest.approx([validated[1][name] for name in VALIDATED], rel=1e-4, abs=1e-6)
+    elsewhere = ["--validation_split", 0.2, *evaluate]
+    refused = run_job(*flags(base, "whole", *more[:4], *elsewhere), world_size=1)
+    sentence = "-3steps has no reference of this validation data, which --dpo 1 computes before the first step"
+    assert refused.statuses == [2] and f"{sentence}: take the data" in refused.output
+    refused = run_job(*flags(base, "other", *more, *validation, "--max_samples", 50), *resume, world_size=2)
+    assert refused.statuses == [2, 2] and not (base / "other").exists()
+    sentence = "-3steps has no reference of this training data, which --dpo 1 computes before the first step"
+    assert sentence in refused.output and "Traceback" not in refused.output
+    run_job(*flags(base, "other", *more, *validation, "--max_samples", 50), *resume, "--reset_progress", 1,
+            world_size=2).succeeded()  # fmt: skip
+    assert curve(base / "other")[0] == pytest.approx([0.693147, 0, 0, 0, 0], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.full

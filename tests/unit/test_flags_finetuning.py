@@ -117,9 +117,10 @@ def test_preferences(tmp_path):
     (["--dpo", 1], "--dpo 1 trains on pairs, and --use_synthetic_data 1 has none"),
     (["--dpo", 1, *TEXT], "--dpo 1 reads pairs, not --dataset_type text: set --dataset_type chat"),
     (["--dpo", 1, *CHATS, "--train_on", "last"], "--dpo 1 compares complete answers, not --train_on last"),
-    (["--dpo", 1, *CHATS], "there only beside adapters: set --lora_rank, such as 16"),
+    (["--dpo", 1, *CHATS, "--evaluate_only", 1], "without adapters needs the reference of a run, which its"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--loss_chunk_tokens", 0], "--dpo 1 needs --loss_chunk_tokens above 0"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--z_loss", 0.1], "--z_loss is added to the loss of tokens"),
+    (["--dpo", 1, *CHATS, "--attn_pdrop", 0.2], "--dpo 1 trains without dropout, as TRL: leave --attn_pdrop out"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--plan", 1], "--plan 1 plans a step of the loss of tokens"),
 ])  # fmt: skip
 def test_preferences_that_do_not_fit(tmp_path, words, sentence):
