@@ -69,7 +69,10 @@ def test_weights_in_4_bits():
             assert weight.to_local().nbytes == 64 * size
 
 
-@check("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora", "adapter_path", "save_merged_model")
+@check(
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora", "adapter_path",
+    "save_merged_model",
+)  # fmt: skip
 def test_adapters(tmp_path):
     def trained(*words):
         with one_process(words) as built:
