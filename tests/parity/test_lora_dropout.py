@@ -11,12 +11,13 @@ from torch import nn
 
 import smp
 from smp.loss import causal_lm_loss_sum
+from smp.mesh import lay_out
 from smp.models.registry import family_of
-from smp.parallel.activation_checkpoint import apply_activation_checkpointing
+from smp.parallel import activation_checkpoint
 from smp.parallel.adapter import Adapter
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.random_numbers import draw_seed, seeded
-from smp.parallel.technique import Setup, model_blocks
+from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
 from tests.parity.test_lora import LAYOUTS, check_layouts, our_name, peft_of, settings_with
 from tests.reference import Layout, build_reference, global_batch, relative
@@ -53,8 +54,8 @@ def test_one_process_is_pefts_with_the_same_numbers(mode, tmp_path):
     theirs = peft_of(build_reference(NAME, torch.float64), lora_dropout=RATE).train()
     theirs.save_pretrained(tmp_path)
     model = smp.lora(build_reference(NAME, torch.float64), adapter_path=tmp_path).train()
-    if mode is not None:
-        apply_activation_checkpointing(model_blocks(model, family_of(model.config)), mode=mode)
+    layout = Layout("no_shard", checkpointing=mode is not None, mode=mode or "full")
+    activation_checkpoint.apply(model, Setup(family_of(model.config), lay_out(), settings_with(layout)))
     with dropout_by(mask_of):
         wanted, gradients = step(theirs)
     loss, found = step(model)
