@@ -53,6 +53,7 @@ def test_adapters_are_trained_resumed_and_exported(folder, capsys):
     assert losses(folder / "resumed") == pytest.approx(losses(folder / "run")[2:], rel=1e-5)
     assert losses(folder / "run")[3] < losses(folder / "run")[0]
     assert "of which" in done.output and "Final adapter" in done.output
+    assert " frozen matmul weights (" in (folder / "resumed" / "config.yaml").read_text().splitlines()[0]
     final = folder / "resumed" / "final"
     assert not list(final.glob("model*.safetensors"))
     adapter, config = (
