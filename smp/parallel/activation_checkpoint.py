@@ -16,7 +16,7 @@ from smp.memory.shape import ModelShape, Moment, Workload, block_bytes, splits_t
 from smp.mesh import Mesh
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.context.attention import splits_sequences
-from smp.parallel.linear import is_main_product
+from smp.parallel.linear import is_main_product, product_of
 from smp.parallel.technique import Setup, draws, model_blocks
 
 Config = ActivationConfig
@@ -154,7 +154,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
             model_blocks(model, setup.family),
             mode=cast(Mode, config.activation_checkpointing_mode),
             every=config.activation_checkpointing_every,
-            preserve_rng_state=draws(model, model.config),
+            preserve_rng_state=draws(model, model.config) or any(product_of(m).dropout for m in model.modules()),
         )
 
 

@@ -60,12 +60,22 @@ class Product:
     some of its inputs, then without bias (row parallel). Nothing here is recorded by autograd, or does collectives.
 
     Attributes:
+        dropout: rate of what it draws at random in training, so that recomputation is to draw the same again.
         own: parameters of the layer beside weight and bias, by name: which of the layer's axes their first
             (``outputs``) or last one (``inputs``) is, and so which part of them a rank has; None: all of them. They are
             handed to each method in this order.
     """
 
+    dropout: float = 0.0
     own: Mapping[str, Literal["outputs", "inputs"] | None] = {}
+
+    def drawn(self, part: int) -> Product:
+        """Return the product for one forward in training and its backward: it has the random numbers, if any.
+
+        Args:
+            part: number of this rank's part of the inputs; 0 where it has all of them, as other ranks may.
+        """
+        return self
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what is multiplied with, ``(outputs, inputs)``; its gradient goes to ``weight``."""
@@ -183,6 +193,12 @@ def product_of(module: nn.Module) -> Product:
     return getattr(module, _PRODUCT, PLAIN)
 
 
+def product_of_call(module: nn.Module, part: int = 0) -> Product:
+    """Return the layer's product for the forward that begins, and its backward; see :meth:`Product.drawn`."""
+    product = product_of(module)
+    return product.drawn(part) if product.dropout and module.training else product
+
+
 class Linears(torch.autograd.Function):
     """Linear layers of one input, whose gradients their products compute.
 
@@ -257,8 +273,9 @@ def _by_layer(products: Sequence[Product], values: Sequence[Any]) -> tuple[list[
 
 
 def linear(
-    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor
-) -> torch.Tensor:
+    module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor,
+    part: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """Compute the layer's product with this rank's part of its parameters.
 
     Args:
@@ -267,8 +284,9 @@ def linear(
         weight: ``(outputs, inputs)``.
         bias: ``(outputs,)`` or None.
         own: parameters of its product.
+        part: number of this rank's part of the inputs.
     """
-    product = product_of(module)
+    product = product_of_call(module, part)
     if product is PLAIN:
         return F.linear(x, weight, bias)
     return Linears.apply(None, (product,), x.detach(), x, weight, bias, *own)[0]

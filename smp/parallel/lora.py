@@ -15,7 +15,6 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,7 +23,6 @@ from smp.config import Section, Settings, setting
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.json_input import read_object
-from smp.log import get_logger
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen
@@ -34,11 +32,11 @@ from smp.models.model_config import ModelConfig
 from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import nf4
-from smp.parallel.linear import Product, is_transposed, product_of, replace_product
+from smp.parallel.adapter import Adapter
+from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.sharding import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
 
-logger = get_logger("model")
 WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # Fields of peft's config that change what an adapter computes, with the values that are known here.
@@ -59,9 +57,7 @@ class Config(Section):
         aliases=("peft_rank",),
     )  # fmt: skip
     lora_alpha: float = setting(16.0, "Adapters are scaled by this / --lora_rank.", above=0.0)
-    lora_dropout: float = setting(
-        0.0, "peft's dropout of the adapters' input.", only=(0.0,), otherwise="adapters are trained without dropout"
-    )
+    lora_dropout: float = setting(0.0, "Dropout of the adapters' input.", minimum=0.0)
     lora_target_modules: tuple[str, ...] = setting(
         (ALL_LINEAR,), "Layers that get adapters, by the ends of their names. Default: all linear layers of blocks."
     )
@@ -77,8 +73,10 @@ class Config(Section):
     )
 
     def problems(self) -> list[str]:
-        """Add settings without adapters."""
+        """Add settings without adapters, and a dropout that leaves nothing."""
         found = super().problems()
+        if self.lora_dropout >= 1:
+            found.append(f"--lora_dropout must be less than 1, got {self.lora_dropout}")
         if not self.lora_rank and self.adapter_path is None:
             found += [
                 f"--{field.name} is of adapters: set --lora_rank or --adapter_path, or leave it out"
@@ -110,6 +108,7 @@ def _read_config(config: Config, folder: pathlib.Path) -> Config:
             "lora_alpha": float(found["lora_alpha"]),
             "lora_target_modules": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
             "lora_use_rslora": bool(found.get("use_rslora", False)),
+            "lora_dropout": float(found.get("lora_dropout", 0.0)),
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
@@ -130,59 +129,12 @@ def _read_config(config: Config, folder: pathlib.Path) -> Config:
     return dataclasses.replace(config, **theirs)
 
 
-class Adapter(Product):
-    """A frozen weight's product, and beside it the scaled one of two factors."""
-
-    own: Mapping[str, Literal["outputs", "inputs"] | None] = {"lora_A": "inputs", "lora_B": "outputs"}
-
-    def __init__(self, scale: float):
-        self.scale = scale
-        self.left_out = False
-
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *own: torch.Tensor,
-        product: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Add the factors' product."""
-        a, b = own
-        found = super().forward(x, weight, bias, product=product)
-        return found if self.left_out else found + (x @ a.T @ b.T) * self.scale
-
-    def input_gradient(
-        self, gradient: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, into: torch.Tensor | None = None,
-        product: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Add what comes through the factors."""
-        a, b = own
-        return (
-            super()
-            .input_gradient(gradient, weight, into=into, product=product)
-            .addmm_(gradient @ b, a, alpha=self.scale)
-        )
-
-    def parameter_gradients(
-        self, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor, needs: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        """Add the factors' gradients."""
-        a, b = own
-        return [
-            *super().parameter_gradients(gradient, x, weight, needs=needs),
-            (gradient @ b).T @ x * self.scale if needs[1] else None,
-            gradient.T @ (x @ a.T) * self.scale if needs[2] else None,
-        ]
-
-    def as_one(self, x: torch.Tensor, weight: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the input beside its product with A, and the weight beside B."""
-        if self.left_out:
-            return super().as_one(x, weight)
-        a, b = own
-        return torch.cat([x, x @ a.T * self.scale], 1), torch.cat([weight, b], 1)
-
-
 @contextlib.contextmanager
 def left_out(model: nn.Module) -> Iterator[None]:
     """Let a model compute what its base does, without gradients."""
-    adapters = {product for each in model.modules() if isinstance(product := product_of(each), Adapter)}
+    products = map(product_of, model.modules())
+    inner = {product.inner if isinstance(product, nf4.Unpacked) else product for product in products}
+    adapters = [product for product in inner if isinstance(product, Adapter)]
     for adapter in adapters:
         adapter.left_out = True
     try:
@@ -305,8 +257,8 @@ def _config_text(model: nn.Module, config: Config, settings: Settings, layers: M
     return json.dumps(
         {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
-            "lora_dropout": 0.0, "target_modules": names, "use_rslora": config.lora_use_rslora, "bias": "none",
-            "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
+            "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
+            "target_modules": names, "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
             "base_model_name_or_path": base or None,
         },
         indent=2,
@@ -318,15 +270,12 @@ def apply(model: nn.Module, setup: Setup) -> None:
     if nf4.is_quantised(model) and (found := nf4.problems(setup.mesh.tp.size)):
         raise UserError(found[0])
     _replace_products(model, setup.family, setup.settings)
-    path = setup.settings[Config].adapter_path
-    if path is not None and (rate := read_object(pathlib.Path(path).expanduser() / ADAPTER_CONFIG).get("lora_dropout")):
-        logger.warning("--adapter_path %s: its lora_dropout of %s is not applied", path, rate)
 
 
 def _replace_products(model: nn.Module, family: Family, settings: Settings) -> None:
     config = settings[Config].with_adapter()
     if config.lora_rank:
-        adapter = Adapter(config.scale)
+        adapter = Adapter(config.scale, config.lora_dropout)
         for layer in target_layers(model, family, config).values():
             replace_product(layer, adapter)  # type: ignore[arg-type]
         if config.qlora:
@@ -347,6 +296,7 @@ def adapt(
     alpha: float = 16.0,
     target_modules: Sequence[str] = (ALL_LINEAR,),
     use_rslora: bool = False,
+    dropout: float = 0.0,
     quantize: Literal["nf4"] | None = None,
     adapter_path: str | os.PathLike[str] | None = None,
     seed: int = 0,
@@ -361,6 +311,8 @@ def adapt(
         rank: of the factors; 0 with ``adapter_path``.
         alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
         target_modules: ends of the names of the blocks' linear layers that get adapters.
+        dropout: of the adapters' input, while the model is in training mode; each data rank seeds torch's generators
+            its own way, those of a tensor-parallel group alike.
         quantize: store the weights of the blocks' linear layers in 4 bits.
         adapter_path: directory of an adapter in peft's format to start from, which sets the others.
         seed: of the initial values, the same on every rank.
@@ -379,7 +331,7 @@ def adapt(
     config = Config(
         qlora=quantize == "nf4",
         lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(target_modules), lora_use_rslora=use_rslora,
-        adapter_path=None if adapter_path is None else os.fspath(adapter_path),
+        lora_dropout=dropout, adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
     hf_config: Any = model.config
     family, settings = family_of(hf_config), Settings((config,))

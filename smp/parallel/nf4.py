@@ -90,8 +90,12 @@ class Unpacked(Product):
     """Another product, with the weight that a packed one stands for."""
 
     def __init__(self, inner: Product, layer: nn.Module, inputs: int):
-        self.inner, self.own = inner, inner.own
+        self.inner, self.own, self.dropout = inner, inner.own, inner.dropout
         self._layer, self._inputs = layer, inputs
+
+    def drawn(self, part: int) -> Unpacked:
+        """Return it with the random numbers of the inner product."""
+        return Unpacked(self.inner.drawn(part), self._layer, self._inputs)
 
     def _weight(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return unpack(packed, self._layer.get_buffer(_SCALES), self._inputs).to(dtype)

@@ -19,7 +19,7 @@ from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
 from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
-from smp.parallel.parallelize import settings_of, shape_of
+from smp.parallel.parallelize import add_parameters, settings_of, shape_of
 from smp.plan import document
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
 from smp.plan.devices import DeviceRow
@@ -219,7 +219,9 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
 def rates(request: Request, plan: LayoutPlan) -> dict[str, float]:
     """Return tokens per second of a device, and model FLOPs utilisation."""
     rate = plan.tokens / plan.step.seconds / request.devices
-    flops = model_flops_per_token(request.model.hf_config, request.model.sequence_length).total
+    model = request.model
+    add = functools.partial(add_parameters, family=model.family, settings=settings_of(request.settings))
+    flops = model_flops_per_token(model.hf_config, model.sequence_length, add).total
     bf16 = request.row.is_gpu if request.settings["bf16"] is None else request.settings["bf16"]
     return {"tokens_per_second": rate, "mfu": flops * rate / request.row.flops(2 if bf16 else 4)}
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from smp.models.projection import projection_size
 from smp.models.registry import build_model
@@ -33,15 +35,19 @@ def _attention_layers(hf_config: Any) -> int:
     return sum(("attention" in kind and kind != "linear_attention") or kind == "hybrid" for kind in types)
 
 
-def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
+def model_flops_per_token(
+    hf_config: Any, sequence_length: int, add: Callable[[nn.Module], None] = lambda model: None
+) -> Flops:
     """Count the model FLOPs of one token of training (forward and backward).
 
     6 for each weight of a linear layer, which includes the output head (tied or not) and leaves out the embedding, a
-    look-up; and for attention 12 x layers x query heads x head width x sequence length.
+    look-up; and for attention 12 x layers x query heads x head width x sequence length. Of a frozen model 4 for each
+    weight, which has no gradient, and 6 for each that is trained beside it.
 
     Args:
         hf_config: config of a supported family.
         sequence_length: tokens that attend to each other.
+        add: adds the techniques' parameters, and freezes what they freeze.
 
     Raises:
         UserError: the architecture is not supported.
@@ -51,14 +57,22 @@ def model_flops_per_token(hf_config: Any, sequence_length: int) -> Flops:
     with torch.device("meta"):
         model = build_model(hf_config, attn_implementation="eager")
     weights = sum(inputs * outputs for inputs, outputs in filter(None, map(projection_size, model.modules())))
+    add(model)
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    if len(trained) == len(list(model.parameters())):
+        products, counted = 6 * weights, f"6 x {weights} matmul weights (head included, embedding not)"
+    else:
+        products = 4 * weights + 6 * sum(trained)
+        counted = (
+            f"4 x {weights} frozen matmul weights (head included, embedding not) + 6 x {sum(trained)} trained ones"
+        )
     layers, heads = _attention_layers(hf_config), getattr(hf_config, "num_attention_heads", None) or 1
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     formula = (
-        f"6 x {weights} matmul weights (head included, embedding not) + 12 x {layers} layers x {heads} query heads "
-        f"x {head_dim} head width x {sequence_length} tokens (full attention square), forward and backward, without "
-        f"recomputation (PaLM, appendix B)"
+        f"{counted} + 12 x {layers} layers x {heads} query heads x {head_dim} head width x {sequence_length} tokens "
+        f"(full attention square), forward and backward, without recomputation (PaLM, appendix B)"
     )
-    return Flops(6.0 * weights + 12 * layers * heads * head_dim * sequence_length, formula)
+    return Flops(float(products) + 12 * layers * heads * head_dim * sequence_length, formula)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,9 @@ class Config(Section):
         """Return whether the reference cannot be computed beside the policy, by leaving its adapters out."""
         return self.dpo and (not adapters.lora_rank or adapters.adapter_path is not None)
 
-    def misfits(self, data: DataConfig, loss: LossConfig, model: ModelConfig, *, plan: bool) -> list[str]:
+    def misfits(
+        self, data: DataConfig, loss: LossConfig, model: ModelConfig, adapters: lora.Config, *, plan: bool
+    ) -> list[str]:
         """Return one sentence for each setting of other sections that does not go with pairs.
 
         Args:
@@ -80,8 +82,9 @@ class Config(Section):
             found.append("--z_loss is added to the loss of tokens, and --dpo 1 has another: leave one out")
         found += [
             f"--dpo 1 trains without dropout, as TRL: leave --{name} out"
-            for name in ("resid_pdrop", "attn_pdrop", "embd_pdrop")
-            if getattr(model, name)
+            for section, names in ((model, ("resid_pdrop", "attn_pdrop", "embd_pdrop")), (adapters, ("lora_dropout",)))
+            for name in names
+            if getattr(section, name)
         ]
         if plan:
             found.append("--plan 1 plans a step of the loss of tokens, and --dpo 1 has another: leave one out")

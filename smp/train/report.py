@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from smp.log import FILE_ONLY, configure_logging, get_logger
 from smp.memory.advice import advice_text
 from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
+from smp.parallel.parallelize import add_parameters
 from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.curves import write_curves
@@ -150,7 +152,8 @@ def begin_files(plan: RunPlan, start: Start) -> MetricsLogger | NullMetricsLogge
     )
     if not launch.is_main:
         return NullMetricsLogger()
-    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length)
+    add = functools.partial(add_parameters, family=plan.model.family, settings=plan.settings)
+    flops = model_flops_per_token(plan.model.hf_config, plan.model.sequence_length, add)
     notes = [f"model FLOPs: {flops.formula}", *(f"chosen: {choice}" for choice in plan.choices)]
     _write_settings(plan.config, plan.run_dir / "config.yaml", notes)
     device_name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu"

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "cp and sharding, accumulation": (4, "gloo", (*LLAMA, *FULL, *CP2, "p2p", "--gradient_accumulation_steps", "3")),
     "adapters": (2, "gloo", (*LLAMA, *FULL, *LORA)),
     "adapters, bf16, tp": (2, "smddp", (*LLAMA, *TP2, *LORA, "--bf16", "1")),
+    "adapters, dropout, tp": (2, "gloo", (*LLAMA, *TP2, *LORA, "--lora_dropout", "0.1")),
     "adapters, 4 bits": (2, "gloo", (*LLAMA, *FULL, *LORA, "--qlora", "1", "--llama_intermediate_size", "192")),
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip

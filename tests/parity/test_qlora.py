@@ -16,7 +16,7 @@ from smp.checkpoint import lora_merge
 from smp.comm.gloo import DirectAllGather
 from smp.errors import UserError
 from smp.models.registry import family_of
-from smp.parallel import nf4
+from smp.parallel import lora, nf4
 from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import Setup
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -145,6 +145,20 @@ def test_what_cannot_be_held_in_4_bits_is_one_sentence():
             "--qlora 1 with --tensor_parallel_degree 2: weights in 4 bits are sharded, and not split: leave the degree "
             "at 1, or train with --qlora 0",
         ]
+
+
+def test_the_base_alone_is_computed():
+    """As the reference of preferences is."""
+    model = smp.lora(build(), 2, quantize="nf4")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    inputs = torch.arange(24).reshape(2, 12)
+    wanted = quantised(build())(input_ids=inputs).logits
+    assert relative(model(input_ids=inputs).logits - wanted, wanted) > 1e-3
+    with lora.left_out(model):
+        assert relative(model(input_ids=inputs).logits - wanted, wanted) <= 1e-9
 
 
 def script(folder):

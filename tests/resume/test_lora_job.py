@@ -53,6 +53,7 @@ def test_adapters_are_trained_resumed_and_exported(folder, capsys):
     assert losses(folder / "resumed") == pytest.approx(losses(folder / "run")[2:], rel=1e-5)
     assert losses(folder / "run")[3] < losses(folder / "run")[0]
     assert "of which" in done.output and "Final adapter" in done.output
+    assert " frozen matmul weights (" in (folder / "resumed" / "config.yaml").read_text().splitlines()[0]
     final = folder / "resumed" / "final"
     assert not list(final.glob("model*.safetensors"))
     adapter, config = (
@@ -111,12 +112,12 @@ def test_weights_in_4_bits_resume_and_merge(folder, capsys):
         LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                     num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
     ).save_pretrained(folder / "wide")  # fmt: skip
-    start = [*flags(folder, base="wide"), "--global_batch_size", 4, "--qlora", 1]
+    start = [*flags(folder, base="wide"), "--global_batch_size", 4, "--qlora", 1, "--lora_dropout", 0.25]
     run_job(*start, "--max_steps", 4, "--checkpoint_freq", 2, world_size=2).succeeded()
     (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")
     resume = [*flags(folder, "resumed", "wide"), "--max_steps", 4, "--resume_from_checkpoint", checkpoint]
     final = ["--save_final_model", 1, "--save_merged_model", 1]
-    run_job(*resume, "--qlora", 1, "--global_batch_size", 4, *final, world_size=2).succeeded()
+    run_job(*resume, *start[-4:], "--global_batch_size", 4, *final, world_size=2).succeeded()
     assert losses(folder / "resumed") == losses(folder / "run")[2:]
     refused = run_job(*flags(folder, "a", "wide"), *resume[-4:], world_size=1)
     assert refused.statuses == [2] and "was made with other pretrained weights than" in refused.output
@@ -148,7 +149,7 @@ def test_what_cannot_be_used_is_one_sentence(folder):
             "--lora_rank 3 is not that of --adapter_path",
         ),
         ([*flags(folder, "e"), "--adapter_path", folder / "base"], "no adapter that can be read"),
-        ([*flags(folder, "f"), "--lora_dropout", 0.1], "adapters are trained without dropout"),
+        ([*flags(folder, "f"), "--lora_dropout", 1], "--lora_dropout must be less than 1"),
         (["--model", folder / "base", *flags(folder, "g")[:4], "--save_merged_model", 1], "set --lora_rank"),
         ([*flags(folder, "h")[:4], "--hf_pretrained_model_name_or_dir", final], "by --adapter_path"),
     ):

@@ -12,6 +12,7 @@ import torch
 
 from smp.errors import ConfigError
 from smp.parallel import nf4
+from smp.parallel.linear import product_of
 from smp.train.preference import PairLoss, loss_of, pair_losses
 from tests.flags import check, one_process, parse, plan_of
 
@@ -68,7 +69,10 @@ def test_weights_in_4_bits():
             assert weight.to_local().nbytes == 64 * size
 
 
-@check("lora_rank", "lora_alpha", "lora_target_modules", "lora_use_rslora", "adapter_path", "save_merged_model")
+@check(
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora", "adapter_path",
+    "save_merged_model",
+)  # fmt: skip
 def test_adapters(tmp_path):
     def trained(*words):
         with one_process(words) as built:
@@ -83,10 +87,16 @@ def test_adapters(tmp_path):
     scale = lambda *words: parse(["--lora_rank", 4, *words]).lora.scale  # noqa: E731
     assert (scale(), scale("--lora_alpha", 8), scale("--lora_use_rslora", 1)) == (4.0, 2.0, 8.0)
     assert parse(["--lora_rank", 4, "--save_merged_model", 1]).lora.save_merged_model  # see test_lora_job
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": False}
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "lora_dropout": 0.25}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     given = parse(["--adapter_path", tmp_path]).lora.with_adapter()
     assert (given.lora_rank, given.scale, given.lora_target_modules) == (3, 2.0, ("q_proj",))
+    assert given.lora_dropout == 0.25
+    for words, rate in (([], 0.0), (["--lora_dropout", 0.5], 0.5)):
+        with one_process(["--lora_rank", 2, *words]) as built:
+            assert product_of(built.model.model.layers[0].mlp.up_proj).dropout == rate
+    with pytest.raises(ConfigError, match="--lora_dropout must be less than 1, got 1"):
+        parse(["--lora_rank", 2, "--lora_dropout", 1])
 
 
 @check("dpo", "dpo_beta", "dpo_label_smoothing", "dpo_loss")
@@ -121,6 +131,7 @@ def test_preferences(tmp_path):
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--loss_chunk_tokens", 0], "--dpo 1 needs --loss_chunk_tokens above 0"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--z_loss", 0.1], "--z_loss is added to the loss of tokens"),
     (["--dpo", 1, *CHATS, "--attn_pdrop", 0.2], "--dpo 1 trains without dropout, as TRL: leave --attn_pdrop out"),
+    (["--dpo", 1, *CHATS, "--lora_rank", 2, "--lora_dropout", 0.1], "without dropout, as TRL: leave --lora_dropout out"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--plan", 1], "--plan 1 plans a step of the loss of tokens"),
 ])  # fmt: skip
 def test_preferences_that_do_not_fit(tmp_path, words, sentence):

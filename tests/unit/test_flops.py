@@ -12,7 +12,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from smp.config import Settings
 from smp.errors import UserError
+from smp.models.registry import family_of
+from smp.parallel import lora
+from smp.parallel.parallelize import add_parameters
 from smp.train.flops import model_flops_per_token, peak_flops
 
 BATCH, LENGTH = 2, 24
@@ -41,6 +45,26 @@ def test_equals_what_torch_counts(name):
         sum(found.values()) for name, found in counter.get_flop_counts().items() if name.endswith("rotary_emb")
     )
     assert counter.get_total_flops() - angles == model_flops_per_token(config, LENGTH).total * BATCH * LENGTH
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt_neox", "gpt2"])
+def test_equals_what_torch_counts_beside_adapters(name):
+    """Where the embedding's output has a gradient, as the input of all blocks but the first does."""
+    config = CONFIGS[name]
+    peft = pytest.importorskip("peft")
+    family, settings = family_of(config), Settings((lora.Config(lora_rank=3),))
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), adapters)
+    model.enable_input_require_grads()
+    ids = torch.randint(96, (BATCH, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    angles = sum(
+        sum(found.values()) for name, found in counter.get_flop_counts().items() if name.endswith("rotary_emb")
+    )
+    found = model_flops_per_token(config, LENGTH, lambda model: add_parameters(model, family, settings))
+    assert counter.get_total_flops() - angles == found.total * BATCH * LENGTH
+    assert found.total < model_flops_per_token(config, LENGTH).total and "frozen matmul weights" in found.formula
 
 
 LLAMA_7B = LlamaConfig(

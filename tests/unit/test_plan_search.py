@@ -14,6 +14,7 @@ from smp.plan.devices import device_row
 from smp.plan.estimate import estimate
 from smp.plan.layouts import LONG, differences, layouts, parts
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.plan.request import rates, read_request
 from smp.plan.search import MOST_TRACES, Estimate, Found, instructive, search
 from smp.plan.tables import ranking, title_of
 from smp.train.arguments import parse_args
@@ -228,6 +229,16 @@ def test_counts(text, count):
 def test_no_counts(text):
     with pytest.raises(UserError, match="--tokens takes a number of tokens such as 4Mi"):
         parse_count("--tokens", text)
+
+
+def test_utilisation_counts_no_gradients_of_frozen_weights():
+    plan = plan_of(some_layouts()[0], allocated=1, seconds=1.0)
+
+    def utilisation(*words):
+        return rates(read_request([*LLAMA, *words], device_row("h100"), nodes=1, local=8), plan)["mfu"]
+
+    full, adapters = utilisation(), utilisation("--lora_rank", "1")
+    assert 4 / 6 * full < adapters < 0.9 * full
 
 
 def test_costs():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.comm.cuda import all_gather_single, reduce_scatter_single
+from smp.parallel.random_numbers import draw_seed, seeded
 
 # A custom operation, so that selective activation checkpointing can save its result.
 _library = torch.library.Library("smp", "DEF")
@@ -146,7 +147,6 @@ class TPGroup:
         The block advances the ranks' common generators by one number, and draws the same again where their state at the
         entry is restored, as activation checkpointing does.
         """
-        seed = int(torch.randint(2**62, ()))
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed + self.random_seed + self.rank)
+        seed = draw_seed()
+        with seeded(seed + self.random_seed + self.rank, device):
             yield

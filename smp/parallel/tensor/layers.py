@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of
+from smp.parallel.linear import Linears, Product, by_rows, linear, local_tensor, product_of, product_of_call
 from smp.parallel.tensor.functions import (
     GatherTokens,
     ReducePartial,
@@ -116,6 +116,7 @@ class ColumnParallel:
         self._whole: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
+        self._products: tuple[Product, ...] = ()
         for index, layer in enumerate(linears):
             layer.forward = self._forward_of(index)  # type: ignore[method-assign,assignment]
 
@@ -128,8 +129,10 @@ class ColumnParallel:
         """Gather the input of all tokens, for the layers and other readers."""
         tp = self.tp
         self._part = part
+        # Before the part forks the generators: of their common input the ranks draw the same.
+        self._products = tuple(map(product_of_call, self.linears))
         if tp.overlap:
-            self._whole, outputs = gathered_linears(tp, self._products(), part, self._parameters())
+            self._whole, outputs = gathered_linears(tp, self._products, part, self._parameters())
             self._outputs = dict(enumerate(outputs))
         else:
             self._whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
@@ -137,10 +140,7 @@ class ColumnParallel:
             yield self._whole  # type: ignore[misc]
         finally:
             self._whole = self._part = None
-            self._outputs = {}
-
-    def _products(self) -> tuple[Product, ...]:
-        return tuple(map(product_of, self.linears))
+            self._outputs, self._products = {}, ()
 
     def _parameter(self, index: int, name: str) -> torch.Tensor | None:
         replica, layer = self._indices[index][name], self.linears[index]
@@ -160,7 +160,7 @@ class ColumnParallel:
             raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
         if index not in self._outputs:
             flat = [tensor for own in self._parameters() for tensor in own]
-            outputs = Linears.apply(self.tp, self._products(), x.detach(), self._part, *flat)
+            outputs = Linears.apply(self.tp, self._products, x.detach(), self._part, *flat)
             self._outputs = dict(enumerate(outputs))
         return self._outputs.pop(index)
 
@@ -206,9 +206,9 @@ def split_part(
         weight = by_rows(row, local_tensor(row.weight))
         others = [local_tensor(getattr(row, n)) if i is None else replicated.tensor(i) for n, i in own.items()]
         if tp.overlap:
-            out = reduced_linear(tp, product_of(row), x, weight, *others)  # type: ignore[arg-type]
+            out = reduced_linear(tp, product_of_call(row, tp.rank), x, weight, *others)  # type: ignore[arg-type]
         else:
-            out = ReducePartial.apply(linear(row, x, weight, None, *others), tp)  # type: ignore[arg-type]
+            out = ReducePartial.apply(linear(row, x, weight, None, *others, part=tp.rank), tp)  # type: ignore[arg-type]
         return out if bias is None else out + replicated.tensor(bias)  # type: ignore[operator]
 
     module.forward = computed  # type: ignore[method-assign]
