@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from smp.config import ActivationConfig
 from smp.errors import RunError, UserError
 from smp.log import get_logger
+from smp.parallel import lora
 from smp.parallel.choices import Choice, Situation
 from smp.parallel.technique import Setup, model_blocks
 
@@ -36,6 +37,8 @@ def choose(situation: Situation) -> Iterator[Choice]:
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         missing.append("a C compiler")
     reason = f"{' and '.join(missing)} not found" if missing else "Triton and a compiler are here"
+    if lora.has_dropout(situation.settings):
+        missing, reason = ["--lora_dropout"], "--lora_dropout draws in blocks"
     yield Choice("compile", not missing, reason)
 
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.config import Section, Settings, setting
+from smp.config import ActivationConfig, Section, Settings, setting
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.json_input import read_object
@@ -177,13 +177,23 @@ def _matches(path: str, target: str) -> bool:
     return path == target or path.endswith(f".{target}")
 
 
+def has_dropout(settings: Settings) -> bool:
+    """Tell whether adapters draw random numbers in training; False of an adapter that cannot be read."""
+    try:
+        return settings[Config].with_adapter().lora_dropout > 0
+    except UserError:
+        return False
+
+
 def problems(hf_config: Any, setup: Setup) -> list[str]:
-    """Return why the adapter of ``--adapter_path`` cannot be used."""
+    """Return why the adapter of ``--adapter_path`` cannot be used, or its dropout."""
     config, found = setup.settings[Config], []
     try:
         config.with_adapter()
     except UserError as error:
         found.append(str(error))
+    if setup.settings[ActivationConfig].compile is True and has_dropout(setup.settings):
+        found.append("--compile 1 cannot compile the draws of --lora_dropout: leave one of them out")
     return [*found, *(nf4.problems(setup.mesh.tp.size) if config.qlora else [])]
 
 

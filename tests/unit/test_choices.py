@@ -12,7 +12,7 @@ import yaml
 import train_lib
 from smp.config import AUTO, ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.mesh import lay_out
-from smp.parallel import allocator, choices
+from smp.parallel import allocator, choices, compile_blocks, lora
 from smp.parallel.choices import Choice, Situation, agree_on_choices, choose
 from smp.parallel.tensor import technique
 from smp.train import run_plan
@@ -68,6 +68,11 @@ def test_later_choices_see_earlier_ones_also_in_the_memory_that_they_ask_for(sho
     settings = undecided()
     choose(settings, situation(settings, fits=lambda **values: asked.append(values)), [chooser(*MADE), later])
     assert asked == [{"compile": True, "offload_activations": True}, {"compile": False}]
+
+
+def test_adapters_that_draw_are_not_compiled():
+    settings = Settings((ActivationConfig(), lora.Config(lora_rank=2, lora_dropout=0.1)))
+    assert list(compile_blocks.choose(situation(settings))) == [Choice(COMPILE, False, "--lora_dropout draws in blocks")]
 
 
 def test_the_first_choice_of_a_setting_stays(shown):
