@@ -6,13 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 
 def draw_seed() -> int:
-    """Draw a seed from the CPU's generator; 0 where tensors are fake and have no values."""
-    drawn = torch.randint(2**62, ())
-    return 0 if isinstance(drawn, FakeTensor) else int(drawn)
+    """Draw a seed from the CPU's generator."""
+    return int(torch.randint(2**62, ()))
 
 
 @contextlib.contextmanager
