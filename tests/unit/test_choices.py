@@ -72,7 +72,9 @@ def test_later_choices_see_earlier_ones_also_in_the_memory_that_they_ask_for(sho
 
 def test_adapters_that_draw_are_not_compiled():
     settings = Settings((ActivationConfig(), lora.Config(lora_rank=2, lora_dropout=0.1)))
-    assert list(compile_blocks.choose(situation(settings))) == [Choice(COMPILE, False, "--lora_dropout draws in blocks")]
+    assert list(compile_blocks.choose(situation(settings))) == [
+        Choice(COMPILE, False, "--lora_dropout draws in blocks")
+    ]
 
 
 def test_the_first_choice_of_a_setting_stays(shown):
