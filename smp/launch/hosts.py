@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch.distributed import TCPStore
 
@@ -138,17 +139,27 @@ class Attempt:
 def _serve(host: Host) -> TCPStore:
     """Serve a fresh store for each attempt; of a job of one host, on the loopback interface alone."""
     try:
+        with socket.create_server(("127.0.0.1", 0)) as probe:  # else each rank would try for five minutes
+            socket.create_connection(probe.getsockname(), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        _refuse(
+            f"this host cannot reach 127.0.0.1 ({error.strerror}): bring its loopback interface up, `ip link set lo up`"
+        )
+    try:
         family = socket.AF_INET
         if host.hosts > 1 and socket.has_dualstack_ipv6():
             family = socket.AF_INET6
         where = ("127.0.0.1", 0) if host.hosts == 1 else ("", host.port)
         listener = socket.create_server(where, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
-        print(
-            f"error: port {host.port} of this host cannot be used for the job's store ({error.strerror}): choose "
-            f"another --master_port",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        sys.exit(2)
+        _refuse(
+            f"port {host.port} of this host cannot be used for the job's store ({error.strerror}): choose another "
+            f"--master_port"
+        )
     port = listener.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _refuse(why: str) -> NoReturn:
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    sys.exit(2)

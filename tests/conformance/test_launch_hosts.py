@@ -1,5 +1,6 @@
 """The script that starts a job over ssh, run by a stand-in for ssh, and the launcher that it starts on each host."""
 
+import errno
 import os
 import pathlib
 import shutil
@@ -324,6 +325,17 @@ def test_a_port_that_is_taken_is_said(capsys):
         with pytest.raises(SystemExit) as caught:
             launch(words)
     assert caught.value.code == 2 and f"port {port} of this host cannot be used" in capsys.readouterr().err
+
+
+def test_a_host_without_loopback_is_said(capsys, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(SystemExit) as caught:
+        launch(["--nproc_per_node", "2", "x.py"])
+    assert caught.value.code == 2
+    assert "cannot reach 127.0.0.1 (Network is unreachable): bring its loopback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
