@@ -21,9 +21,9 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.object_store import is_url
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.restore import ARCHITECTURE_KEYS
+from smp.cli.checkpoints import one_checkpoint
 from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, progress, shown, table
-from smp.cli.places import one_place
 from smp.cli.sources import ModelTensors
 from smp.cli.verify import verified
 from smp.comm.report import readable
@@ -96,14 +96,14 @@ def _open(text: str, stack: contextlib.ExitStack, *, values: bool) -> Side:
         directory = existing_directory(text)
         if is_model(directory) and not is_checkpoint(directory):
             return Side(flat(read_object(directory / "config.json"), "model"), ModelTensors(directory), True)
-    place = one_place(text)
-    manifest = verified(place, content=False)
+    checkpoint = one_checkpoint(text)
+    manifest = verified(checkpoint, content=False)
     if values and manifest.kind != "sharded":
         raise UserError(
             f"{text} is a {manifest.kind} checkpoint, which has the state of one rank: --values needs sharded ones; "
             f"leave --values out, or resume from it and save a sharded one"
         )
-    return Side(_facts(manifest), stack.enter_context(place.reader(manifest)), False)
+    return Side(_facts(manifest), stack.enter_context(checkpoint.reader(manifest)), False)
 
 
 def _counts(name: str) -> bool:

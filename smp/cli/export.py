@@ -23,9 +23,9 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
 from smp.cli.adapter import MODEL, SavedAdapter, adapter_of, base_of
+from smp.cli.checkpoints import Checkpoint, one_checkpoint
 from smp.cli.find import existing_directory
 from smp.cli.output import shown
-from smp.cli.places import Place, one_place
 from smp.cli.verify import verified
 from smp.comm.report import readable
 from smp.errors import UserError
@@ -140,13 +140,13 @@ def _tokenizer_given(text: str) -> Path:
     return directory
 
 
-def _refuse_output(text: str, place: Place) -> None:
+def _refuse_output(text: str, checkpoint: Checkpoint) -> None:
     """Refuse to write where the checkpoint or other files are."""
     if is_url(text):
         refuse_foreign_objects(text)
         return
     output = Path(text).expanduser().absolute()
-    if place.path == output.resolve() or place.path in output.resolve().parents:
+    if checkpoint.path == output.resolve() or checkpoint.path in output.resolve().parents:
         raise UserError(f"{text} is in the checkpoint itself: give another directory")
     refuse_foreign_files(output)
 
@@ -158,23 +158,25 @@ def _refuse_options(path: Path | str, options: argparse.Namespace, adapter: Save
         raise UserError("--base is of --merge, which adds adapters to it: give both or none")
 
 
-def _write(place: Place, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None) -> None:
-    hf_config = config_of(place.path, manifest)
-    adapter, base, added = adapter_of(place.path, manifest), None, None
-    _refuse_options(place.path, options, adapter)
-    with place.reader(manifest) as reader:
+def _write(
+    checkpoint: Checkpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
+) -> None:
+    hf_config = config_of(checkpoint.path, manifest)
+    adapter, base, added = adapter_of(checkpoint.path, manifest), None, None
+    _refuse_options(checkpoint.path, options, adapter)
+    with checkpoint.reader(manifest) as reader:
 
         def read(name: str) -> torch.Tensor:
             return reader.read(MODEL + name)
 
         whole: Callable[[str], torch.Tensor] = read
         if adapter is None:
-            parameters = parameters_of(place.path, manifest, hf_config)
+            parameters = parameters_of(checkpoint.path, manifest, hf_config)
         elif options.merge:
-            base = base_of(place.path, manifest, options.base)
+            base = base_of(checkpoint.path, manifest, options.base)
             if base is None:
                 own = {name: entry for name, entry in manifest.tensors.items() if name not in adapter.saved}
-                parameters_of(place.path, dataclasses.replace(manifest, tensors=own), hf_config)
+                parameters_of(checkpoint.path, dataclasses.replace(manifest, tensors=own), hf_config)
             parameters, whole = adapter.merged(hf_config, base, read)
         else:
             parameters, added = adapter.alone()
@@ -196,26 +198,26 @@ def run(options: argparse.Namespace) -> int:
     """Export what ``options.checkpoint`` names to ``options.output``."""
     started = time.perf_counter()
     parse_size(options.max_shard_size)
-    place = one_place(options.checkpoint)
+    checkpoint = one_checkpoint(options.checkpoint)
     tokenizer = _tokenizer_given(options.tokenizer) if options.tokenizer else None
-    _refuse_output(options.output, place)
-    manifest = verified(place, content=options.verify == "full")
+    _refuse_output(options.output, checkpoint)
+    manifest = verified(checkpoint, content=options.verify == "full")
     if manifest.kind != "sharded":
         raise UserError(
-            f"{place.path} is a {manifest.kind} checkpoint, which has the state of one rank: resume from it and save a "
-            f"sharded one"
+            f"{checkpoint.path} is a {manifest.kind} checkpoint, which has the state of one rank: resume from it and "
+            f"save a sharded one"
         )
     known = None if tokenizer is not None else tokenizer_of(manifest, options.base)
     with contextlib.ExitStack() as stack:
         output = Path(options.output).expanduser().absolute()
         if is_url(options.output):
             output = Path(stack.enter_context(tempfile.TemporaryDirectory()), "model")
-        _write(place, manifest, output, options, tokenizer or known)
+        _write(checkpoint, manifest, output, options, tokenizer or known)
         if is_url(options.output):
             upload_model(output, options.output)
         files = [file.stat().st_size for file in output.glob("*.safetensors")]
     print(
-        f"Exported step {manifest.step} of {shown(place.name)} to {options.output}: {len(files)} file(s), "
+        f"Exported step {manifest.step} of {shown(checkpoint.name)} to {options.output}: {len(files)} file(s), "
         f"{readable(sum(files))}, {time.perf_counter() - started:.1f} s"
     )
     if known is not None:

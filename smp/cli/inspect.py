@@ -13,9 +13,9 @@ from typing import Any
 from smp.checkpoint.layout import step_of
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.checkpoint.object_store import is_url
+from smp.cli.checkpoints import Checkpoint, find
 from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, shown, table
-from smp.cli.places import Place, find
 from smp.cli.sources import ModelTensors
 from smp.comm.report import readable
 from smp.errors import DamagedCheckpointError, UserError
@@ -55,13 +55,13 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "chunks": chunks}
 
 
-def checkpoint_summary(place: Place, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
+def checkpoint_summary(checkpoint: Checkpoint, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
     """Return what a checkpoint contains, as JSON."""
     found = {
-        "path": str(place.path),
+        "path": str(checkpoint.path),
         "step": manifest.step,
         "kind": manifest.kind,
-        "state": "; ".join(place.quick_problems(manifest)[:3]) or "complete",
+        "state": "; ".join(checkpoint.quick_problems(manifest)[:3]) or "complete",
         "saved_at": manifest.saved_at,
         "versions": manifest.versions,
         "schema": manifest.schema,
@@ -167,20 +167,20 @@ def _print_one(found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
         _print_tensors(found["tensors"])
 
 
-def _list(places: list[Place], *, as_json: bool, tensors: bool) -> None:
+def _list(checkpoints: list[Checkpoint], *, as_json: bool, tensors: bool) -> None:
     """Print a line for each of several checkpoints."""
     rows = [["checkpoint", "step", "kind", "size", "val_loss", "saved", "state"]]
     summaries = []
-    for place in places:
-        name = shown(place.name)
+    for checkpoint in checkpoints:
+        name = shown(checkpoint.name)
         try:
-            manifest = place.manifest()
+            manifest = checkpoint.manifest()
         except UserError as error:
             state = "; ".join(error.problems) if isinstance(error, DamagedCheckpointError) else str(error)
-            summaries.append({"path": str(place.path), "state": state})
-            rows.append([name, str(step_of(Path(place.path))), "", "", "", "", shown(state)])
+            summaries.append({"path": str(checkpoint.path), "state": state})
+            rows.append([name, str(step_of(Path(checkpoint.path))), "", "", "", "", shown(state)])
             continue
-        found = checkpoint_summary(place, manifest, tensors=tensors)
+        found = checkpoint_summary(checkpoint, manifest, tensors=tensors)
         summaries.append(found)
         loss = found["run"].get("val_loss")
         row = (
@@ -204,10 +204,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         present = find(options.directory)
         if not present.single:
-            _list(present.places, as_json=options.json, tensors=options.tensors)
+            _list(present.checkpoints, as_json=options.json, tensors=options.tensors)
             return 0
-        (place,) = present.places
-        found = checkpoint_summary(place, place.manifest(), tensors=options.tensors)
+        (checkpoint,) = present.checkpoints
+        found = checkpoint_summary(checkpoint, checkpoint.manifest(), tensors=options.tensors)
         rows = checkpoint_lines(found)
     if options.json:
         print(json.dumps(found, indent=1))

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if output.is_dir():
         raise UserError(f"--output {options.output} is a directory: give the name of a file")
     page = render(read_run(directory), now=datetime.datetime.now(datetime.UTC)).encode()
-    # Renamed when whole: a browser may be looking at an earlier one.
+    # Renamed when complete: a browser may be looking at an earlier one.
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(page)

@@ -39,8 +39,8 @@ class ModelTensors:
         keys = {key: file for key, file in weight_map(directory).items() if not family.file_names.ignored(key)}
         names = {key: family.file_names.module_key(key) for key in keys}
         # Files of the model without its head leave out its name there.
-        whole = any(name.startswith(f"{family.base}.") for name in names.values())
-        prefix = "model." if whole else f"model.{family.base}."
+        with_head = any(name.startswith(f"{family.base}.") for name in names.values())
+        prefix = "model." if with_head else f"model.{family.base}."
         for file in sorted(set(keys.values())):
             try:
                 with file.open("rb") as opened:

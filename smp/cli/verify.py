@@ -11,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from smp.checkpoint.manifest import Manifest
+from smp.cli.checkpoints import Checkpoint, find
 from smp.cli.output import progress, shown
-from smp.cli.places import Place, find
 from smp.comm.report import readable
 from smp.environment.threads import available_cores
 from smp.errors import DamagedCheckpointError, UserError
@@ -32,20 +32,20 @@ def _groups(manifest: Manifest, number: int) -> list[list[str]]:
     return [by_size[start::number] for start in range(min(number, len(by_size)))]
 
 
-def problems_of(place: Place, manifest: Manifest, *, content: bool) -> list[str]:
+def problems_of(checkpoint: Checkpoint, manifest: Manifest, *, content: bool) -> list[str]:
     """Return what is wrong with a checkpoint, naming files; empty if nothing is.
 
     Args:
         content: read every file, too; several at a time.
     """
-    problems = place.quick_problems(manifest)
+    problems = checkpoint.quick_problems(manifest)
     if problems or not content:
         return problems
     threads = min(_MOST_THREADS, available_cores())
-    with progress(f"reading {shown(place.name)}", manifest.nbytes) as bar, ThreadPoolExecutor(threads) as pool:
+    with progress(f"reading {shown(checkpoint.name)}", manifest.nbytes) as bar, ThreadPoolExecutor(threads) as pool:
 
         def read(names: list[str]) -> list[str]:
-            return place.problems_of(manifest, names)
+            return checkpoint.problems_of(manifest, names)
 
         groups = _groups(manifest, 4 * threads)
         for names, found in zip(groups, pool.map(read, groups), strict=True):
@@ -54,7 +54,7 @@ def problems_of(place: Place, manifest: Manifest, *, content: bool) -> list[str]
     return sorted(problems)
 
 
-def verified(place: Place, *, content: bool) -> Manifest:
+def verified(checkpoint: Checkpoint, *, content: bool) -> Manifest:
     """Return the manifest of a checkpoint that has been found valid.
 
     Raises:
@@ -62,29 +62,29 @@ def verified(place: Place, *, content: bool) -> Manifest:
         DamagedCheckpointError: it is not valid.
         StoreError: it is on an object store that does not answer.
     """
-    manifest = place.manifest()
-    if problems := problems_of(place, manifest, content=content):
-        raise DamagedCheckpointError(place.path, problems)
+    manifest = checkpoint.manifest()
+    if problems := problems_of(checkpoint, manifest, content=content):
+        raise DamagedCheckpointError(checkpoint.path, problems)
     return manifest
 
 
-def _report(place: Place, *, content: bool) -> bool:
-    """Print what was found; return whether the checkpoint is whole."""
+def _report(checkpoint: Checkpoint, *, content: bool) -> bool:
+    """Print what was found; return whether the checkpoint is valid."""
     started = time.perf_counter()
     try:
-        manifest = place.manifest()
-        problems = problems_of(place, manifest, content=content)
+        manifest = checkpoint.manifest()
+        problems = problems_of(checkpoint, manifest, content=content)
     except DamagedCheckpointError as error:
         problems = error.problems
     if problems:
-        print(f"{shown(place.name)}: damaged")
+        print(f"{shown(checkpoint.name)}: damaged")
         for problem in problems:
             print(f"  {shown(problem, 400)}")
         return False
     seconds = time.perf_counter() - started
     size = f"{len(manifest.files)} files, {readable(manifest.nbytes)}"
-    whole = f"valid ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"
-    print(f"{shown(place.name)}: {whole}")
+    state = f"valid ({size}, {seconds:.1f} s)" if content else f"complete ({size}; sizes only)"
+    print(f"{shown(checkpoint.name)}: {state}")
     return True
 
 
@@ -92,18 +92,18 @@ def run(options: argparse.Namespace) -> int:
     """Check what ``options.directory`` names, a line each."""
     found = find(options.directory)
     good = 0
-    for place in found.places:
+    for checkpoint in found.checkpoints:
         try:
-            good += _report(place, content=not options.quick)
+            good += _report(checkpoint, content=not options.quick)
         except UserError as error:
-            print(f"{shown(place.name)}: not complete")
+            print(f"{shown(checkpoint.name)}: not complete")
             print(f"  {shown(error, 400)}")
     for name in found.left:
         print(f"{shown(name)}: left by an interrupted save, and removed by {found.removed_by}")
     for name in found.aside:
         print(f"{shown(name)}: set aside, as the run continued without it; no resume takes it")
-    if not found.places:
+    if not found.checkpoints:
         raise UserError(f"{options.directory} contains no complete checkpoint")
-    if good != len(found.places) and not found.single:
-        print(f"{len(found.places) - good} of {len(found.places)} checkpoints cannot be resumed from")
-    return 0 if good == len(found.places) else 1
+    if good != len(found.checkpoints) and not found.single:
+        print(f"{len(found.checkpoints) - good} of {len(found.checkpoints)} checkpoints cannot be resumed from")
+    return 0 if good == len(found.checkpoints) else 1

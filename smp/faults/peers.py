@@ -22,7 +22,7 @@ T = TypeVar("T")
 ANSWER_SECONDS = 5.0
 
 
-class Place(NamedTuple):
+class Activity(NamedTuple):
     """Phase of a rank, the step it is in (1-based), and since when (seconds since 1970)."""
 
     phase: str
@@ -48,14 +48,14 @@ class Member(NamedTuple):
 class Seen(NamedTuple):
     """Last state that a rank published, as JSON: its phase, and a heartbeat that grows with every publication."""
 
-    place: Place
+    activity: Activity
     beat: int
 
     @classmethod
     def parse(cls, text: bytes) -> Seen:
         """Read what :func:`json.dumps` wrote."""
-        place, beat = json.loads(text)
-        return cls(Place(*place), beat)
+        activity, beat = json.loads(text)
+        return cls(Activity(*activity), beat)
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
@@ -159,36 +159,36 @@ def describe_hang(
         now: seconds since 1970.
     """
     now = time.time() if now is None else now
-    places = {m.rank: s.place for m, s in zip(members, seen, strict=True) if s is not None}
-    alive = {rank: place for rank, place in places.items() if rank not in silent}
-    culprits = sorted(silent | ({m.rank for m in members} - places.keys()))
+    activities = {m.rank: s.activity for m, s in zip(members, seen, strict=True) if s is not None}
+    alive = {rank: activity for rank, activity in activities.items() if rank not in silent}
+    culprits = sorted(silent | ({m.rank for m in members} - activities.keys()))
     if not culprits and alive:
-        furthest = max(_progress(place) for place in alive.values())
-        culprits = sorted(rank for rank, place in alive.items() if _progress(place) < furthest)
+        furthest = max(_progress(activity) for activity in alive.values())
+        culprits = sorted(rank for rank, activity in alive.items() if _progress(activity) < furthest)
     parts = []
     for rank in culprits:
         member = members[rank]
-        why = state(member) or ("its process does not answer" if rank in silent or rank not in places else "")
-        if rank in places:
-            age = now - places[rank].since
-            said = f"{member} last seen in {places[rank]}, {age:.0f} s ago"
+        why = state(member) or ("its process does not answer" if rank in silent or rank not in activities else "")
+        if rank in activities:
+            age = now - activities[rank].since
+            said = f"{member} last seen in {activities[rank]}, {age:.0f} s ago"
         else:
             said = f"{member} has not said where it is"
         parts.append(f"{said} ({why})" if why else said)
-    by_place: dict[str, list[int]] = {}
+    by_activity: dict[str, list[int]] = {}
     for rank in sorted(alive.keys() - set(culprits)):
-        by_place.setdefault(str(alive[rank]), []).append(rank)
-    for place, ranks in by_place.items():
+        by_activity.setdefault(str(alive[rank]), []).append(rank)
+    for activity, ranks in by_activity.items():
         since = max(now - alive[r].since for r in ranks)
         who = (
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {'wait' if len(ranks) > 1 else 'waits'}"
         )
-        parts.append(f"{who} in {place}" + ("" if culprits else f" for {since:.0f} s"))
+        parts.append(f"{who} in {activity}" + ("" if culprits else f" for {since:.0f} s"))
     return "; ".join(parts)
 
 
 PHASES = ("start", "data", "forward", "backward", "optimizer", "validation", "agreement", "checkpoint", "end")
 
 
-def _progress(place: Place) -> tuple[int, int]:
-    return place.step, PHASES.index(place.phase) if place.phase in PHASES else len(PHASES)
+def _progress(activity: Activity) -> tuple[int, int]:
+    return activity.step, PHASES.index(activity.phase) if activity.phase in PHASES else len(PHASES)

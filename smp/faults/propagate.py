@@ -44,7 +44,7 @@ def _failed_before(members: Members) -> tuple[int, int] | None:
 def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | None:
     """Return the error to raise where another rank's end caused ``error``; None if it is this rank's own."""
     assert watchdog.members is not None
-    members, place = watchdog.members, watchdog.place
+    members, activity = watchdog.members, watchdog.activity
     in_collective = isinstance(error, RuntimeError) and not isinstance(error, RunError)
     dead = watchdog.dead(0.0) if in_collective else []
     # Its process is looked for first: a store that is gone answers with a page of C++ frames.
@@ -65,14 +65,14 @@ def _by_peer(watchdog: Watchdog, rank: int, error: Exception) -> PeerError | Non
             return PeerError(watchdog.lost(dead), status=1)
     first = first or _claim(members, rank, 1)
     if first is None:
-        return PeerError(f"rank {rank}: lost the process that serves the job's store in {place}", status=1)
+        return PeerError(f"rank {rank}: lost the process that serves the job's store in {activity}", status=1)
     if first[0] == rank:
         return None
     if isinstance(error, RunError):  # found by all ranks together
         return PeerError("", status=first[1])
     what = "" if in_collective else f"; here: {type(error).__name__}: {_first_line(error)}"
     return PeerError(
-        f"rank {rank}: ended in {place}, as rank {first[0]} has failed and said why{what}", status=first[1]
+        f"rank {rank}: ended in {activity}, as rank {first[0]} has failed and said why{what}", status=first[1]
     )
 
 
@@ -84,11 +84,11 @@ def _of_another_host(watchdog: Watchdog, rank: int, lost: Unreachable, error: Ex
     who = watchdog.members.members[lost.rank]
     if lost.silent:
         return (
-            f"rank {rank}: no answer from {who} in {watchdog.place}: it hangs, or its host or the network is gone "
+            f"rank {rank}: no answer from {who} in {watchdog.activity}: it hangs, or its host or the network is gone "
             f"({_first_line(error)}); {ranks}"
         )
     return (
-        f"rank {rank}: lost {who} in {watchdog.place}: the connection is broken, as where a process or its host has "
+        f"rank {rank}: lost {who} in {watchdog.activity}: the connection is broken, as where a process or its host has "
         f"ended; {ranks}"
     )
 
@@ -121,6 +121,6 @@ def failing_together(watchdog: Watchdog, rank: int) -> Iterator[None]:
         if theirs is not None:
             watchdog.leave(theirs.status, _SURVIVOR_SECONDS, str(theirs))
             raise theirs from error
-        where = f"rank {rank} failed in {watchdog.place}"
+        where = f"rank {rank} failed in {watchdog.activity}"
         watchdog.leave(1, _END_SECONDS, f"error: {where}: {type(error).__name__}: {_first_line(error)}")
         raise

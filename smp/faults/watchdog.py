@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from smp.faults.peers import Member, Members, Place, Seen, describe_hang, within
+from smp.faults.peers import Activity, Member, Members, Seen, describe_hang, within
 from smp.log import say
 
 TICK_SECONDS = 0.25
@@ -37,7 +37,7 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, *, timeout: float, operations: Callable[[], dict[str, Any]] = dict):
-        self.place = Place("start", 0, time.time())
+        self.activity = Activity("start", 0, time.time())
         self.members: Members | None = None
         self._rank, self._timeout, self._operations = rank, timeout, operations
         self._period = min(PUBLISH_SECONDS, timeout / 5) if timeout else PUBLISH_SECONDS
@@ -60,7 +60,7 @@ class Watchdog:
             members: all ranks; None for a job of one.
         """
         self.members, self._connected = members, True
-        self.enter(self.place.phase, self.place.step)  # what came before had limits of its own
+        self.enter(self.activity.phase, self.activity.step)  # what came before had limits of its own
         if members is None:
             return
         self._threads.append(threading.Thread(target=self._publish, name="smp-publish", daemon=True))
@@ -69,11 +69,11 @@ class Watchdog:
     def enter(self, phase: str, step: int | None = None) -> None:
         """Record the phase of the main thread; the same step as before if none is given."""
         self._count()
-        self.place = Place(phase, self.place.step if step is None else step, time.time())
+        self.activity = Activity(phase, self.activity.step if step is None else step, time.time())
 
     def _count(self) -> None:
         moment = time.monotonic()
-        self._spent[self.place.phase] += moment - self._entered
+        self._spent[self.activity.phase] += moment - self._entered
         self._entered = moment
 
     def spent(self) -> dict[str, float]:
@@ -111,12 +111,12 @@ class Watchdog:
     def lost(self, dead: list[Member]) -> str:
         """Describe the loss of ranks of this host."""
         who = " and ".join(f"rank {m.rank} (pid {m.pid})" for m in dead)
-        return f"rank {self._rank}: lost {who} in {self.place}: {'it has' if len(dead) == 1 else 'they have'} ended"
+        return f"rank {self._rank}: lost {who} in {self.activity}: {'it has' if len(dead) == 1 else 'they have'} ended"
 
     # --- the thread that ends what cannot end itself
 
     def _watch(self) -> None:
-        place, age, last = self.place, 0.0, time.monotonic()
+        activity, age, last = self.activity, 0.0, time.monotonic()
         dead_since: float | None = None
         while not self._stopped.wait(TICK_SECONDS):
             now = time.monotonic()
@@ -130,36 +130,36 @@ class Watchdog:
                 continue
             if not self._connected:
                 continue
-            age = age + passed if self.place is place else 0.0
-            place = self.place
+            age = age + passed if self.activity is activity else 0.0
+            activity = self.activity
             if dead := self.dead(0.0):
                 dead_since = dead_since or now
                 if now - dead_since > NOTICE_SECONDS:
                     say(self.lost(dead))
                     os._exit(1)
-            if self._timeout and age > self._timeout * LENIENT.get(place.phase, 1.0):
+            if self._timeout and age > self._timeout * LENIENT.get(activity.phase, 1.0):
                 try:
-                    self._report(place, age)
+                    self._report(activity, age)
                 finally:
                     os._exit(1)
 
-    def _report(self, place: Place, age: float) -> None:
+    def _report(self, activity: Activity, age: float) -> None:
         """Print which ranks hang, once for the whole job, and the stacks of this process."""
         if self.members is None:
-            self._print_report(f"rank {self._rank} has been in {place} for {age:.0f} s")
+            self._print_report(f"rank {self._rank} has been in {activity} for {age:.0f} s")
             return
         members = self.members
         first = within(5.0, lambda: members.connection().compare_set("report", "", str(self._rank)))
         if first is not None and first != str(self._rank).encode():
             within(30.0, lambda: members.connection().wait(["reported"]))
-            say(f"rank {self._rank}: ended in {place} after {age:.0f} s; rank {first.decode()} has said who hangs")
+            say(f"rank {self._rank}: ended in {activity} after {age:.0f} s; rank {first.decode()} has said who hangs")
             return
         before = members.seen()
         self._stopped.wait(2.5 * self._period)
         after = members.seen()
         if before is None or after is None:
             states = "; ".join(f"{m}: {state}" for m in members.members if (state := members.state(m)))
-            who = f"rank {self._rank} has been in {place} for {age:.0f} s, and the job's store does not answer"
+            who = f"rank {self._rank} has been in {activity} for {age:.0f} s, and the job's store does not answer"
             text = f"{who}; {states}" if states else who
         else:
             silent = {
@@ -189,5 +189,5 @@ class Watchdog:
             store = self.members.connection()
             while not self._stopped.is_set() and self._leaving is None:
                 beat += 1
-                store.set(f"at{self._rank}", json.dumps(Seen(self.place, beat)))
+                store.set(f"at{self._rank}", json.dumps(Seen(self.activity, beat)))
                 self._stopped.wait(self._period)

@@ -283,7 +283,7 @@ def derive_family(model: nn.Module, plan: TensorPlan | None = None) -> Family:
         defaults={},
         tensor_plan=plan,
         no_tensor_plan=why,
-        whole_embedding=True,
+        full_sequence_embedding=True,
         logits=_logits(model),
         file_names=file_names_of(model),
     )

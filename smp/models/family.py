@@ -64,8 +64,8 @@ class Family:
         defaults: config.json values that ``--model_type`` starts from.
         tensor_plan: how blocks are split over ranks; None: tensor parallelism is refused.
         no_tensor_plan: why there is none, for the refusal.
-        whole_embedding: whether every tensor-parallel rank computes what is before the first and after the last block
-            of all tokens, as where positions are added to the embedding; else of its own tokens.
+        full_sequence_embedding: whether every tensor-parallel rank computes what is before the first and after the last
+            block of all tokens, as where positions are added to the embedding; else of its own tokens.
         logits: what becomes of the head's outputs; None: it is found by the model's forward, for a loss in chunks.
         file_names: names of parameters in files, where they differ from the model's.
     """
@@ -83,7 +83,7 @@ class Family:
     defaults: Mapping[str, Any]
     tensor_plan: TensorPlan | None = None
     no_tensor_plan: str = ""
-    whole_embedding: bool = False
+    full_sequence_embedding: bool = False
     logits: LogitTransform | None = None
     file_names: FileNames = FileNames()
 

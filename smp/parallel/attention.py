@@ -305,7 +305,7 @@ def apply(model: nn.Module, setup: Setup) -> None:
         return
     config = cast(Any, model.config)
     name = getattr(config, "_attn_implementation", None)
-    own = setup.family.whole_embedding  # the model makes its masks
+    own = setup.family.full_sequence_embedding  # the model makes its masks
     if not own and (name not in ("sdpa", "flex_attention", *FLASH) or len(set(_layer_types(config))) > 1):
         return  # no mask to make, or of several kinds
     _register()

@@ -205,8 +205,8 @@ class Linears(torch.autograd.Function):
     Args (of ``apply``):
         tp: the group whose ranks have some of each layer's outputs, or None.
         products: of each layer.
-        whole: the input of all tokens, outside autograd.
-        part: the input of this rank's tokens with sequence parallelism, else ``whole``; gets the gradient.
+        gathered: the input of all tokens, outside autograd.
+        part: the input of this rank's tokens with sequence parallelism, else ``gathered``; gets the gradient.
         tensors: of each layer, the weight ``(outputs, inputs)``, the bias or None, and the product's own parameters; at
             the end, the layers' products with their weights if they are computed already.
 
@@ -219,28 +219,28 @@ class Linears(torch.autograd.Function):
         ctx: Any, tp: Any, products: Sequence[Product], *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         # Of exactly two such arguments torch.compile loses one where no gradient is asked for; here are at least three.
-        whole, part, *others = tensors
+        gathered, part, *others = tensors
         layers, given = _by_layer(products, others)
         ctx.tp, ctx.products, ctx.given = tp, products, len(given)
         ctx.regather = tp is not None and tp.sequence_parallel and not tp.save_gathered
         kept = [tensor for weight, _, *own in layers for tensor in (weight, *own)]
-        ctx.save_for_backward(part if ctx.regather else whole, *kept)
+        ctx.save_for_backward(part if ctx.regather else gathered, *kept)
         outputs = []
         for index, (product, layer) in enumerate(zip(products, layers, strict=True)):
             with one_product(product, multiplied=bool(given)):
-                outputs.append(product.forward(whole, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
+                outputs.append(product.forward(gathered, *layer, product=given[index] if given else None))  # type: ignore[arg-type]
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         tp, products = ctx.tp, ctx.products
-        whole, *kept = ctx.saved_tensors
+        gathered, *kept = ctx.saved_tensors
         parameters = [[kept.pop(0) for _ in range(1 + len(product.own))] for product in products]
-        overlap = whole.is_cuda
+        overlap = gathered.is_cuda
         gathering = reducing = None
         needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
         if ctx.regather and any(weight or any(own) for weight, _, *own in needs):
-            whole, gathering = tp.gather(whole, async_op=overlap)
+            gathered, gathering = tp.gather(gathered, async_op=overlap)
         flat = [by_token(g) for g in gradients]
         input_gradient = partial = None
         if needs_input:
@@ -252,7 +252,7 @@ class Linears(torch.autograd.Function):
             gathering = None
             input_gradient, reducing = (partial, None) if tp is None else tp.reduce(partial, async_op=overlap)
         _wait(gathering)
-        tokens = by_token(whole)
+        tokens = by_token(gathered)
         found: list[torch.Tensor | None] = []
         for product, gradient, own, (weight, bias, *others) in zip(products, flat, parameters, needs, strict=True):
             of_weight: list[torch.Tensor | None] = [None] * len(own)

@@ -123,16 +123,16 @@ class _LinearLoss(Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
         chosen: torch.Tensor | None, of_token: torch.Tensor | None, number: int, how: _How,
     ) -> torch.Tensor:  # fmt: skip
-        whole = how.split.gather(hidden) if how.split is not None else hidden
+        gathered = how.split.gather(hidden) if how.split is not None else hidden
         if chosen is None:
-            tokens = whole.reshape(-1, whole.shape[-1])
+            tokens = gathered.reshape(-1, gathered.shape[-1])
             # Under tensor parallelism sequences may have been padded.
-            extra = 0, whole.shape[1] - labels.shape[1]
+            extra = 0, gathered.shape[1] - labels.shape[1]
             labels = F.pad(labels, extra, value=IGNORE_INDEX).reshape(-1)
             of_token = None if of_token is None else F.pad(of_token, extra).reshape(-1)
         else:
-            tokens = whole[tuple(chosen)]
-        ctx.how, ctx.shape, ctx.chosen, ctx.sequences = how, whole.shape, chosen, None
+            tokens = gathered[tuple(chosen)]
+        ctx.how, ctx.shape, ctx.chosen, ctx.sequences = how, gathered.shape, chosen, None
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
         if of_token is not None:
             ctx.sequences = sequences = _Sequences(of_token, number)

@@ -83,7 +83,7 @@ def left_padding_misfit(setup: Setup) -> str | None:
     if mesh.cp.size > 1:
         return f"--context_parallel_degree {mesh.cp.size}"
     splits_tokens = mesh.tp.size > 1 and setup.settings[ParallelConfig].sequence_parallel
-    if splits_tokens and not setup.family.whole_embedding and function in attention.FLASH:
+    if splits_tokens and not setup.family.full_sequence_embedding and function in attention.FLASH:
         return f"--attn_implementation {function} with --sequence_parallel 1"
     return None
 

@@ -61,7 +61,7 @@ def run_to_end(plan: RunPlan, guard: Guard, run: Callable[[], int]) -> int:
             print(f"error: rank {plan.launch.rank}: {sentence}", file=sys.stderr)
             return 1
         if not is_out_of_memory(error):
-            print(f"error: rank {plan.launch.rank} failed in {guard.watchdog.place}:", file=sys.stderr)
+            print(f"error: rank {plan.launch.rank} failed in {guard.watchdog.activity}:", file=sys.stderr)
             traceback.print_exception(error)
             return 1
         failure, tables = (str(error).splitlines() or [type(error).__name__])[0], getattr(error, "__notes__", [])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from smp import runtime
 from smp.errors import PeerError
 from smp.faults import watchdog
-from smp.faults.peers import Member, Place, Seen, describe_hang, process_state
+from smp.faults.peers import Activity, Member, Seen, describe_hang, process_state
 from smp.faults.propagate import failing_together
 from smp.faults.watchdog import TICK_SECONDS, Watchdog
 from tests.clock import Clock, SharedClock, wait_until
@@ -25,7 +25,7 @@ MEMBERS = [Member(r, "id", "h", 100 + r) for r in range(4)]
 
 
 def seen(phase: str, step: int, age: float, beat: int = 1) -> Seen:
-    return Seen(Place(phase, step, 1000.0 - age), beat)
+    return Seen(Activity(phase, step, 1000.0 - age), beat)
 
 
 @pytest.mark.smoke
@@ -53,7 +53,7 @@ def test_the_report_names_who_is_behind():
 
 
 def test_what_is_published_is_read_back():
-    one = Seen(Place("data", 3, 12.5), 7)
+    one = Seen(Activity("data", 3, 12.5), 7)
     assert Seen.parse(json.dumps(one).encode()) == one
 
 

@@ -38,7 +38,7 @@ def plan_of(model_type, **values):
 def test_paths_are_those_of_the_model(model_type, paths):
     family = family_of(config_of(model_type, **SMALL))
     assert (family.base, family.blocks, family.embedding, family.final_norm, family.head) == paths
-    assert family.name == family.hf_model_type == model_type and family.whole_embedding
+    assert family.name == family.hf_model_type == model_type and family.full_sequence_embedding
 
 
 def test_a_family_is_derived_once_for_each_config(monkeypatch):

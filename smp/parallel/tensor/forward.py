@@ -69,7 +69,7 @@ def _refuse(kwargs: dict[str, Any], config: Any) -> None:
                             f"leave it out")  # fmt: skip
 
 
-def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, whole_embedding: bool) -> None:
+def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, full_sequence_embedding: bool) -> None:
     """Replace the forward of a causal language model.
 
     Positions and masks of full sequences are made here, unless transformers makes them of all tokens' embeddings.
@@ -80,7 +80,7 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
     """
     forward, config = model.forward, cast(Any, model.config)
     random, forked = draws(model, config), contextlib.ExitStack()
-    if whole_embedding and tp.sequence_parallel:
+    if full_sequence_embedding and tp.sequence_parallel:
         enter_with_own_tokens(tp, blocks[0])
         leave_with_all_tokens(tp, blocks[-1], forked.close)  # what follows draws the same on all ranks
 
@@ -97,7 +97,7 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
         if tp.sequence_parallel:
             extra = -length % tp.size
             ids = F.pad(input_ids, (0, extra))
-            if extra or not whole_embedding or position_ids is not None:
+            if extra or not full_sequence_embedding or position_ids is not None:
                 positions = _positions(position_ids, input_ids, extra)
             if extra and "cu_seq_lens_q" in kwargs:
                 kwargs |= attention.lengthened(kwargs, length, extra)
@@ -105,7 +105,7 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
                 kwargs |= attention.whole_rows(ids)
             if mask is None or mask.ndim == 2:
                 mask = _padded(mask, extra, 0)
-                mask = mask if whole_embedding else _mask(model, ids, mask, cast(torch.Tensor, positions))
+                mask = mask if full_sequence_embedding else _mask(model, ids, mask, cast(torch.Tensor, positions))
             elif extra:
                 raise UserError(
                     f"a 4-D attention_mask needs a sequence length that the {tp.size} tensor-parallel ranks "
@@ -113,7 +113,7 @@ def split_forward(model: nn.Module, tp: TPGroup, blocks: list[nn.Module], *, who
                 )
         items, shifted = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         as_tuple = kwargs.pop("return_dict", True) is False
-        given = {"position_ids": positions} if positions is not None or not whole_embedding else {}
+        given = {"position_ids": positions} if positions is not None or not full_sequence_embedding else {}
         with forked:
             if random and model.training and tp.sequence_parallel:
                 forked.enter_context(tp.fork_random(ids.device))

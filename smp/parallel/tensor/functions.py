@@ -21,13 +21,13 @@ from smp.parallel.tensor.group import TPGroup
 class GatherTokens(Function):
     """``(batch, sequence / size, hidden)`` to ``(batch, sequence, hidden)``; gradients are reduce-scattered.
 
-    ``whole`` is the result where it is there already.
+    ``gathered`` is the result where it is there already.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, tp: TPGroup, whole: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, tp: TPGroup, gathered: torch.Tensor | None = None) -> torch.Tensor:
         ctx.tp = tp
-        return tp.gather(part)[0] if whole is None else whole
+        return tp.gather(part)[0] if gathered is None else gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
@@ -68,13 +68,13 @@ def gathered_linears(
     shape = part.shape[0], part.shape[1] * tp.size, -1
     with torch.no_grad():
         matrices = [product.matrix(own[0]) for product, own in zip(products, parameters, strict=True)]  # type: ignore[arg-type]
-        whole, computed = tp.gather_products(by_token(part), [matrix.t() for matrix in matrices])
-        assert whole is not None
-        whole = whole.view(shape)
+        gathered, computed = tp.gather_products(by_token(part), [matrix.t() for matrix in matrices])
+        assert gathered is not None
+        gathered = gathered.view(shape)
     flat = [tensor for own in parameters for tensor in own]
     return (
-        GatherTokens.apply(part, tp, whole),
-        Linears.apply(tp, products, whole, part, *flat, *(p.view(shape) for p in computed)),
+        GatherTokens.apply(part, tp, gathered),
+        Linears.apply(tp, products, gathered, part, *flat, *(p.view(shape) for p in computed)),
     )
 
 
@@ -97,11 +97,11 @@ class _RowProduct(Function):
         x, weight, *own = ctx.saved_tensors
         product, needs = ctx.product, ctx.needs_input_grad[3:]
         keep = bool(own) or any(needs)
-        whole, (partial,) = ctx.tp.gather_products(by_token(gradient), [product.matrix(weight)], keep=keep)
+        gathered, (partial,) = ctx.tp.gather_products(by_token(gradient), [product.matrix(weight)], keep=keep)
         found: list[torch.Tensor | None] = [None] * len(needs)
         if any(needs):
-            found = product.parameter_gradients(whole, by_token(x), weight, *own, needs=list(needs))
-        return None, None, product.input_gradient(whole, weight, *own, product=partial).view_as(x), *found
+            found = product.parameter_gradients(gathered, by_token(x), weight, *own, needs=list(needs))
+        return None, None, product.input_gradient(gathered, weight, *own, product=partial).view_as(x), *found
 
 
 class _Values(Function):

@@ -84,10 +84,10 @@ class TPGroup:
             ``(batch, sequence, hidden)``, and the work to wait for or None.
         """
         batch, length, hidden = part.shape
-        whole = part.new_empty(batch, length * self.size, hidden)
+        gathered = part.new_empty(batch, length * self.size, hidden)
         async_op = async_op and not torch.compiler.is_compiling()
-        work = all_gather_single(whole.view(-1), part.contiguous().view(-1), group=self.group, async_op=async_op)
-        return whole, work if async_op else None
+        work = all_gather_single(gathered.view(-1), part.contiguous().view(-1), group=self.group, async_op=async_op)
+        return gathered, work if async_op else None
 
     def reduce(self, partial: torch.Tensor, *, async_op: bool = False) -> tuple[torch.Tensor, Any]:
         """Sum the ranks' partial results; returns this rank's tokens, or all without sequence parallelism; collective.

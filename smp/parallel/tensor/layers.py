@@ -113,7 +113,7 @@ class ColumnParallel:
             {name: replicated.index_of(layer, name) for name in names}
             for layer, names in zip(linears, self._names, strict=True)
         ]
-        self._whole: torch.Tensor | None = None
+        self._gathered: torch.Tensor | None = None
         self._part: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
         self._products: tuple[Product, ...] = ()
@@ -132,14 +132,14 @@ class ColumnParallel:
         # Before the part forks the generators: of their common input the ranks draw the same.
         self._products = tuple(map(product_of_call, self.linears))
         if tp.overlap:
-            self._whole, outputs = gathered_linears(tp, self._products, part, self._parameters())
+            self._gathered, outputs = gathered_linears(tp, self._products, part, self._parameters())
             self._outputs = dict(enumerate(outputs))
         else:
-            self._whole = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
+            self._gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
         try:
-            yield self._whole  # type: ignore[misc]
+            yield self._gathered  # type: ignore[misc]
         finally:
-            self._whole = self._part = None
+            self._gathered = self._part = None
             self._outputs, self._products = {}, ()
 
     def _parameter(self, index: int, name: str) -> torch.Tensor | None:
@@ -155,7 +155,7 @@ class ColumnParallel:
         return [[self._parameter(index, name) for name in names] for index, names in enumerate(self._names)]
 
     def _output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if x is not self._whole:
+        if x is not self._gathered:
             name = type(self.linears[index]).__name__
             raise RuntimeError(f"a {name} split by columns was called with something else than its part's input")
         if index not in self._outputs:
@@ -192,8 +192,8 @@ def split_part(
     def computed(*args: Any, **kwargs: Any) -> Any:
         named = "hidden_states" in kwargs
         part = kwargs["hidden_states"] if named else args[0]
-        with columns.input(part) as whole:
-            args, kwargs = (args, {**kwargs, "hidden_states": whole}) if named else ((whole, *args[1:]), kwargs)
+        with columns.input(part) as gathered:
+            args, kwargs = (args, {**kwargs, "hidden_states": gathered}) if named else ((gathered, *args[1:]), kwargs)
             if not (fork and module.training):
                 return forward(*args, **kwargs)
             with forked:
@@ -215,13 +215,13 @@ def split_part(
     row.forward = reduced  # type: ignore[method-assign,assignment]
 
 
-def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, whole: bool) -> None:
+def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, full_sequence: bool) -> None:
     """Let an embedding look up this rank's rows of the vocabulary.
 
     Args:
         tp: the group.
         embedding: the token embedding.
-        whole: return all tokens with sequence parallelism, too; then the ranks' gradients are partial.
+        full_sequence: return all tokens with sequence parallelism, too; then the ranks' gradients are partial.
     """
     first, last = tp.bounds(embedding.num_embeddings)
     padding = embedding.padding_idx
@@ -237,23 +237,26 @@ def split_embedding(tp: TPGroup, embedding: nn.Embedding, *, whole: bool) -> Non
             found = forward((ids - first).masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(-1), 0)
         finally:
             embedding._parameters["weight"], embedding.padding_idx = weight, padding
-        return SumOverRanks.apply(found, tp) if whole and tp.sequence_parallel else ReducePartial.apply(found, tp)
+        return (
+            SumOverRanks.apply(found, tp) if full_sequence and tp.sequence_parallel else ReducePartial.apply(found, tp)
+        )
 
     embedding.forward = look_up  # type: ignore[method-assign,assignment]
 
 
-def split_head(tp: TPGroup, head: nn.Linear, *, whole: bool) -> None:
+def split_head(tp: TPGroup, head: nn.Linear, *, full_sequence: bool) -> None:
     """Let the head compute this rank's columns of the logits, of all tokens.
 
     Args:
         tp: the group.
         head: the output projection.
-        whole: its input is of all tokens with sequence parallelism, too; then each rank's gradient of it is partial.
+        full_sequence: its input is of all tokens with sequence parallelism, too; then each rank's gradient of it is
+            partial.
     """
 
     def logits(part: torch.Tensor) -> torch.Tensor:
         own = local_tensor(head.weight), local_tensor(head.bias)
-        if whole and tp.sequence_parallel:
+        if full_sequence and tp.sequence_parallel:
             return linear(head, part, *own)
         gathered = GatherTokens.apply(part, tp) if tp.sequence_parallel else part
         return Linears.apply(tp, (product_of(head),), gathered.detach(), part, *own)[0]

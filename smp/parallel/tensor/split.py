@@ -37,9 +37,9 @@ def is_split(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
-def _split_head_of(tp: TPGroup, vocabulary: int, *, whole: bool) -> SplitHead:
-    """Describe the split head to the loss in chunks; ``whole``: its input is of all tokens."""
-    if whole and tp.sequence_parallel:
+def _split_head_of(tp: TPGroup, vocabulary: int, *, full_sequence: bool) -> SplitHead:
+    """Describe the split head to the loss in chunks; ``full_sequence``: its input is of all tokens."""
+    if full_sequence and tp.sequence_parallel:
         return SplitHead(tp.bounds(vocabulary)[0], tp.group, gather=lambda part: part, reduce=lambda partial: partial)
     return SplitHead(
         first=tp.bounds(vocabulary)[0],
@@ -271,8 +271,8 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
     distribute(embedding, "weight", Shard(0))
     distribute(head, "weight", Shard(0))
     distribute(head, "bias", Shard(0))
-    split_embedding(tp, embedding, whole=family.whole_embedding)  # type: ignore[arg-type]
-    split_head(tp, head, whole=family.whole_embedding)  # type: ignore[arg-type]
+    split_embedding(tp, embedding, full_sequence=family.full_sequence_embedding)  # type: ignore[arg-type]
+    split_head(tp, head, full_sequence=family.full_sequence_embedding)  # type: ignore[arg-type]
     blocks, sizes = list(_child(model, family.blocks, "the model").children()), plan.sizes(model.config)
     for block in blocks:
         replicated = ReplicatedParams(tp, [])
@@ -289,8 +289,8 @@ def split_model(model: nn.Module, family: Family, tp: TPGroup, *, from_rank0: bo
         raise UserError(f"the tensor-parallel plan of {family.name} says nothing of {left[0]}, outside the blocks")
     if (head.weight is embedding.weight) != tied:
         raise UserError("tensor parallelism untied the head from the embedding; this is a defect in smp")
-    split_forward(model, tp, blocks, whole_embedding=family.whole_embedding)
-    split_vocabulary = _split_head_of(tp, head.weight.shape[0], whole=family.whole_embedding)  # type: ignore[index,arg-type]
+    split_forward(model, tp, blocks, full_sequence_embedding=family.full_sequence_embedding)
+    split_vocabulary = _split_head_of(tp, head.weight.shape[0], full_sequence=family.full_sequence_embedding)  # type: ignore[index,arg-type]
     setattr(model, SPLIT_HEAD, split_vocabulary)
     setattr(model, _MARK, tp)
     return model

@@ -24,7 +24,7 @@ from smp.cli.find import DEPTHS, checkpoints_at, existing_directory, interrupted
 from smp.errors import UserError
 
 
-class Place(Protocol):
+class Checkpoint(Protocol):
     """A checkpoint, valid or not."""
 
     @property
@@ -49,7 +49,7 @@ class Place(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalPlace:
+class LocalCheckpoint:
     """A checkpoint in a directory."""
 
     path: Path
@@ -73,7 +73,7 @@ class LocalPlace:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemotePlace:
+class RemoteCheckpoint:
     """A checkpoint below a URL; ``sizes`` are those of its objects."""
 
     store: ObjectStore
@@ -122,14 +122,14 @@ class Found:
         removed_by: what removes that which is left.
     """
 
-    places: list[Place]
+    checkpoints: list[Checkpoint]
     single: bool
     left: list[str]
     aside: list[str] = dataclasses.field(default_factory=list)
     removed_by: str = "the next start"
 
 
-def one_place(text: str) -> Place:
+def one_checkpoint(text: str) -> Checkpoint:
     """Return the checkpoint that a path or a URL names.
 
     Raises:
@@ -137,9 +137,9 @@ def one_place(text: str) -> Place:
     """
     found = find(text)
     if not found.single:
-        such_as = f", such as {found.places[-1].path}" if found.places else ""
-        raise UserError(f"{text} contains {len(found.places)} checkpoint(s): give one of them{such_as}")
-    return found.places[0]
+        such_as = f", such as {found.checkpoints[-1].path}" if found.checkpoints else ""
+        raise UserError(f"{text} contains {len(found.checkpoints)} checkpoint(s): give one of them{such_as}")
+    return found.checkpoints[0]
 
 
 def find(text: str) -> Found:
@@ -153,11 +153,11 @@ def find(text: str) -> Found:
         return _find_remote(text)
     directory = existing_directory(text)
     paths = checkpoints_at(directory)
-    places: list[Place] = [
-        LocalPlace(path, path.name if path == directory else str(path.relative_to(directory))) for path in paths
+    checkpoints: list[Checkpoint] = [
+        LocalCheckpoint(path, path.name if path == directory else str(path.relative_to(directory))) for path in paths
     ]
     left = [str(path.relative_to(directory)) for path in interrupted_at(directory)]
-    return Found(places, paths == [directory], left)
+    return Found(checkpoints, paths == [directory], left)
 
 
 def _find_remote(url: str) -> Found:
@@ -167,16 +167,18 @@ def _find_remote(url: str) -> Found:
         raise UserError(f"{url} does not exist: give the URL of a checkpoint, or one that some are below")
     own = Path(store.url)
     if MANIFEST_FILE in objects or step_of(own) is not None:
-        return Found([RemotePlace(store, "", own.name, objects)], True, [])
+        return Found([RemoteCheckpoint(store, "", own.name, objects)], True, [])
     folders: dict[str, dict[str, int]] = {}
     for name, size in objects.items():
         folder, _, file = name.rpartition("/")
         if step_of(Path(folder)) is not None and folder.count("/") < len(DEPTHS):
             folders.setdefault(folder, {})[file] = size
     names = sorted(folders, key=lambda name: (Path(name).parent, step_of(Path(name)), name))
-    places: list[Place] = [RemotePlace(store, n, n, folders[n]) for n in names if MANIFEST_FILE in folders[n]]
+    checkpoints: list[Checkpoint] = [
+        RemoteCheckpoint(store, n, n, folders[n]) for n in names if MANIFEST_FILE in folders[n]
+    ]
     aside = [name for name in names if ASIDE in folders[name] and MANIFEST_FILE not in folders[name]]
     left = [name for name in names if not {MANIFEST_FILE, ASIDE} & folders[name].keys()]
     if not names:
         raise UserError(f"{url} is not a checkpoint and none is below it: give a <model>-<step>steps URL, or one above")
-    return Found(places, False, left, aside, "the next upload")
+    return Found(checkpoints, False, left, aside, "the next upload")
