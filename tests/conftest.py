@@ -1,5 +1,6 @@
 """Shared test setup: offline, quiet, deterministic."""
 
+import gc
 import os
 import pathlib
 from multiprocessing import forkserver
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(HERE).parts[0] in ("conformance", "faults") and not item.get_closest_marker("smoke"):
             item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish():
+    """Leave what collecting has imported out of each garbage collection, here and in the ranks that are forked."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):

@@ -159,6 +159,7 @@ def _leave_with_work_in_flight() -> None:
         wait_until(lambda: any(not own.ended for own, *_ in smp.comm.last_operations().values()))
 
 
+@pytest.mark.slow
 def test_spawned_processes_at_the_debug_level_detail_may_end_with_work_in_flight(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     ended = run_ranks(_leave_with_work_in_flight, world_size=2, start_method="spawn")

@@ -229,6 +229,7 @@ def test_a_rank_that_is_lost_in_an_exchange():
     assert "was killed by SIGKILL" not in diagnosis.ranks[0]["state"] and diagnosis.ranks[1]["state"] != "done"
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_rank_that_is_lost_before_the_start():
     found = by_check(examine_here(Request(timeout=HANG_SECONDS), 2, "tests.doctor_checks:LOST_EARLY"))
     # Who has waited says for how long.

@@ -60,6 +60,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_open_mpi_starts_a_group(tmp_path):
     """With more processes than cores, where there are few: Open MPI numbers those of a host in another order."""
     script, processes = tmp_path / "group.py", os.cpu_count() + 1 if os.cpu_count() < 4 else 2

@@ -286,9 +286,10 @@ def planned(*words):
     ("own", "flags"),
     [
         (["--gpu_memory_gib", 40, "--nodes", 4], ["--model", "llama7b", "--global_batch_size", 16]),
-        (
+        pytest.param(
             ["--device", "a100_80gb"],
             ["--model", "llama3_8b", "--max_context_width", 65536, "--sharding_strategy", "auto"],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,11 +14,12 @@ import pytest
 
 from tests.job import LLAMA, read_metrics
 
-JOB = [
-    sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", "-m", "smp.train", *LLAMA,
+ONE = [
+    sys.executable, "-m", "smp.train", *LLAMA,
     "--use_synthetic_data", "1", "--train_batch_size", "2", "--validation_freq", "3", "--validation_batches", "1",
     "--val_batch_size", "2", "--logging_freq", "2", "--lr", "1e-3",
 ]  # fmt: skip
+TWO = [sys.executable, "-m", "smp.launch.local", "--nproc_per_node", "2", *ONE[1:]]
 SMP_LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[metrics\.py:\d+\] Batch \d+ Loss: [\d.]+, Speed: [\d.]+ samples/sec, "
     r"Model TFLOPS/GPU: ([\d.]+), lr: [\d.]+, gradnorm: [\d.]+, Tokens/sec: \d+, Memory: [\d.]+ GiB, "
@@ -76,7 +77,7 @@ def messages(lines: list[str]) -> list[str]:
 @pytest.mark.full
 def test_a_terminal_shows_a_bar_below_a_few_lines(tmp_path):
     run = tmp_path / "run"
-    status, written = on_terminal([*JOB, "--max_steps", "6", "--output_dir", str(run)])
+    status, written = on_terminal([*TWO, "--max_steps", "6", "--output_dir", str(run)])
     lines = screen(written)
     assert status == 0, written
     bars = [line for line in lines if line.startswith("Training ")]
@@ -102,7 +103,7 @@ def test_a_terminal_shows_a_bar_below_a_few_lines(tmp_path):
 
 @pytest.mark.full
 def test_a_pipe_gets_smp_v2_lines_and_asked_for_tables(tmp_path):
-    command = [*JOB, "--max_steps", "4", "--output_dir", str(tmp_path / "run"), "--comm_report", "1"]
+    command = [*ONE, "--max_steps", "4", "--output_dir", str(tmp_path / "run"), "--comm_report", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(SMP_LINE.findall(done.stdout)) == 2 and "Training" not in done.stdout + done.stderr
@@ -118,7 +119,7 @@ def test_a_job_whose_output_nobody_reads_goes_on(tmp_path):
     """Without a word of what it could not print."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [*JOB, "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    command = [*ONE, "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == 0 and re.fullmatch(r"smp \S+: loading torch\n", done.stderr), done.stderr
@@ -127,7 +128,7 @@ def test_a_job_whose_output_nobody_reads_goes_on(tmp_path):
 
 @pytest.mark.full
 def test_ctrl_c_leaves_the_bar_above_what_follows(tmp_path):
-    command = [*JOB, "--max_steps", "100000", "--output_dir", str(tmp_path / "run")]
+    command = [*TWO, "--max_steps", "100000", "--output_dir", str(tmp_path / "run")]
     status, written = on_terminal(command, interrupt_at=b" 3/100000 [")
     lines = screen(written)
     assert status == 130, written

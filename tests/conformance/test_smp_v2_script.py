@@ -31,7 +31,7 @@ LAYOUTS = [
     (1, {}),
     pytest.param(2, {"tensor_parallel_degree": 2}, marks=pytest.mark.slow),
     (2, {"context_parallel_degree": 2}),
-    (4, {"hybrid_shard_degree": 2}),
+    pytest.param(4, {"hybrid_shard_degree": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, marks=pytest.mark.slow),
     (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
 ]

@@ -199,7 +199,7 @@ def test_whom_an_error_tells_of():
 @pytest.mark.parametrize(
     "lost",
     [
-        pytest.param([2, 3], id="1"),
+        pytest.param([2, 3], id="1", marks=pytest.mark.slow),
         pytest.param([0, 1], id="0, of the store"),
         pytest.param([3], marks=pytest.mark.slow),
     ],

@@ -57,7 +57,7 @@ def progress(run, step: int) -> dict:
     "flags",
     [
         ["--checkpoint_freq", 2, "--checkpoint_type", "async_sharded", "--validation_freq", 3, "--logging_freq", 2],
-        [*SKIP, "--checkpoint_freq", 3, "--attn_pdrop", 0.2],
+        pytest.param([*SKIP, "--checkpoint_freq", 3, "--attn_pdrop", 0.2], marks=pytest.mark.slow),
     ],
     ids=["asynchronous", "skip"],
 )

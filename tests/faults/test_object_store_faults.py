@@ -24,7 +24,7 @@ def trials(s3_port, tmp_path_factory):  # noqa: F811
     "trial",
     [
         Trial("in a file", 2, "middle", 1, None, 2),
-        Trial("in the manifest's PUT", 4, "applied", 0, 0, 1),
+        pytest.param(Trial("in the manifest's PUT", 4, "applied", 0, 0, 1), marks=pytest.mark.slow),
         pytest.param(Trial("retention", 4, "before", 1, None, 1), marks=pytest.mark.slow),
         Trial("download at resume", 4, "answering", 0, None, 2),
     ],

@@ -69,7 +69,7 @@ def data_flags(kind: str, jsonl: pathlib.Path, text: pathlib.Path, cache: pathli
     ("family", "kind", "accumulation", "world_size"),
     [
         ("llama", "jsonl", 1, 2),
-        ("neox", "text", 2, 2),
+        pytest.param("neox", "text", 2, 2, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.full
