@@ -112,7 +112,7 @@ def test_the_curve_is_that_of_one_process(kind, layout, of_one, jsonl, text, tmp
                 ("shards", "cp2"),
                 ("cp2", "tp2"),
                 ("cp2", "cp4"),
-            )  # fmt: skip
+            )
         ),
     ],
 )
