@@ -41,10 +41,10 @@ finetune: setup
 	@$(BIN)/python examples/ask.py runs/lora/merged 'Where is Lucas Lodge?'
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not full" tests
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow and not full" tests
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=100 -m "not slow" tests
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=100 -m "not slow" tests
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow tests
@@ -68,7 +68,7 @@ gpu:
 FLOOR := .venv-floor/bin/python
 
 test-floor: .venv-floor/.ready
-	$(FLOOR) -m pytest -n 2 --dist loadfile -m "not slow" tests/unit tests/parity
+	$(FLOOR) -m pytest -n 4 --dist loadfile -m "not slow" tests/unit tests/parity
 
 .venv-floor/.ready: pyproject.toml constraints.txt
 	@echo 'Setting up .venv-floor: 5.5 GB'

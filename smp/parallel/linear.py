@@ -235,7 +235,7 @@ class Linears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         tp, products = ctx.tp, ctx.products
         gathered, *kept = ctx.saved_tensors
-        parameters = [[kept.pop(0) for _ in range(1 + len(product.own))] for product in products]
+        parameters = _by_layer(products, kept, plain=1)[0]
         overlap = gathered.is_cuda
         gathering = reducing = None
         needs_input, needs = ctx.needs_input_grad[3], _by_layer(products, ctx.needs_input_grad[4:])[0]
@@ -263,11 +263,13 @@ class Linears(torch.autograd.Function):
         return None, None, None, input_gradient, *found, *([None] * ctx.given)
 
 
-def _by_layer(products: Sequence[Product], values: Sequence[Any]) -> tuple[list[Sequence[Any]], Sequence[Any]]:
-    """Return the values of each layer's weight, bias and own parameters, and those that are left."""
+def _by_layer(
+    products: Sequence[Product], values: Sequence[Any], plain: int = 2
+) -> tuple[list[Sequence[Any]], Sequence[Any]]:
+    """Return the values of each layer's weight, bias (``plain=1``: without it) and own parameters, and what is left."""
     found, start = [], 0
     for product in products:
-        found.append(values[start : start + 2 + len(product.own)])
+        found.append(values[start : start + plain + len(product.own)])
         start += len(found[-1])
     return found, values[start:]
 
