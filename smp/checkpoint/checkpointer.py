@@ -16,14 +16,14 @@ from torch import nn
 
 from smp.checkpoint.at_exit import finish_at_exit, finished
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
-from smp.checkpoint.fetch import bring
+from smp.checkpoint.fetch import asking_together, locate
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
-from smp.checkpoint.lock import bring_back, hold, own
+from smp.checkpoint.lock import bring_back, own
 from smp.checkpoint.manifest import Manifest, now, versions
 from smp.checkpoint.mirror import Rule
 from smp.checkpoint.outcome import agree, attempt
 from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
-from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script, restore
+from smp.checkpoint.restore import Candidate, Damaged, Search, check_architecture, is_script, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, reason
 from smp.checkpoint.shards import Snapshot, snapshot_of
@@ -328,43 +328,35 @@ class Checkpointer:
         self.publish()
         if dist.get_rank() == 0:
             bring_back(self.storage.directory, self.name)
-        if self.storage.mirror is not None:
-            together(lambda: hold(self.storage.directory) if self.storage.leads else None)
-        candidate = functools.partial(self._candidate, str(path))
-        found = first_whole(candidate, latest=str(path) == LATEST, content=True)
+        search = Search(functools.partial(self._candidate, str(path)), latest=str(path) == LATEST, content=True)
+        found = search.fill(search.first(), self._fill)
         chosen, manifest = found.checkpoint, found.saved
         if chosen is None or manifest is None:
             return None
-        config = getattr(self._model, "config", None)
-        if hasattr(config, "to_json_string"):
-            together(lambda: check_architecture(chosen, manifest.model["config"], config))
-        restore(chosen, manifest, self._model, self._optimizer, seed=f"{manifest.step}:{alike(self._model)[0]}")
         self.step = manifest.step
         extra = decode(manifest.run["extra"]) if is_script(manifest.run) else None
         return Saved(chosen, manifest.step, extra)
 
-    def _candidate(self, wanted: str, damaged: set[Path]) -> Candidate:
+    def _fill(self, found: Candidate) -> None:
+        chosen, manifest = found.checkpoint, found.saved
+        if chosen is None or manifest is None:
+            return
+        config = getattr(self._model, "config", None)
+        if hasattr(config, "to_json_string"):
+            together(lambda: check_architecture(chosen, manifest.model["config"], config))
+        restore(chosen, manifest, self._model, self._optimizer, seed=f"{manifest.step}:{alike(self._model)[0]}")
+
+    def _candidate(self, wanted: str, damaged: Damaged) -> Candidate:
         """Return the checkpoint that rank 0 chooses, as another rank's view of the directory may be older; collective.
 
         Raises:
             UserError: there is none that can be loaded, or the directory cannot be read.
         """
-        brought = bring([self.storage], wanted, self.name, damaged=damaged, elsewhere=None)
-        if isinstance(brought, RemoteCheckpoint):
-            return Candidate(brought, together(lambda: _read(brought)))
-        known: str | None = brought
-
-        def choose() -> Path | None:
-            if dist.get_rank() != 0:
-                return None
-            try:
-                return choose_checkpoint(known, [self.storage.directory], self.name, damaged=damaged)
-            except OSError as error:
-                raise UserError(f"checkpoints cannot be looked for ({reason(error)}): mend that, start again") from None
-
-        chosen: list[Path | None] = [together(choose)]
-        dist.broadcast_object_list(chosen)
-        path = chosen[0]
+        located = locate([self.storage], wanted, self.name, damaged=damaged)
+        if isinstance(located, RemoteCheckpoint):
+            return Candidate(located, together(lambda: _read(located)))
+        choose = functools.partial(choose_checkpoint, located, [self.storage.directory], self.name, damaged=damaged)
+        path: Path | None = asking_together(choose)
         return Candidate(path, None if path is None else together(lambda: _read(path)))
 
     def _manifest(self, step: int, extra: Any) -> Manifest:

@@ -57,8 +57,8 @@ class CheckpointConfig(Section):
     )
     checkpoint_cache_dir: str | None = setting(
         None,
-        "Directory that all ranks share, to copy the URL in --resume_from_checkpoint to. Default: it is read there, "
-        "each rank what it needs, if it is of another run.",
+        "Directory that all ranks share, to copy the checkpoint at a URL to that is resumed from. Default: it is read "
+        "there, each rank what it needs.",
     )
     reset_progress: bool = setting(
         False,
@@ -99,8 +99,12 @@ class CheckpointConfig(Section):
                 f"--num_kept_checkpoints must be at least 2 with --checkpoint_type {self.checkpoint_type}: a crash in "
                 f"the middle of a save leaves ranks with different newest checkpoints"
             )
-        if self.checkpoint_cache_dir is not None and not is_url(self.resume_from_checkpoint or ""):
-            found.append("--checkpoint_cache_dir is for a URL in --resume_from_checkpoint: give one, or leave it out")
+        at_url = bool(urls) if self.resume_from_checkpoint == "latest" else is_url(self.resume_from_checkpoint or "")
+        if self.checkpoint_cache_dir is not None and not at_url:
+            found.append(
+                "--checkpoint_cache_dir is for a URL in --resume_from_checkpoint, or in --checkpoint_dir to resume the "
+                "latest of: give one, or leave it out"
+            )
         if self.reset_progress and self.resume_from_checkpoint in (None, "latest"):
             found.append(
                 "--reset_progress 1 needs a path in --resume_from_checkpoint, as latest is this run's own: give the "

@@ -13,12 +13,12 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, problems_of_files, read_manifest
 from smp.checkpoint.safetensors_io import reason, sync
-from smp.errors import UserError
+from smp.errors import DamagedCheckpointError, UserError
 from smp.log import get_logger
 
 LATEST = "latest"
@@ -83,10 +83,13 @@ def _read(path: Path, *identity: int) -> Manifest:
 
 def quick_problems(path: Path, manifest: Manifest) -> list[str]:
     """Return the problems of a checkpoint that its name, and names and sizes of its files show."""
-    problems = problems_of_files(path, manifest, content=False)
-    if step_of(path) not in (None, manifest.step):
-        problems.append(f"its manifest is of step {manifest.step}")
-    return problems
+    return problems_of_files(path, manifest, content=False) + problems_of_step(path, manifest)
+
+
+def problems_of_step(path: str | Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong if a checkpoint's name has a step, and it is another one than the manifest's."""
+    renamed = step_of(Path(path)) not in (None, manifest.step)
+    return [f"its manifest is of step {manifest.step}"] if renamed else []
 
 
 def quick_problem(path: Path) -> str | None:
@@ -96,7 +99,7 @@ def quick_problem(path: Path) -> str | None:
         problems += ["it was renamed"] if step_of(path) is None else []
     except UserError as error:
         return str(error)
-    return f"checkpoint {path} is damaged: {'; '.join(problems[:3])}; resume from another one" if problems else None
+    return str(DamagedCheckpointError(path, problems)) if problems else None
 
 
 def choose_checkpoint(
@@ -104,7 +107,7 @@ def choose_checkpoint(
     directories: list[Path],
     model_name: str,
     *,
-    damaged: Iterable[Path] = (),
+    damaged: Collection[object] = (),
     others: str = "--output_dir",
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start.
@@ -120,7 +123,7 @@ def choose_checkpoint(
     """
     present = sorted((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
     if wanted == LATEST:
-        return _newest_whole(present, directories, model_name, {path.resolve() for path in damaged}, others)
+        return _newest_whole(present, directories, model_name, damaged, others)
     if wanted is None:
         if present:
             raise UserError(
@@ -143,7 +146,7 @@ def choose_checkpoint(
 
 
 def _newest_whole(
-    present: list[Checkpoint], directories: list[Path], model_name: str, damaged: set[Path], others: str
+    present: list[Checkpoint], directories: list[Path], model_name: str, damaged: Collection[object], others: str
 ) -> Path | None:
     """Return the newest checkpoint that is whole, with a line about each newer one that is not.
 
@@ -151,12 +154,12 @@ def _newest_whole(
         UserError: there are some, and none is whole: a fresh start would lose what may still be mended.
     """
     for checkpoint in reversed(present):
-        if checkpoint.path.resolve() in damaged:
+        if checkpoint.path in damaged:
             continue  # who found it has said so
         problem = quick_problem(checkpoint.path)
         if problem is None:
             return checkpoint.path
-        _warn_once(f"Not resuming from {checkpoint.path}: {problem}.")
+        warn_once(f"Not resuming from {checkpoint.path}: {problem}.")
     if present:
         raise UserError(
             f"none of the {len(present)} checkpoints in {present[-1].path.parent} is valid: run `smp verify "
@@ -187,7 +190,7 @@ def refuse_distcp(path: Path) -> None:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """Warn once of what each look at the directory finds."""
     logger.warning("%s", text)
 
@@ -199,7 +202,8 @@ def refuse_older_branch(chosen: Path, directories: list[Path], *, others: str = 
         UserError: naming the newest.
     """
     model_name, step = chosen.name.rpartition("-")[0], step_of(chosen) or 0
-    newest = max((c for d in directories for c in find_checkpoints(d, model_name)), key=lambda c: c.step)
+    present = (c for d in directories for c in find_checkpoints(d, model_name))
+    newest = max(present, key=lambda c: c.step, default=Checkpoint(chosen, step))
     if newest.step > step:
         raise UserError(
             f"{newest.path} is newer than the checkpoint to resume from, step {step}: move the newer ones away, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def _nothing_is_lost(directories: list[Path], model_name: str, everyone: list[li
     return not steps or (len(steps) == 1 and all(has_directory for _, has_directory in ranks))
 
 
-def common_start(directories: list[Path], model_name: str, damaged: set[Path]) -> Path | None:
+def common_start(directories: list[Path], model_name: str, damaged: Collection[object]) -> Path | None:
     """Return this rank's checkpoint of the newest step that all ranks have; None for a fresh start; collective.
 
     Args:

@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -351,28 +351,28 @@ def problems_of_files(
         content: also read the files: digests, and that their headers describe the tensors of the manifest.
         names: files whose content to read; None: all. Names and sizes are checked of all in any case.
     """
-    problems = []
     try:
-        present = {entry.name: entry for entry in os.scandir(path)}
+        present = [(entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(path)]
     except OSError as error:
         return [f"it cannot be listed ({reason(error)})"]
-    for name in sorted(present.keys() - manifest.files.keys() - {MANIFEST_FILE}):
-        problems.append(f"{name} does not belong to it")
-    for name, wanted in manifest.files.items():
-        if name not in present:
-            problems.append(f"{name} is missing")
-            continue
-        status = present[name].stat(follow_symlinks=False)
-        if not stat.S_ISREG(status.st_mode):
-            problems.append(f"{name} is no regular file")
-        elif status.st_size != wanted.size:
-            problems.append(f"{name} has {status.st_size} bytes instead of {wanted.size}")
+    problems = problems_of_sizes(manifest, {n: s.st_size if stat.S_ISREG(s.st_mode) else None for n, s in present})
     if not content or problems:
         return problems
     expected = expected_headers(manifest)
-    for name in manifest.files if names is None else names:
-        if problem := _problem_of_content(path / name, manifest.files[name].digest, expected.get(name, {})):
-            problems.append(f"{name} {problem}")
+    read = manifest.files if names is None else names
+    found = ((n, _problem_of_content(path / n, manifest.files[n].digest, expected.get(n, {}))) for n in read)
+    return [f"{n} {problem}" for n, problem in found if problem]
+
+
+def problems_of_sizes(manifest: Manifest, sizes: Mapping[str, int | None]) -> list[str]:
+    """Compare the names and sizes of a checkpoint's files with its manifest; None is no regular file's."""
+    problems = [f"{n} does not belong to it" for n in sorted(sizes.keys() - manifest.files.keys() - {MANIFEST_FILE})]
+    for n, entry in manifest.files.items():
+        if n not in sizes:
+            problems.append(f"{n} is missing")
+        elif (size := sizes[n]) != entry.size:
+            wrong = "is no regular file" if size is None else f"has {size} bytes instead of {entry.size}"
+            problems.append(f"{n} {wrong}")
     return problems
 
 

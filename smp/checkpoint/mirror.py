@@ -28,7 +28,7 @@ from smp.checkpoint.layout import checkpoint_name, step_of
 from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, checksum_of, now, parse_manifest
 from smp.checkpoint.object_store import ObjectStore, StoreError
 from smp.checkpoint.outcome import attempt
-from smp.checkpoint.remote import ASIDE, find_remote, of_model, remote_problem
+from smp.checkpoint.remote import ASIDE, find_remote, of_model, read_remote, remote_problem
 from smp.checkpoint.retention import Rated, doomed_of
 from smp.checkpoint.safetensors_io import reason
 from smp.errors import RunError, UserError
@@ -199,11 +199,8 @@ class Upload:
 
 
 def _rate(store: ObjectStore, name: str, step: int) -> Rated:
-    problem, val_loss = remote_problem(store, name), None
-    if problem is None:
-        data = store.read(f"{name}/{MANIFEST_FILE}") or b""
-        val_loss = parse_manifest(data, store.at(name), len(store.sizes(name))).run.get("val_loss")
-    return Rated(name, step, problem, val_loss)
+    problem = remote_problem(store, name)
+    return Rated(name, step, problem, read_remote(store, name)[0].run.get("val_loss") if problem is None else None)
 
 
 def set_remote_aside(store: ObjectStore, name: str) -> None:

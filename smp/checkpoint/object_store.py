@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from smp.checkpoint.safetensors_io import new_digest, reason, shown, write_all
+from smp.checkpoint.safetensors_io import reason
 from smp.data.storage import filesystem_of
 from smp.errors import RunError
 
@@ -51,7 +51,7 @@ def _options(url: str) -> dict[str, Any]:
     return mine | fsspec.config.conf.get("s3", {})
 
 
-def _ignore(nbytes: int) -> None:
+def ignore(nbytes: int) -> None:
     """Do nothing: the default of ``advance``."""
 
 
@@ -63,12 +63,16 @@ class ObjectStore:
     Args:
         url: with its scheme; without credentials.
 
+    Attributes:
+        advance: is told the bytes that :meth:`range` has brought, maybe by other threads.
+
     Raises:
         UserError: the scheme is unknown, or its package is not installed.
     """
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+        self.advance: Callable[[int], object] = ignore
         self._fs, root = filesystem_of(self.url, **_options(url))
         self._root = root.rstrip("/")
 
@@ -137,7 +141,7 @@ class ObjectStore:
         """Write a small object, in place of one of that name."""
         self._writing(name, lambda path: self._fs.pipe_file(path, data))
 
-    def upload(self, file: Path, name: str, advance: Callable[[int], None] = _ignore) -> None:
+    def upload(self, file: Path, name: str, advance: Callable[[int], object] = ignore) -> None:
         """Copy a file to the store, a large one in parts.
 
         Args:
@@ -156,30 +160,6 @@ class ObjectStore:
             self._call("written", name, action)
         except FileNotFoundError as error:
             raise StoreError(f"{self.at(name)} cannot be written ({_why(error)})") from error
-
-    def download(self, name: str, file: Path, size: int, advance: Callable[[int], None] = _ignore) -> str:
-        """Copy an object of ``size`` bytes to a new file, which is on the disk when this returns; return its digest.
-
-        Args:
-            advance: is told the bytes that have come.
-
-        Raises:
-            StoreError: also if the object has other than ``size`` bytes.
-            OSError: the file cannot be written.
-        """
-        digest = new_digest()
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            start = 0
-            for part in self.pieces(name, 0, size):
-                digest.update(part)
-                write_all(descriptor, part, start)
-                start += len(part)
-                advance(len(part))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return shown(digest)
 
     def pieces(self, name: str, start: int, end: int) -> Iterator[bytes]:
         """Return the bytes of an object from ``start`` to ``end``, in parts.
@@ -202,6 +182,7 @@ class ObjectStore:
             raise StoreError(f"{self.at(name)} is no longer there") from error
         if len(part) != end - start:
             raise StoreError(f"{self.at(name)} ends too early")
+        self.advance(len(part))
         return part
 
     def remove(self, name: str) -> None:

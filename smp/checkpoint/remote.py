@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp.checkpoint.layout import Checkpoint, checkpoint_name, step_of
-from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
+from smp.checkpoint.layout import Checkpoint, checkpoint_name, problems_of_step, step_of
+from smp.checkpoint.manifest import MANIFEST_FILE, Manifest, parse_manifest, problems_of_sizes, read_manifest
 from smp.checkpoint.object_store import ObjectStore
 from smp.errors import DamagedCheckpointError, UserError
 
@@ -21,10 +21,15 @@ ASIDE = "manifest.aside.json"
 
 @dataclasses.dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint below a URL that is read without a copy."""
+    """A checkpoint below a URL.
+
+    Attributes:
+        copy: a verified one, which is read instead; None: files are read at the URL.
+    """
 
     store: ObjectStore
     name: str
+    copy: Path | None = None
 
     def __str__(self) -> str:
         return self.store.at(self.name)
@@ -67,16 +72,10 @@ def read_remote(store: ObjectStore, name: str) -> tuple[Manifest, bytes]:
     return parse_manifest(data, store.at(name), len(store.sizes(name))), data
 
 
-def problems_of_objects(manifest: Manifest, sizes: dict[str, int]) -> list[str]:
-    """Compare the names and sizes of a checkpoint's objects with its manifest."""
-    others = sizes.keys() - manifest.files.keys() - {MANIFEST_FILE, ASIDE}
-    problems = [f"{name} does not belong to it" for name in sorted(others)]
-    for name, entry in manifest.files.items():
-        if name not in sizes:
-            problems.append(f"{name} is missing")
-        elif sizes[name] != entry.size:
-            problems.append(f"{name} has {sizes[name]} bytes instead of {entry.size}")
-    return problems
+def problems_of_objects(name: str, manifest: Manifest, sizes: dict[str, int]) -> list[str]:
+    """Compare the name of a checkpoint, and the names and sizes of its objects, with its manifest."""
+    problems = problems_of_sizes(manifest, {file: size for file, size in sizes.items() if file != ASIDE})
+    return problems + problems_of_step(name, manifest)
 
 
 def remote_problem(store: ObjectStore, name: str) -> str | None:
@@ -87,9 +86,7 @@ def remote_problem(store: ObjectStore, name: str) -> str | None:
     """
     try:
         manifest, _ = read_remote(store, name)
-        problems = problems_of_objects(manifest, store.sizes(name))
-        if manifest.step != step_of(Path(name)):
-            problems.append(f"its manifest is of step {manifest.step}")
+        problems = problems_of_objects(name, manifest, store.sizes(name))
         return str(DamagedCheckpointError(store.at(name), problems)) if problems else None
     except UserError as error:
         return str(error)

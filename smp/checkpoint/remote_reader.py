@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,10 +18,9 @@ from smp.checkpoint.safetensors_io import (
     OTHER_DIGEST,
     FileEntry,
     Stored,
-    header_bytes,
+    header_of,
     header_problem,
     new_digest,
-    parse_header,
     shown,
 )
 from smp.errors import DamagedCheckpointError, RunError, UserError
@@ -42,12 +42,7 @@ class RemoteFiles:
 
     def header(self, name: str) -> dict[str, Stored]:
         """Return what a file contains."""
-        size = self._sizes[name]
-        beginning = bytearray(min(8, size))
-        self.read(name, memoryview(beginning), 0)
-        text = bytearray(header_bytes(beginning, size))
-        self.read(name, memoryview(text), 8)
-        return parse_header(bytes(text), size)
+        return header_of(functools.partial(self.read, name), self._sizes[name])
 
     def read(self, name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with a file's bytes from ``start`` on."""
@@ -67,50 +62,44 @@ class RemoteFiles:
             entry: what the manifest says of it.
             expected: tensors of its header, as of :func:`smp.checkpoint.manifest.expected_headers`.
         """
-        digest, beginning, needed = new_digest(), bytearray(), 8 if name.endswith(".safetensors") else 0
-        wrong = None
-        for part in self._store.pieces(self._folder + name, 0, entry.size):
-            digest.update(part)
-            if len(beginning) < needed:
-                beginning += part
-            if needed == 8 and len(beginning) >= 8:
-                try:
-                    needed += header_bytes(beginning, entry.size)
-                except ValueError as error:
-                    wrong, needed = f"cannot be read ({error})", 0
-        if shown(digest) != entry.digest:
-            return OTHER_DIGEST
-        if not needed:
-            return wrong
+        source, problem = OnePass(self._store.pieces(self._folder + name, 0, entry.size), entry), None
         try:
-            return header_problem(parse_header(bytes(beginning[8:needed]), entry.size), expected)
+            if name.endswith(".safetensors"):
+                problem = header_problem(source.header(name), expected)
         except ValueError as error:
-            return f"cannot be read ({error})"
+            problem = f"cannot be read ({error})"
+        try:
+            source.close()
+        except ValueError as error:
+            return str(error)
+        return problem
 
 
 class OnePass:
     """A file of a checkpoint below a URL, read once from its beginning to its end, and hashed as it comes.
 
     For :class:`smp.checkpoint.reader.CheckpointReader`, which reads its tensors in their order.
+
+    Args:
+        parts: its bytes.
+        entry: what the manifest says of it.
     """
 
-    def __init__(self, checkpoint: RemoteCheckpoint, name: str, entry: FileEntry):
-        self._entry, self._digest = entry, new_digest()
-        self._parts = _ahead(checkpoint.store, f"{checkpoint.name}/{name}", entry.size)
+    def __init__(self, parts: Iterator[bytes], entry: FileEntry):
+        self._parts, self._entry, self._digest = parts, entry, new_digest()
         self._part, self._position = memoryview(b""), 0
 
-    def header(self, _name: str) -> dict[str, Stored]:
+    def header(self, name: str) -> dict[str, Stored]:
         """Return what the file contains; called first."""
-        beginning = bytearray(min(8, self._entry.size))
-        self._take(memoryview(beginning))
-        text = bytearray(header_bytes(beginning, self._entry.size))
-        self._take(memoryview(text))
-        return parse_header(bytes(text), self._entry.size)
+        return header_of(functools.partial(self.read, name), self._entry.size)
 
     def read(self, _name: str, into: memoryview, start: int) -> None:
         """Fill ``into`` with the bytes from ``start`` on, which follow what was read before."""
         self._skip(start)
-        self._take(into)
+        while into:
+            part = self._next(len(into))
+            into[: len(part)] = part
+            into = into[len(part) :]
 
     def close(self) -> None:
         """Read what is left.
@@ -134,12 +123,6 @@ class OnePass:
         while self._position < to:
             self._next(to - self._position)
 
-    def _take(self, into: memoryview) -> None:
-        while into:
-            part = self._next(len(into))
-            into[: len(part)] = part
-            into = into[len(part) :]
-
 
 def _ahead(store: ObjectStore, name: str, size: int) -> Iterator[bytes]:
     """Yield an object in parts, while the next ones are on their way."""
@@ -155,11 +138,11 @@ def _ahead(store: ObjectStore, name: str, size: int) -> Iterator[bytes]:
 
 def fill_from(
     checkpoint: RemoteCheckpoint, manifest: Manifest, wanted: Mapping[str, tuple[torch.Tensor, Sequence[int]]]
-) -> None:
+) -> list[str]:
     """Fill tensors, each the box of a saved one that begins at some offsets; a file is fetched at most once.
 
-    Raises:
-        DamagedCheckpointError: a file is not as it was written; tensors may have been filled.
+    Returns:
+        Problems: a file that is not as it was written; tensors may have been filled.
     """
     places = CheckpointReader(str(checkpoint), manifest)
     by_file: dict[str, list[tuple[str, Chunk, list[int], torch.Tensor]]] = {}
@@ -168,7 +151,8 @@ def fill_from(
             by_file.setdefault(chunk.file, []).append((name, chunk, begin, tensor[here]))
     for file, boxes in by_file.items():
         try:
-            source = OnePass(checkpoint, file, manifest.files[file])
+            entry = manifest.files[file]
+            source = OnePass(_ahead(checkpoint.store, f"{checkpoint.name}/{file}", entry.size), entry)
             reader = CheckpointReader(str(checkpoint), manifest, source)
             order = {name: at for at, name in enumerate(reader.names(file))}
             for name, chunk, begin, target in sorted(boxes, key=lambda box: order.get(box[0], -1)):
@@ -176,7 +160,10 @@ def fill_from(
                 reader.read_box(name, chunk, begin, box)
                 target.copy_(box)
             source.close()
+        except DamagedCheckpointError as error:
+            return error.problems
         except ValueError as error:
-            raise DamagedCheckpointError(checkpoint, [f"{file} {error}"]) from None
+            return [f"{file} {error}"]
         except RunError as error:  # of the store, before there is anything to lose
             raise UserError(str(error)) from error
+    return []

@@ -7,14 +7,15 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, zeros
 
-from smp.checkpoint.manifest import Manifest, problems_of_files
+from smp.checkpoint.fetch import fetch, gathered, verify_together
+from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import CheckpointReader
 from smp.checkpoint.remote import RemoteCheckpoint
 from smp.checkpoint.remote_reader import fill_from
@@ -29,6 +30,7 @@ from smp.checkpoint.state import (
     plain,
     state_tensors,
 )
+from smp.checkpoint.storage import Storage
 from smp.checkpoint.tagged_json import decode
 from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import together
@@ -97,21 +99,6 @@ def is_script(run: dict[str, Any]) -> bool:
     return all(whole) and all(isinstance(values, dict) for values in scalars.values())
 
 
-def verify_together(path: Path, manifest: Manifest, *, content: bool) -> list[str]:
-    """Return the problems of a checkpoint's files, each rank reading a share of them; collective.
-
-    Returns:
-        The same on all ranks; of local checkpoints those of all ranks, each named.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    local = manifest.kind == "local"
-    names = list(manifest.files) if local else list(manifest.files)[rank::world]
-    mine = problems_of_files(path, manifest, content=content, names=names)
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, [f"rank {rank}: {problem}" for problem in mine] if local else mine)
-    return sorted({problem for problems in everyone for problem in problems})
-
-
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A checkpoint to start from, and its manifest; None for a fresh start."""
@@ -121,36 +108,75 @@ class Candidate:
 
 
 Found = TypeVar("Found", bound=Candidate)
+Damaged = set[Path | RemoteCheckpoint]
 
 
-def first_whole(candidate: Callable[[set[Path]], Found], *, latest: bool, content: bool) -> Found:
-    """Return the first candidate whose files are as they were written; collective.
+class Search(Generic[Found]):
+    """Search for a checkpoint whose files are as they were written; all is collective.
 
     Args:
         candidate: collective; given the checkpoints that were found damaged, returns another one, or a fresh start.
-        latest: pass over a damaged one, with a warning.
+        latest: pass over a damaged one, with a warning; otherwise it is refused.
         content: read the files; otherwise their names and sizes are compared.
-
-    Raises:
-        DamagedCheckpointError: it is damaged, and not ``latest``.
+        cache: where one at a URL is copied to; None: it is read there, and verified as it comes.
     """
-    damaged: set[Path] = set()
-    while True:
-        found = candidate(damaged)
-        # What is read from a URL is verified as it comes.
-        if not isinstance(found.checkpoint, Path) or found.saved is None:
-            return found
-        problems = verify_together(found.checkpoint, found.saved, content=content)
-        if not problems:
-            return found
-        error = DamagedCheckpointError(found.checkpoint, problems)
-        if not latest:
+
+    def __init__(
+        self, candidate: Callable[[Damaged], Found], *, latest: bool, content: bool, cache: Storage | None = None
+    ):
+        self._candidate, self._latest, self._content, self._cache = candidate, latest, content, cache
+        self._damaged: Damaged = set()
+
+    def first(self) -> Found:
+        """Return the first candidate that is not found damaged; raises DamagedCheckpointError if it is refused."""
+        while True:
+            found = self._candidate(self._damaged)
+            path, saved = found.checkpoint, found.saved
+            if path is None or saved is None:
+                return found
+            if isinstance(path, Path):
+                problems = verify_together(path, saved, content=self._content)
+            elif self._cache is None:
+                return found
+            else:
+                problems = fetch(path, self._cache, content=self._content)
+                copy = dataclasses.replace(path, copy=self._cache.directory / path.name)
+                found = dataclasses.replace(found, checkpoint=copy)
+            if not problems:
+                return found
+            self._pass_over(path, saved, problems)
+
+    def fill(self, found: Found, fill: Callable[[Found], None]) -> Found:
+        """Fill from what :meth:`first` returned, or from the first after it that is not found damaged as it comes.
+
+        Args:
+            fill: calls :func:`restore` or :func:`restore_model`.
+
+        Returns:
+            What it was filled from.
+
+        Raises:
+            DamagedCheckpointError: as :meth:`first`.
+        """
+        while (path := found.checkpoint) is not None and (saved := found.saved) is not None:
+            try:
+                fill(found)
+                break
+            except DamagedCheckpointError as error:
+                problems = error.problems
+            self._pass_over(path, saved, problems)
+            found = self.first()
+        return found
+
+    def _pass_over(self, path: Path | RemoteCheckpoint, saved: Manifest, problems: list[str]) -> None:
+        error = DamagedCheckpointError(path, problems)
+        if not self._latest:
             raise error
         if dist.get_rank() == 0:
             logger.warning("Passed over: %s", error)
         # Another rank's local checkpoint of this step may be all that it has.
-        if found.saved.kind == "sharded" or any(p.startswith(f"rank {dist.get_rank()}: ") for p in problems):
-            damaged.add(found.checkpoint)
+        if saved.kind == "sharded" or any(p.startswith(f"rank {dist.get_rank()}: ") for p in problems):
+            self._damaged.add(path)
 
 
 def restore(
@@ -185,7 +211,7 @@ def restore(
     together(lambda: check_tensors(path, manifest, tensors))
     same_layout = (manifest.world_size, manifest.degrees.get("tp", 1)) == (dist.get_world_size(), len(alike(model)))
     generators = saved_generators(manifest) if seed is not None and same_layout else {}
-    together(lambda: fill(path, manifest, tensors | generators))
+    fill(path, manifest, tensors | generators)
     restore_optimizer(model, optimizer, state, settings)
     restore_extra_states(model, run.get("extra_states", {}))
     if seed is not None:
@@ -198,7 +224,7 @@ def restore_model(path: Path | RemoteCheckpoint, manifest: Manifest, model: nn.M
     tensors = model_tensors(model)
     saved = {name: entry for name, entry in manifest.tensors.items() if name in tensors or name.startswith("model.")}
     together(lambda: check_tensors(path, dataclasses.replace(manifest, tensors=saved), tensors))
-    together(lambda: fill(path, manifest, tensors))
+    fill(path, manifest, tensors)
     restore_extra_states(model, manifest.run.get("extra_states", {}) if is_script(manifest.run) else {})
 
 
@@ -287,21 +313,28 @@ def check_tensors(path: Path | RemoteCheckpoint, manifest: Manifest, wanted: dic
         raise UserError(f"checkpoint {path} does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
 
 
-@torch.no_grad()
 def fill(path: Path | RemoteCheckpoint, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    """Read this rank's shard of each tensor into it.
+    """Read this rank's shard of each tensor into it; collective.
 
     Raises:
-        DamagedCheckpointError: a file is not what the manifest says.
+        DamagedCheckpointError: on every rank; a file below a URL is not what the manifest says.
+        UserError: on every rank; another one is not.
     """
+    if problems := gathered(together(lambda: _fill(path, manifest, tensors))):
+        raise DamagedCheckpointError(path, problems)
+
+
+@torch.no_grad()
+def _fill(path: Path | RemoteCheckpoint, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[str]:
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     wanted = {name: part for name, part in parts.items() if part[0].numel()}
-    if isinstance(path, RemoteCheckpoint):
-        fill_from(path, manifest, wanted)
-        return
-    with CheckpointReader(path, manifest) as reader:
+    here = path if isinstance(path, Path) else path.copy
+    if here is None:
+        return fill_from(cast(RemoteCheckpoint, path), manifest, wanted)
+    with CheckpointReader(here, manifest) as reader:
         for name, (local, offsets) in wanted.items():
             local.copy_(reader.read(name, offsets, local.shape))
+    return []
 
 
 def restore_optimizer(

@@ -201,35 +201,32 @@ def digest_of(path: Path, *, cached: bool = True) -> str:
 
 
 def read_header(descriptor: int) -> dict[str, Stored]:
-    """Return what a safetensors file contains.
+    """Return what a safetensors file contains; raises as :func:`header_of`, and OSError."""
+    return header_of(functools.partial(read_all, descriptor), os.fstat(descriptor).st_size)
+
+
+def header_of(read: Callable[[memoryview, int], object], size: int) -> dict[str, Stored]:
+    """Return what a safetensors file of ``size`` bytes contains.
+
+    Args:
+        read: fills a buffer with the bytes from an offset on.
 
     Raises:
         ValueError: the header is no such thing, or does not describe exactly the bytes of the file.
-        OSError: it cannot be read.
     """
-    size = os.fstat(descriptor).st_size
-    length = bytearray(min(8, size))
-    read_all(descriptor, memoryview(length), 0)
-    text = bytearray(header_bytes(length, size))
-    read_all(descriptor, memoryview(text), 8)
-    return parse_header(bytes(text), size)
-
-
-def header_bytes(beginning: bytes | bytearray, size: int) -> int:
-    """Return the length of the header of a file of ``size`` bytes, which follows its first eight.
-
-    Raises:
-        ValueError: it is no safetensors file.
-    """
-    if len(beginning) < 8:
+    if size < 8:
         raise ValueError("too short for a safetensors file")
-    count = int.from_bytes(beginning[:8], "little")
+    length = bytearray(8)
+    read(memoryview(length), 0)
+    count = int.from_bytes(length, "little")
     if count > min(MAX_HEADER, size - 8):
         raise ValueError(f"its header claims {count} bytes")
-    return count
+    text = bytearray(count)
+    read(memoryview(text), 8)
+    return _parse_header(bytes(text), size)
 
 
-def parse_header(text: bytes, size: int) -> dict[str, Stored]:
+def _parse_header(text: bytes, size: int) -> dict[str, Stored]:
     """Return what the header of a file of ``size`` bytes says; raises as :func:`read_header`."""
     content, end = strict_json(text), 8 + len(text)
     if not isinstance(content, dict):

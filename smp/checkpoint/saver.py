@@ -51,6 +51,7 @@ class Saver:
         model_name: in the names of checkpoints.
         first_step: updates done when the run starts.
         max_steps: the step at which it ends.
+        begins_from: the checkpoint that the run starts from; none here is newer than one at a URL.
         record: called with the memory tracker's name of a phase.
     """
 
@@ -64,10 +65,11 @@ class Saver:
         model_name: str,
         first_step: int,
         max_steps: int,
+        begins_from: str = "",
         record: Callable[[str], None] = lambda tag: None,
     ):
         self._settings, self._model, self._model_name, self._record = settings, model, model_name, record
-        self._max_steps, self._first_step = max_steps, first_step
+        self._max_steps, self._first_step, self._begins_from = max_steps, first_step, begins_from
         copies, self._targets = HostCopies(), []
         rules = zip(storages, settings.checkpoint_freq, settings.num_kept_checkpoints, strict=True)
         for storage, every, keep in rules:
@@ -117,7 +119,8 @@ class Saver:
                 storage.mirror.open()
             except RunError as error:
                 raise UserError(f"{error}; mend that, or choose another --checkpoint_dir") from None
-            found = find_checkpoints(storage.directory, self._model_name) if storage.leads else []
+            look = storage.leads and not storage.mirror.holds(self._begins_from)
+            found = find_checkpoints(storage.directory, self._model_name) if look else []
             whole = [c.path for c in found if c.step <= self._first_step and quick_problem(c.path) is None]
             newest = [whole[-1] if whole else None]
             dist.broadcast_object_list(newest)

@@ -39,7 +39,7 @@ class Storage:
         directory: of this rank.
         shared: whether all ranks see it and write one checkpoint together (``sharded``); otherwise each rank keeps
             checkpoints of its own there (``local``), with all that it holds.
-        mirror: the URL that they are uploaded to, and brought from; None: they stay here.
+        mirror: the URL that they are uploaded to, and resumed from; None: they stay here.
     """
 
     directory: Path

@@ -95,10 +95,7 @@ class RemoteCheckpoint:
 
     def quick_problems(self, manifest: Manifest) -> list[str]:
         """Return what names and sizes show."""
-        problems = problems_of_objects(manifest, self.sizes)
-        if step_of(Path(self.path)) not in (None, manifest.step):
-            problems.append(f"its manifest is of step {manifest.step}")
-        return problems
+        return problems_of_objects(self.path, manifest, self.sizes)
 
     def problems_of(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
         """Return what is wrong with the content of files, each of which is read once."""

@@ -31,7 +31,7 @@ from smp.train.planned import Planned, dry_run, predict, print_plan
 from smp.train.reference import expect_references
 from smp.train.report import announce, arguments_table, begin_files, changes_since
 from smp.train.run_plan import RunPlan, make_plan, problems_of_rest
-from smp.train.start import agree_on_start, prepare_device
+from smp.train.start import Start, agree_on_start, prepare_device, search_for
 from smp.train.trainer import Trainer, finish, train
 
 logger = get_logger("train")
@@ -47,10 +47,10 @@ def run(plan: RunPlan, guard: Guard) -> int:
         lock_directories([plan.run_dir, *plan.checkpoint_dirs] if launch.is_main else []),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        start = agree_on_start(plan, enter=guard.enter)
+        search = search_for(plan, functools.partial(agree_on_start, plan, guard.enter))
+        start = search.first()
         guard.refuse_crash_loop(start.progress.step)
         prepare_device(plan, batch=start.global_batch_size)
-        plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         memory = MemoryTracker(plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
         mesh = plan.mesh.join(plan.device.type)
         model = prepare_model(
@@ -65,12 +65,18 @@ def run(plan: RunPlan, guard: Guard) -> int:
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.loss.rank)
+
+        def fill(start: Start) -> None:
+            if start.checkpoint is not None and start.saved is not None:
+                step = start.progress.step
+                seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{step}:{mesh.loss.rank}"
+                if step:
+                    together(functools.partial(expect_references, plan, start, model))
+                restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
+
+        start = search.fill(start, fill)
+        plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         state = dataclasses.replace(start.progress)
-        if start.checkpoint is not None and start.saved is not None:
-            seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{state.step}:{mesh.loss.rank}"
-            if state.step:
-                together(functools.partial(expect_references, plan, start, model))
-            restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
         saver = Saver(
             config.checkpoint,
             plan.storages,
@@ -79,6 +85,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
             model_name=plan.model.name,
             first_step=state.step,
             max_steps=start.max_steps,
+            begins_from=str(start.checkpoint),
             record=lambda tag: memory.record(tag, state.step),
         )
         together(saver.prepare)

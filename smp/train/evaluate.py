@@ -6,11 +6,11 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from smp.checkpoint.fetch import bring
+from smp.checkpoint.fetch import locate
 from smp.checkpoint.layout import LATEST, choose_checkpoint
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.remote import RemoteCheckpoint
-from smp.checkpoint.restore import check_architecture, first_whole, restore_model
+from smp.checkpoint.restore import Damaged, check_architecture, restore_model
 from smp.errors import UserError
 from smp.faults.agreement import together
 from smp.faults.guard import Guard
@@ -21,7 +21,7 @@ from smp.runtime import process_group
 from smp.train.metrics import json_line, validation_record
 from smp.train.reference import expect_references, give_references
 from smp.train.run_plan import RunPlan, planned_batch
-from smp.train.start import Start, cache_of, prepare_device, read_usable, require_agreement
+from smp.train.start import Start, prepare_device, read_usable, require_agreement, search_for
 from smp.train.state import TrainState
 from smp.train.validation import Validation, validate
 
@@ -31,8 +31,7 @@ logger = get_logger("train")
 def evaluate(plan: RunPlan, guard: Guard) -> int:
     """Print the validation loss of the model, or of the checkpoint that is named; returns the exit status.
 
-    A run that goes on in the same directory is not disturbed: nothing there is locked or changed, but that a checkpoint
-    which is named by a URL is brought to ``downloads`` of the run directory.
+    A run that goes on in the same directory is not disturbed: nothing there is locked or changed.
     """
     config, launch = plan.config, plan.launch
     guard.stop.__exit__()  # there is nothing to save: a signal ends the process at once
@@ -41,7 +40,8 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
         guard.connected(),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        start = agree_on_checkpoint(plan)
+        search = search_for(plan, functools.partial(_candidate, plan))
+        start = search.first()
         prepare_device(plan, batch=start.global_batch_size)
         mesh = plan.mesh.join(plan.device.type)
         model = prepare_model(
@@ -54,9 +54,14 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
             load_weights=start.checkpoint is None,
         )
         setup = dataclasses.replace(plan.setup, mesh=mesh)
-        if start.checkpoint is not None and start.saved is not None:
-            together(functools.partial(expect_references, plan, start, model))
-            restore_model(start.checkpoint, start.saved, model)
+
+        def fill(start: Start) -> None:
+            if start.checkpoint is not None and start.saved is not None:
+                together(functools.partial(expect_references, plan, start, model))
+                restore_model(start.checkpoint, start.saved, model)
+
+        start = search.fill(start, fill)
+        if start.checkpoint is not None:
             give_references(plan, model, setup, enter=guard.enter)
         guard.enter("validation")
         result = validate(plan, model, setup, enter=guard.enter)
@@ -69,33 +74,26 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
     return 0
 
 
-def agree_on_checkpoint(plan: RunPlan) -> Start:
-    """Choose the checkpoint that is named and that all ranks have found whole, or none; collective.
-
-    With ``latest``, a damaged checkpoint is passed over for the newest one before it.
+def _candidate(plan: RunPlan, damaged: Damaged) -> Start:
+    """Choose the checkpoint that is named, alike on all ranks, or none; collective.
 
     Raises:
-        UserError: on every rank; it is damaged, of another model or kind, or there is none.
+        UserError: on every rank; it is of another model or kind, or there is none.
     """
     settings = plan.config.checkpoint
-    latest, elsewhere = settings.resume_from_checkpoint == LATEST, cache_of(plan)
-
-    def candidate(damaged: set[Path]) -> Start:
-        wanted = bring((), settings.resume_from_checkpoint, plan.model.name, damaged=damaged, elsewhere=elsewhere)
-        if latest and settings.is_local:
-            chosen: Path | RemoteCheckpoint | None = together(
-                lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged)
-            )
-        else:
-            chosen = together(functools.partial(_chosen, plan, wanted, damaged))
-        start = together(functools.partial(_resolve, plan, chosen))
-        require_agreement(plan, start)
-        return start
-
-    return first_whole(candidate, latest=latest, content=settings.verify_checkpoint == "full")
+    wanted = locate(plan.storages, settings.resume_from_checkpoint, plan.model.name, damaged=damaged)
+    if wanted == LATEST and settings.is_local:
+        chosen: Path | RemoteCheckpoint | None = together(
+            lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged)
+        )
+    else:
+        chosen = together(functools.partial(_chosen, plan, wanted, damaged))
+    start = together(functools.partial(_resolve, plan, chosen))
+    require_agreement(plan, start)
+    return start
 
 
-def _chosen(plan: RunPlan, wanted: str | RemoteCheckpoint | None, damaged: set[Path]) -> Path | RemoteCheckpoint | None:
+def _chosen(plan: RunPlan, wanted: str | RemoteCheckpoint | None, damaged: Damaged) -> Path | RemoteCheckpoint | None:
     if wanted is None or isinstance(wanted, RemoteCheckpoint):
         return wanted
     if wanted != LATEST and plan.config.checkpoint.is_local:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from smp.checkpoint.fetch import asking_together, bring, refuse_remote
+from smp.checkpoint.fetch import asking_together, locate, refuse_remote
 from smp.checkpoint.layout import (
     LATEST,
     TEMPORARY,
@@ -22,9 +22,8 @@ from smp.checkpoint.layout import (
 )
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
-from smp.checkpoint.object_store import is_url
 from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
-from smp.checkpoint.restore import Candidate, check_architecture, first_whole, is_script
+from smp.checkpoint.restore import Candidate, Damaged, Search, check_architecture, is_script
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.checkpoint.storage import Storage
 from smp.cpu_bf16 import ensure_bf16_works
@@ -81,39 +80,44 @@ def resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start:
     return Start(checkpoint, saved, progress, size, min(limits, default=DEFAULT_MAX_STEPS))
 
 
-def agree_on_start(plan: RunPlan, *, enter: Callable[[str], None] = lambda phase: None) -> Start:
-    """Choose a checkpoint that all ranks have found whole, or none; collective, with the directories locked.
+def search_for(plan: RunPlan, candidate: Callable[[Damaged], Start]) -> Search[Start]:
+    """Return the search for a checkpoint of the job's among the candidates."""
+    settings, folder = plan.config.checkpoint, plan.config.checkpoint.checkpoint_cache_dir
+    return Search(
+        candidate,
+        latest=settings.resume_from_checkpoint == LATEST,
+        content=settings.verify_checkpoint == "full",
+        cache=None if folder is None else Storage(Path(folder).expanduser()),
+    )
 
-    With ``latest``, a damaged checkpoint is passed over for the newest one before it. One that is at a URL alone is
-    brought to the directory that belongs to it, if there is one; else it is verified when it is read.
+
+def agree_on_start(plan: RunPlan, enter: Callable[[str], None], damaged: Damaged) -> Start:
+    """Choose a checkpoint, alike on all ranks, or none; collective, with the directories locked.
 
     Args:
-        enter: called with the name of the phase while a checkpoint comes.
+        enter: called with the name of the phase while a checkpoint comes from a URL.
+        damaged: those that are not to be resumed from.
 
     Raises:
-        UserError: on every rank; the checkpoint that was named is damaged, or there is none that can be resumed from,
-            or ranks would start from different ones.
+        UserError: on every rank; there is none that can be resumed from, or ranks would start from different ones.
     """
     settings = plan.config.checkpoint
     latest = settings.resume_from_checkpoint == LATEST
-
-    def candidate(damaged: set[Path]) -> Start:
-        if settings.is_local and latest:
-            together(functools.partial(choose_start, plan, set(), LATEST))  # for what it refuses
-            chosen: Path | RemoteCheckpoint | None = _common_start(plan, damaged)
-        else:
-            wanted = _bring(plan, damaged, enter)
-            chosen = together(functools.partial(choose_start, plan, damaged, wanted))
-            remote = functools.partial(_refuse_remote, plan, chosen, latest=latest)
-            asking_together(remote)
-        start = together(functools.partial(resolve, plan, chosen))
-        require_agreement(plan, start)
-        return start
-
-    return first_whole(candidate, latest=latest, content=settings.verify_checkpoint == "full")
+    if settings.is_local and latest:
+        together(functools.partial(choose_start, plan, set(), LATEST))  # for what it refuses
+        chosen: Path | RemoteCheckpoint | None = _common_start(plan, damaged)
+    else:
+        wanted = locate(plan.storages, settings.resume_from_checkpoint, plan.model.name, damaged=damaged)
+        if isinstance(wanted, RemoteCheckpoint):
+            wanted.store.advance = lambda _: enter("start")
+        chosen = together(functools.partial(choose_start, plan, damaged, wanted))
+        asking_together(functools.partial(_refuse_remote, plan, chosen, latest=latest))
+    start = together(functools.partial(resolve, plan, chosen))
+    require_agreement(plan, start)
+    return start
 
 
-def _common_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
+def _common_start(plan: RunPlan, damaged: Damaged) -> Path | None:
     """Return the newest local checkpoint that every rank has; collective."""
     chosen = together(lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged))
     if chosen is None:
@@ -123,40 +127,25 @@ def _common_start(plan: RunPlan, damaged: set[Path]) -> Path | None:
     return chosen
 
 
-def _bring(plan: RunPlan, damaged: set[Path], enter: Callable[[str], None]) -> str | RemoteCheckpoint | None:
-    """Return what to resume from as ``choose_start`` takes it, brought from a URL if it is there alone; collective."""
-    wanted, elsewhere = plan.config.checkpoint.resume_from_checkpoint, cache_of(plan)
-    if wanted is not None and is_url(wanted) and not any(s.mirror and s.mirror.holds(wanted) for s in plan.storages):
-        together(lambda: _refuse_run(plan, fresh=False))  # before it is downloaded
-    return bring(
-        plan.storages, wanted, plan.model.name, damaged=damaged, elsewhere=elsewhere, advance=lambda _: enter("start")
-    )
-
-
-def cache_of(plan: RunPlan) -> Storage | None:
-    """Return where checkpoints of other runs' URLs are copied to; None: they are not."""
-    folder = plan.config.checkpoint.checkpoint_cache_dir
-    return None if folder is None else Storage(Path(folder).expanduser())
-
-
 def _refuse_remote(plan: RunPlan, chosen: Path | RemoteCheckpoint | None, *, latest: bool) -> None:
-    own = isinstance(chosen, Path) and chosen.parent.resolve() in [folder.resolve() for folder in plan.checkpoint_dirs]
-    refuse_remote(plan.storages, plan.model.name, chosen, own=own, latest=latest)
+    refuse_remote(plan.storages, plan.model.name, chosen, own=_is_own(plan, chosen), latest=latest)
 
 
-def _refuse_run(plan: RunPlan, *, fresh: bool) -> None:
-    refuse_foreign(plan.checkpoint_dirs, run_dir=plan.run_dir)
-    _refuse_logged(plan, fresh=fresh)
+def _is_own(plan: RunPlan, chosen: Path | RemoteCheckpoint | None) -> bool:
+    """Tell whether a checkpoint is of this run: in one of its directories, or at one of its URLs."""
+    if isinstance(chosen, RemoteCheckpoint):
+        return any(s.mirror is not None and s.mirror.holds(str(chosen)) for s in plan.storages)
+    return chosen is not None and chosen.parent.resolve() in [folder.resolve() for folder in plan.checkpoint_dirs]
 
 
 def choose_start(
-    plan: RunPlan, damaged: set[Path], wanted: str | RemoteCheckpoint | None
+    plan: RunPlan, damaged: Damaged, wanted: str | RemoteCheckpoint | None
 ) -> Path | RemoteCheckpoint | None:
     """Return the checkpoint to resume from, or None; refuses to overwrite another run or branch.
 
     Args:
         damaged: checkpoints that are not to be resumed from.
-        wanted: a path, ``latest``, a checkpoint of another run below a URL, or None.
+        wanted: a path, ``latest``, a checkpoint below a URL, or None.
 
     Raises:
         UserError: the run directory holds a run that this start does not continue.
@@ -164,21 +153,21 @@ def choose_start(
     settings, directories = plan.config.checkpoint, plan.checkpoint_dirs
     shared = [directory.parent if settings.is_local else directory for directory in directories]
     refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
-    if isinstance(wanted, RemoteCheckpoint):
-        _refuse_run(plan, fresh=False)
-        return wanted
-    if settings.is_local and wanted not in (None, LATEST):
-        wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
     others = "--output_dir and --checkpoint_dir" if settings.checkpoint_dir else "--output_dir"
-    chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged, others=others)
-    if chosen is not None and chosen.parent.resolve() in [directory.resolve() for directory in directories]:
+    if isinstance(wanted, RemoteCheckpoint):
+        chosen: Path | RemoteCheckpoint | None = wanted
+    else:
+        if settings.is_local and wanted not in (None, LATEST):
+            wanted = str(own_checkpoint(Path(wanted), plan.launch.rank, plan.launch.world_size))
+        chosen = choose_checkpoint(wanted, directories, plan.model.name, damaged=damaged, others=others)
+    if chosen is not None and _is_own(plan, chosen):
         if settings.reset_progress:
             raise UserError(
                 f"--reset_progress 1 begins a run anew, and {chosen} is of the run in {plan.run_dir}: choose another "
                 f"{others}"
             )
-        if wanted != LATEST:
-            refuse_older_branch(chosen, directories, others=others)
+        if settings.resume_from_checkpoint != LATEST:
+            refuse_older_branch(Path(chosen.name), directories, others=others)
         return chosen
     refuse_foreign(directories, run_dir=plan.run_dir)
     if settings.is_local and wanted == LATEST:

@@ -41,7 +41,7 @@ from smp.checkpoint.manifest import (
     read_manifest,
 )
 from smp.checkpoint.reader import CheckpointReader
-from smp.checkpoint.restore import Candidate, check_architecture, first_whole, restore
+from smp.checkpoint.restore import Candidate, Search, check_architecture, restore
 from smp.checkpoint.retention import prune
 from smp.checkpoint.safetensors_io import Piece, new_digest, read_header, shown, strict_json, write_tensors
 from smp.checkpoint.state import model_entry
@@ -519,13 +519,13 @@ def _first_whole(folder, kind):
         left = [path for path in paths if path not in damaged]
         return Candidate(left[0], read_manifest(left[0])) if left else Candidate(None, None)
 
-    assert first_whole(newest, latest=True, content=True).checkpoint == paths[1]
-    assert first_whole(newest, latest=True, content=False).checkpoint == paths[0]
+    assert Search(newest, latest=True, content=True).first().checkpoint == paths[1]
+    assert Search(newest, latest=True, content=False).first().checkpoint == paths[0]
     with pytest.raises(DamagedCheckpointError, match=r"m-3steps is damaged: .*a.safetensors is not as it was written"):
-        first_whole(newest, latest=False, content=True)
+        Search(newest, latest=False, content=True).first()
     (paths[1] / "a.safetensors").unlink()
-    assert first_whole(newest, latest=True, content=False).checkpoint == paths[0]
-    assert first_whole(newest, latest=True, content=True) == Candidate(None, None)
+    assert Search(newest, latest=True, content=False).first().checkpoint == paths[0]
+    assert Search(newest, latest=True, content=True).first() == Candidate(None, None)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])

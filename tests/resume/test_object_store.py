@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -17,7 +18,10 @@ from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.config import CheckpointConfig
 from smp.checkpoint.manifest import MANIFEST_FILE, problems_of_files, read_manifest
 from smp.checkpoint.object_store import ObjectStore, StoreError
-from smp.checkpoint.safetensors_io import digest_of
+from smp.checkpoint.remote import RemoteCheckpoint
+from smp.checkpoint.restore import Search
+from smp.checkpoint.saver import Saver
+from smp.checkpoint.storage import Storage, storage_at
 from smp.errors import ConfigError, RunError, UserError
 from tests.clock import HANG_SECONDS
 from tests.distributed import run_distributed, run_ranks
@@ -29,12 +33,12 @@ def _quick(monkeypatch):
     monkeypatch.setattr(mirror, "POLL_SECONDS", (0.01, 0.1))
 
 
-def of(folder: str, keep: int = 2, **options) -> Checkpointer:
-    """A checkpointer that writes to ``<folder>/here`` and uploads to ``<folder>/there``."""
+def of(folder: str, keep: int = 2, here: str = "here", **options) -> Checkpointer:
+    """A checkpointer that writes to ``<folder>/<here>`` and uploads to ``<folder>/there``."""
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Checkpointer(f"file://{folder}/there", model, optimizer, keep=keep, staging=f"{folder}/here", **options)
+    return Checkpointer(f"file://{folder}/there", model, optimizer, keep=keep, staging=f"{folder}/{here}", **options)
 
 
 def committed(folder: str) -> list[int]:
@@ -61,9 +65,10 @@ def test_objects_are_written_listed_read_and_deleted(tmp_path, monkeypatch, wher
     store.write("m-10steps/data", b"x")
     assert store.folders() == ["m-10steps", "m-1steps"]
     assert store.sizes("m-1steps") == {"data": 2560, "manifest.json": 2} and store.sizes("m-") == {}
-    assert store.download("m-1steps/data", tmp_path / "copy", 2560) == digest_of(source) == digest_of(tmp_path / "copy")
+    assert b"".join(store.pieces("m-1steps/data", 0, 2560)) == source.read_bytes()
+    assert b"".join(store.pieces("m-1steps/data", 999, 2002)) == source.read_bytes()[999:2002]
     with pytest.raises(StoreError, match="ends too early"):
-        store.download("m-1steps/data", tmp_path / "longer", 2561)
+        list(store.pieces("m-1steps/data", 0, 2561))
     store.remove("m-1steps/manifest.json")
     store.remove("m-1steps/manifest.json")
     assert store.sizes("m-1steps") == {"data": 2560}
@@ -71,7 +76,7 @@ def test_objects_are_written_listed_read_and_deleted(tmp_path, monkeypatch, wher
     store.remove_folder("m-1steps")
     assert store.folders() == ["m-10steps"]
     with pytest.raises(StoreError, match="m-1steps/data is no longer there"):
-        store.download("m-1steps/data", tmp_path / "gone", 5)
+        list(store.pieces("m-1steps/data", 0, 5))
     store.remove_folder("m-10steps")
 
 
@@ -109,6 +114,8 @@ def test_an_unknown_scheme_and_contradictions_are_refused():
         CheckpointConfig(checkpoint_dir=("ftp://me:secret@host/run",))
     assert "secret" not in str(refused.value)
     urls = {"checkpoint_freq": (1, 1), "num_kept_checkpoints": (1, 1)}
+    with pytest.raises(ConfigError, match=r"--checkpoint_cache_dir is for a URL in .*, or in --checkpoint_dir to"):
+        CheckpointConfig(checkpoint_cache_dir="/copies", resume_from_checkpoint="latest")
     with pytest.raises(ConfigError, match="names a directory twice"):
         CheckpointConfig(checkpoint_dir=("s3://bucket/run", "s3://bucket/run/"), **urls)
 
@@ -126,7 +133,7 @@ def _saves(folder: str) -> None:
     torch.nn.init.zeros_(again._model.weight)
     found = again.load()
     assert (found.step, found.extra) == (3, {"step": 3}) and bool(again._model.weight.any())
-    assert found.path.resolve() == pathlib.Path(folder, "here", "model-3steps").resolve()
+    assert str(found.path) == f"file://{folder}/there/model-3steps"
     found = again.load(f"file://{folder}/there/model-2steps")
     assert found.step == 2
     with pytest.raises(UserError, match="it has no manifest"):
@@ -285,7 +292,7 @@ def _damaged(folder: str) -> None:
     again = of(folder, keep=3)
     assert again.load().step == 1
     if dist.get_rank() == 0:
-        assert [path.name for path in pathlib.Path(folder, "here").glob("*steps*")] == ["model-1steps"]
+        assert not [*pathlib.Path(folder, "here").glob("*steps*")]
     again.save(2)
     again.finish()
     if dist.get_rank() == 0:
@@ -311,11 +318,12 @@ def _local_damaged(folder: str) -> None:
     good = file.read_bytes()
     file.write_bytes(bytes(len(good)))
     found = of(folder).load()
-    assert found.step == 2 and file.read_bytes() == good  # brought back
+    assert (found.step, str(found.path)) == (2, f"file://{folder}/there/model-2steps")
+    assert file.read_bytes() != good
 
 
 @pytest.mark.full
-def test_what_is_damaged_here_and_whole_there_is_brought_again(tmp_path):
+def test_what_is_damaged_here_and_whole_there_is_read_there(tmp_path):
     run_distributed(_local_damaged, str(tmp_path), world_size=1)
 
 
@@ -376,11 +384,14 @@ def _no_room(folder: str) -> None:
     checkpoints = of(folder)
     checkpoints.save(1)
     checkpoints.finish()
-    shutil.rmtree(f"{folder}/here")
     fetch.disk_free = lambda path: 10
-    with pytest.raises(UserError, match=r"model-1steps has .* and .*/here, where it is to be copied to, has 10 B free"):
-        of(folder).load()
-    assert list(pathlib.Path(folder, "here").glob("*steps*")) == []
+    remote, cache = (
+        RemoteCheckpoint(ObjectStore(f"file://{folder}/there"), "model-1steps"),
+        pathlib.Path(folder, "copy"),
+    )
+    with pytest.raises(UserError, match=r"model-1steps has .* and .*/copy, where it is to be copied to, has 10 B free"):
+        fetch.fetch(remote, Storage(cache), content=True)
+    assert not cache.exists()
 
 
 @pytest.mark.full
@@ -405,7 +416,7 @@ def test_the_best_stays_at_the_url_too(tmp_path):
     run_distributed(_best, str(tmp_path), world_size=1)
 
 
-def _read_in_place(folder: str) -> None:
+def _read_in_place(folder: str, run: str) -> None:
     checkpoints, generator = of(folder), torch.get_rng_state()
     checkpoints.save(1, {"step": 1})
     checkpoints.finish()
@@ -416,11 +427,13 @@ def _read_in_place(folder: str) -> None:
     object_store._RANGE = 64  # several requests for a file
     url = f"file://{folder}/there/model-1steps"
     dist.barrier()
-    alone = of(f"{folder}/host{dist.get_rank()}")  # a disk of its own
+    disk = f"host{dist.get_rank()}"  # of its own
+    host = (lambda: of(folder, here=disk)) if run == "own" else (lambda: of(f"{folder}/{disk}"))
+    alone = host()
     torch.nn.init.zeros_(alone._model.weight)
     start = len(fetched)
     torch.manual_seed(5)
-    found = alone.load(url)
+    found = alone.load("latest" if run == "own" else url)
     assert (str(found.path), found.step, found.extra) == (url, 1, {"step": 1})
     assert all(torch.equal(tensor, saved[name]) for name, tensor in alone._model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
@@ -430,17 +443,81 @@ def _read_in_place(folder: str) -> None:
         parts = sorted(part for name, *part in mine if name == file)
         size = pathlib.Path(folder, "there", file).stat().st_size
         assert parts == [[begin, min(begin + 64, size)] for begin in range(0, size, 64)]
-    assert not list(pathlib.Path(folder, f"host{dist.get_rank()}").rglob("*.safetensors"))
+    assert {path.name for path in pathlib.Path(folder, disk).rglob("*")} <= {"here"}  # nothing is written
     dist.barrier()
     damaged = sorted(pathlib.Path(folder, "there", "model-1steps").glob("*.safetensors"))[-1]
     if dist.get_rank() == 0:
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     dist.barrier()
     with pytest.raises(UserError, match=rf"{url} is damaged: {damaged.name} is not as it was written \(its digest"):
-        of(f"{folder}/host{dist.get_rank()}").load(url)
+        host().load(url)
 
 
+@pytest.mark.parametrize("run", ["another", "own"])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_checkpoint_of_another_run_is_read_at_its_url(tmp_path, world_size):
+def test_a_checkpoint_is_read_at_its_url(tmp_path, world_size, run):
     """By hosts that share no disk: each rank fetches each file that it needs once, and verifies it as it comes."""
-    run_distributed(_read_in_place, str(tmp_path), world_size=world_size)
+    run_distributed(_read_in_place, str(tmp_path), run, world_size=world_size)
+
+
+def _copied(folder: str) -> None:
+    checkpoints = of(folder)
+    for step in (1, 2):
+        checkpoints.save(step)
+        checkpoints.finish()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damaged = sorted(pathlib.Path(folder, "there", "model-2steps").glob("*.safetensors"))[-1]
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+        shutil.rmtree(f"{folder}/here")
+    dist.barrier()
+    copies, get, fetched = pathlib.Path(folder, "copies"), ObjectStore.range, list[str]()
+    ObjectStore.range = lambda store, name, *part: fetched.append(name) or get(store, name, *part)
+
+    def search() -> Search:
+        candidate = functools.partial(of(folder)._candidate, "latest")
+        return Search(candidate, latest=True, content=True, cache=Storage(copies))
+
+    found = search().first().checkpoint
+    assert (found.name, found.copy) == ("model-1steps", copies / "model-1steps")
+    assert problems_of_files(found.copy, read_manifest(found.copy), content=True) == []
+    assert len(set(fetched)) == len(fetched) and not pathlib.Path(folder, "here", "model-1steps").exists()
+    fetched.clear()
+    again = search()
+    assert again.fill(again.first(), of(folder)._fill).checkpoint.copy == found.copy
+    assert {name.partition("/")[0] for name in fetched} <= {"model-2steps"}  # the damaged one is looked at again
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_copy_is_made_once_and_of_a_valid_checkpoint(tmp_path, world_size):
+    run_distributed(_copied, str(tmp_path), world_size=world_size)
+
+
+def _offered(folder: str) -> None:
+    for name in ("one", "other"):  # branches of a run
+        checkpoints = of(f"{folder}/{name}")
+        checkpoints.save(1, name)
+        checkpoints.finish()
+    url, there = f"file://{folder}/one/there", pathlib.Path(folder, "one", "there", "model-1steps", MANIFEST_FILE)
+    here, written = pathlib.Path(folder, "other", "here"), there.read_bytes()
+    for begins_from in (f"{url}/model-1steps", f"{here}/model-1steps"):
+        saver = Saver(
+            CheckpointConfig(checkpoint_dir=(url,)),
+            [storage_at(url, "model", here)],
+            model=checkpoints._model,
+            optimizer=checkpoints._optimizer,
+            model_name="model",
+            first_step=1,
+            max_steps=2,
+            begins_from=begins_from,
+        )
+        saver.open_mirrors()
+        with saver.finishing():
+            pass
+        assert (there.read_bytes() == written) == begins_from.startswith(url)
+
+
+@pytest.mark.full
+def test_what_a_run_starts_from_at_its_url_is_not_replaced_by_what_is_here(tmp_path):
+    run_distributed(_offered, str(tmp_path), world_size=1)

@@ -16,6 +16,7 @@ from smp.report.run_files import read_run
 from tests.clock import HANG_SECONDS, wait_until
 from tests.faults.jobs import at_call, wrapped
 from tests.job import LLAMA, losses, run_job
+from tests.resume.test_checkpoint_job import flip
 
 JOB = [
     *LLAMA,
@@ -58,9 +59,9 @@ def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
     shutil.rmtree(tmp_path / "one")  # the machine is gone
     second = [*job, "--max_steps", 8, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path / "two"]
     outcome = run_job(*second, world_size=2).succeeded()
-    assert f"Downloading {url}/llama_v2-6steps" in outcome.output
+    assert f"Resumed from {url}/llama_v2-6steps" in outcome.output and "Downloading" not in outcome.output
     assert losses(tmp_path / "two") == losses(tmp_path / "whole")[6:]
-    assert whole(store) == [6, 8] == whole(tmp_path / "two" / "checkpoints")
+    assert whole(store) == [6, 8] and whole(tmp_path / "two" / "checkpoints") == [8]
     assert f"checkpoints in {url} are not listed here: `smp inspect {url}` does" in read_run(tmp_path / "two").notes
 
     branch = [*JOB, "--max_steps", 7, "--resume_from_checkpoint", f"{url}/llama_v2-6steps"]
@@ -73,6 +74,17 @@ def test_a_run_goes_on_from_the_url_on_a_new_machine(tmp_path):
     assert not [*tmp_path.glob("four/**/*-6steps")]
     older = run_job(*second[:-1], tmp_path / "two", "--resume_from_checkpoint", f"{url}/llama_v2-6steps", world_size=1)
     assert older.statuses == [2] and "is newer than the checkpoint to resume from, step 6" in older.output
+
+    again = [*second[:-1], tmp_path / "five", "--max_steps", 7]
+    for newest, words in ((8, again), (7, [*again, "--checkpoint_cache_dir", tmp_path / "copies"])):
+        flip(sorted((store / f"llama_v2-{newest}steps").glob("*.safetensors"))[-1])
+        outcome = run_job(*words, world_size=2).succeeded()
+        assert f"Passed over: checkpoint {url}/llama_v2-{newest}steps is damaged: " in outcome.output
+        assert f"Resumed from {url}/llama_v2-6steps at step 6" in outcome.output
+        assert losses(tmp_path / "five") == losses(tmp_path / "whole")[6:7]
+        assert whole(store) == [6, 7] and whole(tmp_path / "five" / "checkpoints") == [7]
+        shutil.rmtree(tmp_path / "five")
+    assert whole(tmp_path / "copies") == [6]
 
 
 @pytest.mark.full
