@@ -34,7 +34,7 @@ from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
 from smp.plan.devices import DEVICES, DeviceRow
-from smp.plan.worker import Worker
+from smp.plan.worker import worker
 from smp.runtime import process_group
 from smp.train.arguments import parse_args
 from smp.train.optimizer import build_optimizer
@@ -283,9 +283,10 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     row, found = DEVICES["cpu"], []
     lines = ["# Predicted and measured bytes of steps on CPUs", "", *origin("`smp plan`")]
     lines += ["Rank 0, bytes of tensors at the peak. Predictions were written before any job ran.", ""]
-    with Worker() as worker:
+    with worker(row) as ask:
         for job in jobs:
-            found.append(worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).memory)
+            (plan,) = ask("plan_layouts", [job.words.split()], nodes=1, local=job.processes, row=row)
+            found.append(plan.memory)
     lines += ["| job | processes | predicted | where | process |", "|---|---:|---:|---|---:|"]
     for job, memory in zip(jobs, found, strict=True):
         lines.append(

@@ -25,8 +25,8 @@ from smp.parallel.parallelize import find_problems
 from smp.plan import world
 from smp.plan.allocator import reserved_bytes
 from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, whole_step
+from smp.plan.closed_time import step_time
 from smp.plan.devices import DeviceRow
-from smp.plan.estimate import step_time
 from smp.plan.events import Trace
 from smp.plan.fork import in_child, in_children
 from smp.plan.memory import account

@@ -19,9 +19,9 @@ from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.parallel.parallelize import add_parameters, settings_of, shape_of
 from smp.plan import document
+from smp.plan.closed_time import estimate, step_time
 from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes
 from smp.plan.devices import DeviceRow
-from smp.plan.estimate import estimate, step_time
 from smp.plan.layouts import Layout, layouts
 from smp.plan.records import GIB, TOP, LayoutPlan, Moment, RankMemory, parse_count
 from smp.plan.sdpa import PLANNED_AS_SDPA

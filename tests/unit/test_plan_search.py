@@ -9,11 +9,11 @@ import pytest
 from smp.errors import UserError
 from smp.memory.shape import model_shape
 from smp.models.model_config import resolve_model
-from smp.plan.cost import cost_of, disk_bytes, host_bytes, parse_count
+from smp.plan.closed_time import estimate
+from smp.plan.cost import cost_of, disk_bytes, host_bytes
 from smp.plan.devices import device_row
-from smp.plan.estimate import estimate
 from smp.plan.layouts import LONG, differences, layouts, parts
-from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime, parse_count
 from smp.plan.request import rates, read_request
 from smp.plan.search import MOST_TRACES, Estimate, Found, instructive, search
 from smp.plan.tables import ranking, title_of

@@ -30,8 +30,8 @@ from smp.models.registry import FAMILIES, family_of
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import checkpointed_blocks
 from smp.parallel.technique import Setup
+from smp.plan.closed_time import estimate
 from smp.plan.devices import device_row
-from smp.plan.estimate import estimate
 from smp.plan.records import GIB
 from smp.plan.request import read_request
 from smp.train.optimizer import OptimConfig, build_optimizer
