@@ -22,7 +22,7 @@ from smp.parallel.nf4 import BYTES
 from smp.parallel.parallelize import TECHNIQUES
 from smp.parallel.technique import Sent, member
 from smp.plan.devices import DeviceRow
-from smp.plan.exchange import Exchange, exchange_seconds, ring_seconds, sent_bytes
+from smp.plan.exchange import exchange_seconds, sent_bytes
 from smp.plan.layouts import Layout
 from smp.plan.records import StepTime
 from smp.plan.search import Estimate
@@ -117,14 +117,12 @@ class _Links:
     def send(self, kind: str, nbytes: float, axis: str, times: int) -> float:
         """Count what is sent so often among the ranks of an axis; return the seconds of one time."""
         ranks = self._mesh.degree(axis)
-        exchange, on_host = Exchange(kind, round(nbytes), ranks), max(1, min(ranks, self._on_host[axis]))
         if ranks == 1 or not times:
             return 0.0
-        here, there = sent_bytes(exchange, on_host)
+        on_host = max(1, min(ranks, self._on_host[axis]))
+        here, there = sent_bytes(kind, round(nbytes), ranks, on_host)
         self.inside, self.between = self.inside + times * here, self.between + times * there
-        if kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            return (2 if kind == "all_reduce" else 1) * ring_seconds(nbytes, ranks, on_host, self._row)
-        return exchange_seconds(exchange, on_host, self._row)
+        return exchange_seconds(kind, nbytes, ranks, on_host, self._row)
 
     def waited(self, sent: Sequence[Sent], blocks: int, hiding: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds that all blocks wait for what techniques send, by part.

@@ -12,7 +12,7 @@ from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.lora import Config as LoraConfig
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES, DeviceRow, Efficiency
-from smp.plan.exchange import Exchange, exchange_seconds, ring_seconds, sent_bytes
+from smp.plan.exchange import exchange_seconds, ring_seconds, sent_bytes
 
 ALL = Efficiency(1, 1, 1, 1, 1, 1)
 # 1 TFLOP/s, and bytes that cost nothing: a product's seconds are its FLOPs / 1e12.
@@ -41,16 +41,15 @@ def test_a_ring_over_whole_hosts_uses_all_cards():
     assert ring_seconds(16e9, 2, 1, GPU) == pytest.approx(8, rel=1e-3)
     assert ring_seconds(16e9, 32, 16, GPU) == pytest.approx(15.5 / 10, rel=1e-3)  # no faster than the links
     assert ring_seconds(16e9, 1, 1, GPU) == 0
-    exchange = Exchange("all_gather", 1600, 16)
-    assert sent_bytes(exchange, 8) == (1312, 188) and sent_bytes(exchange, 16) == (1500, 0)
-    assert sent_bytes(exchange._replace(kind="all_to_all"), 8) == (700, 800)
+    assert sent_bytes("all_gather", 1600, 16, 8) == (1312, 188) and sent_bytes("all_gather", 1600, 16, 16) == (1500, 0)
+    assert sent_bytes("all_to_all", 1600, 16, 8) == (700, 800)
 
 
 def test_a_shift_between_hosts_has_one_card():
-    shift = Exchange("send", 10**9, 16)
-    assert exchange_seconds(shift, 16, GPU) == pytest.approx(0.1, rel=1e-3)
-    assert exchange_seconds(shift, 8, GPU) == pytest.approx(1.0, rel=1e-3)
-    assert sent_bytes(shift, 16) == (10**9, 0) and sent_bytes(shift, 8) == (875_000_000, 125_000_000)
+    shift = ("send", 10**9, 16)
+    assert exchange_seconds(*shift, 16, GPU) == pytest.approx(0.1, rel=1e-3)
+    assert exchange_seconds(*shift, 8, GPU) == pytest.approx(1.0, rel=1e-3)
+    assert sent_bytes(*shift, 16) == (10**9, 0) and sent_bytes(*shift, 8) == (875_000_000, 125_000_000)
 
 
 def waited_of(found):
