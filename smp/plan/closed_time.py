@@ -16,10 +16,10 @@ from smp.config import ActivationConfig, ParallelConfig
 from smp.memory.plan import peak_bytes
 from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
 from smp.mesh import Mesh
+from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import waiting_bytes
 from smp.parallel.lora import Config as LoraConfig
 from smp.parallel.nf4 import BYTES
-from smp.parallel.parallelize import TECHNIQUES
 from smp.parallel.technique import Sent, member
 from smp.plan.devices import DeviceRow
 from smp.plan.exchange import exchange_seconds, sent_bytes
@@ -152,7 +152,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     torch's ``fully_shard``.
     """
     activation, value, tokens, tp = work.settings[ActivationConfig], work.compute_bytes, work.tokens(mesh), mesh.tp.size
-    traffic = [member(technique, "traffic")(shape, mesh, work) for technique in TECHNIQUES]
+    traffic = [member(technique, "traffic")(shape, mesh, work) for technique in parallelize.TECHNIQUES]
     block = _block(shape, mesh, work, row, merged=sum(each.moved for each in traffic))
     memory, recompute = row.bandwidth * 1e12 * row.efficiency.memory, work.recomputation
     links, blocks = _Links(mesh, row, local), work.accumulation * shape.layers
