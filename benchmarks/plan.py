@@ -22,19 +22,21 @@ from typing import Any, NamedTuple
 import torch
 from pages import origin, publish
 
+from smp.config import ActivationConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.environment import malloc, read_launch
 from smp.errors import Problems
 from smp.loss import shift_labels
 from smp.memory.profile import profile_memory
-from smp.memory.shape import ModelShape
+from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
 from smp.memory.tracker import peak_rss_bytes
+from smp.mesh import Mesh, lay_out
 from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
-from smp.plan.closed_time import FULL, NONE, SELECTIVE, ClosedLayout, closed_step
+from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES, DeviceRow
-from smp.plan.worker import Worker
+from smp.plan.worker import worker
 from smp.runtime import process_group
 from smp.train.arguments import parse_args
 from smp.train.optimizer import build_optimizer
@@ -60,18 +62,25 @@ class Run(NamedTuple):
     model: str
     gpus: int
     shape: ModelShape
-    layout: ClosedLayout
+    mesh: Mesh
+    work: Workload
     tokens_per_second: float  # of a GPU
 
 
-def _layout(line: dict[str, str]) -> ClosedLayout:
+def _layout(line: dict[str, str]) -> tuple[Mesh, Workload]:
     gpus, tp = int(line["gpus"]), int(line["tp"] or 1)
     shard = int(line["fsdp"]) if line["fsdp"].isdigit() and int(line["fsdp"]) else gpus // tp
-    return ClosedLayout(
-        int(line["seq_len"]), int(line["micro_batch"]), int(line["grad_accum"] or 1), shard, gpus // tp // shard, tp,
-        recompute={"full": FULL, "none": NONE}.get(line["activation_checkpointing"], SELECTIVE),
-        fused=line["compile"] == "1", keep_gathered=line["fsdp"] == "SHARD_GRAD_OP",
+    mode = {"full": FULL, "none": NONE}.get(line["activation_checkpointing"], SELECTIVE)
+    activation = ActivationConfig(
+        activation_checkpointing=mode != NONE, activation_checkpointing_mode=FULL if mode == NONE else mode,
+        compile=line["compile"] == "1",
     )  # fmt: skip
+    work = Workload(
+        int(line["seq_len"]), int(line["micro_batch"]), 2, Settings((activation,)),
+        accumulation=int(line["grad_accum"] or 1),
+    )  # fmt: skip
+    reshards = line["fsdp"] != "SHARD_GRAD_OP"
+    return lay_out(gpus // tp // shard, shard, tp, reshard_after_forward=reshards), work
 
 
 def published(path: Path = RUNS) -> Iterator[Run]:
@@ -90,7 +99,7 @@ def published(path: Path = RUNS) -> Iterator[Run]:
             )  # fmt: skip
             yield Run(
                 line["source"].split()[0], HARDWARE[line["hardware"]], line["model"], int(line["gpus"]), shape,
-                _layout(line), float(line["tokens_per_s_per_gpu"]),
+                *_layout(line), float(line["tokens_per_s_per_gpu"]),
             )  # fmt: skip
 
 
@@ -106,9 +115,9 @@ def row_of(run: Run) -> DeviceRow:
 
 def predicted_rate(run: Run) -> float:
     """Return the predicted tokens per second of a GPU."""
-    layout = run.layout
-    tokens = layout.accumulation * layout.batch * layout.sequence / layout.tp
-    return tokens / closed_step(run.shape, layout, row_of(run)).seconds
+    work = run.work
+    tokens = work.accumulation * work.tokens(run.mesh) / run.mesh.tp.size
+    return tokens / step_time(run.shape, run.mesh, work, row_of(run), local=8).seconds
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -283,9 +292,10 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     row, found = DEVICES["cpu"], []
     lines = ["# Predicted and measured bytes of steps on CPUs", "", *origin("`smp plan`")]
     lines += ["Rank 0, bytes of tensors at the peak. Predictions were written before any job ran.", ""]
-    with Worker() as worker:
+    with worker(row) as ask:
         for job in jobs:
-            found.append(worker.plan(job.words.split(), nodes=1, local=job.processes, device=row).memory)
+            (plan,) = ask("plan_layouts", [job.words.split()], nodes=1, local=job.processes, row=row)
+            found.append(plan.memory)
     lines += ["| job | processes | predicted | where | process |", "|---|---:|---:|---|---:|"]
     for job, memory in zip(jobs, found, strict=True):
         lines.append(

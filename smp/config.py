@@ -8,8 +8,9 @@ from it. A section with a single reader lives in that reader's file; those with 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from smp.errors import ConfigError
 
@@ -135,8 +136,14 @@ class Settings:
     chosen: frozenset[str] = frozenset()
 
     def __getitem__(self, kind: type[S]) -> S:
-        found = next((section for section in self.sections if type(section) is kind), None) or kind()
-        return dataclasses.replace(found, **_plain_values(found))
+        if kind not in self._plain:  # a section checks itself anew, and a search reads thousands
+            found = next((section for section in self.sections if type(section) is kind), None) or kind()
+            self._plain[kind] = dataclasses.replace(found, **_plain_values(found))
+        return cast(S, self._plain[kind])
+
+    @functools.cached_property
+    def _plain(self) -> dict[type[Section], Section]:
+        return {}
 
     def changed(self, **values: Any) -> Settings:
         """Return a copy with other values, by name.

@@ -15,14 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from smp.config import CommConfig
-from smp.environment import Launch, cache_folder, read_launch, rendezvous
+from smp.environment import Launch, read_launch, rendezvous
 from smp.environment.launch_info import NAMES
 from smp.environment.threads import share_cores
 from smp.errors import RankError, UserError
@@ -69,11 +68,6 @@ def end_with_launcher(launch: Launch) -> None:
     threading.Thread(target=watch, name=_LAUNCHER_WATCH, daemon=True).start()
 
 
-def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with changes, for a process to be started."""
-    return {**os.environ, **changes}
-
-
 def own_arguments(argv: Sequence[str] | None) -> list[str]:
     """Return the arguments without the local rank that ``deepspeed`` and torch's old launcher put in front.
 
@@ -99,11 +93,6 @@ def host_id_override() -> str | None:
     Collectives between processes with different names go over the network: for containers, and for tests.
     """
     return os.environ.get("SMP_HOST_ID")
-
-
-def devices_folder() -> Path:
-    """Return the folder of the user's device specs: ``SMP_DEVICES_DIR``, or ``~/.cache/smp/devices``."""
-    return Path(os.environ.get("SMP_DEVICES_DIR") or cache_folder("devices", "SMP_DEVICES_DIR"))
 
 
 def onednn_ceiling() -> str | None:

@@ -133,7 +133,8 @@ class Bench:
 
     def timed(self, case: Case, step: Step, hf_config: Any, length: int) -> Found:
         """Warm up, time steps without a wait between them, and look closer at some more."""
-        from smp.train.flops import model_flops_per_token, peak_flops
+        from smp.plan.devices import peak_flops
+        from smp.train.flops import model_flops_per_token
 
         start = self.now()
         losses = [step(0)]

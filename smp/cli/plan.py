@@ -9,32 +9,27 @@ offloading. Ends with status 1 if nothing fits.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smp.cli.output import table
 from smp.compat.other_trainers import plan_advice
-from smp.environment.threads import available_cores
+from smp.environment import devices_folder
 from smp.errors import ConfigError, UserError
 from smp.log import is_terminal
 from smp.plan import document, ledger
-from smp.plan.cost import parse_count
 from smp.plan.devices import DeviceRow, device_row, network_share, write_row
-from smp.plan.records import GIB, TOP, LayoutPlan
-from smp.runtime import devices_folder
+from smp.plan.records import GIB, TOP, LayoutPlan, parse_count
 
 if TYPE_CHECKING:
     from smp.plan.request import Request
     from smp.plan.search import Found
 
 _MOST_DEVICES = 65536
-_WORKERS = 2  # of a gigabyte or two
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +72,13 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError([_nearer(text) for text in error.problems]) from None
     from smp.plan import request as requests
 
-    content = requests.as_document(request, found, top=options.top, tokens=tokens, price=options.price)
-    if options.json == "-":
-        sys.stdout.write(document.as_text(content))
-    else:
+    if options.json != "-":
         _print(request, found, options.top, tokens, options.price)
-        if options.json:
+    if options.json:
+        content = requests.as_document(request, found, top=options.top, tokens=tokens, price=options.price)
+        if options.json == "-":
+            sys.stdout.write(document.as_text(content))
+        else:
             document.write(content, Path(options.json))
             print(f"wrote {options.json}", file=sys.stderr)
     best = found.plans[0][1] if found.plans else found.nearest
@@ -148,17 +144,27 @@ def device_of(name: str, local: int, *, memory_gib: float | None, network: str |
     return row
 
 
-def find(
-    argv: list[str], row: DeviceRow, *, nodes: int, local: int, global_tokens: str | None = None, top: int = TOP,
-    searches: bool = True, exact: bool = False,
-) -> tuple[Request, Found]:  # fmt: skip
-    """Answer a request by processes that plan; see :func:`smp.plan.request.answer`."""
-    count = min(available_cores(), _WORKERS) if searches else 1
-    with open_workers(count, row) as planners, _progress() as tell:
-        from smp.plan import request as requests  # brings transformers, while the workers start
+def find(argv: list[str], row: DeviceRow, **question: Any) -> tuple[Request, Found]:
+    """Answer a request in a process that plans; without a compiler for it by the closed form, in this one.
 
-        request = requests.read_request(argv, row, nodes=nodes, local=local, global_tokens=global_tokens)
-        return request, requests.answer(request, planners, top=top, searches=searches, exact=exact, tell=tell)
+    Args:
+        question: what :func:`smp.plan.request.find` takes.
+    """
+    from smp.plan.shim import compiler
+
+    if row.is_gpu and compiler() is None:
+        from smp.plan.request import closed_plans
+        from smp.plan.request import find as find_here
+
+        return find_here(argv, row, closed_plans, **question)
+    from smp.plan.worker import CLEAR, worker
+
+    with worker(row) as ask:
+        try:
+            return ask("find", argv, row, **question)
+        finally:
+            if is_terminal(sys.stderr):
+                print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def best(argv: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[list[str], list[str]]:
@@ -179,43 +185,6 @@ def best(argv: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[li
     layout, plan = found.plans[0]
     lines = [title + tables.verdict(plan.memory), tables.title_of(layout), *tables.ranking(found, TOP, request.devices)]
     return tables.argv_of(layout.flags), lines
-
-
-@contextlib.contextmanager
-def open_workers(count: int, row: DeviceRow) -> Iterator[list[Callable[..., LayoutPlan]]]:
-    """Start processes that plan layouts; yields the ``plan`` of each. Without a compiler the closed form plans."""
-    from smp.plan.shim import compiler
-    from smp.plan.worker import Worker
-
-    if row.is_gpu and compiler() is None:
-        from smp.plan.request import closed_plan
-
-        yield [closed_plan]
-        return
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker()) for _ in range(count)]
-        for worker in workers:
-            worker.start(row)
-        yield [worker.plan for worker in workers]
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that says on a terminal which layout is being planned; elsewhere it does nothing."""
-    count, shown = 0, is_terminal(sys.stderr)
-
-    def tell(text: str) -> None:
-        nonlocal count
-        count += 1
-        if shown:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{f'planning layout {count}: {text}'[:width]}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield tell
-    finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _print(request: Request, found: Found, top: int, tokens: int | None, price: float | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from smp.errors import UserError
 __all__ = [
     "Launch",
     "cache_folder",
+    "devices_folder",
+    "environment_with",
     "read_launch",
     "rendezvous",
     "sagemaker_hosts",
@@ -57,6 +60,16 @@ def cache_folder(name: str, *others: str) -> Path:
             f"~/.cache/smp/{name} cannot be found, as HOME is not set and this user has no entry in passwd: set "
             f"{' or '.join([*others, 'HOME'])} to a folder you may write to"
         ) from None
+
+
+def devices_folder() -> Path:
+    """Return the folder of the user's device specs: ``SMP_DEVICES_DIR``, or ``~/.cache/smp/devices``."""
+    return Path(os.environ.get("SMP_DEVICES_DIR") or cache_folder("devices", "SMP_DEVICES_DIR"))
+
+
+def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with changes, for a process to be started."""
+    return {**os.environ, **changes}
 
 
 def read_launch(environment: Environment | None = None) -> Launch:

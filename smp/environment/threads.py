@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-import torch
-import torch.distributed as dist
+# torch is imported where it is used: commands that start processes do so before they import it themselves.
 
 
 def available_cores() -> int:
@@ -30,6 +29,9 @@ def share_cores() -> None:
     torchrun sets OMP_NUM_THREADS to 1 where the user has not, so that 1 does not tell a wish. Launchers give each
     process cores of its own, or the same to all of a host: ranks with the same cores share them.
     """
+    import torch
+    import torch.distributed as dist
+
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine := (socket.gethostname(), affinity))
@@ -47,6 +49,8 @@ def use_deterministic_kernels() -> None:
 
     An operation that has no such kernel raises RuntimeError from then on. cuBLAS reads its variable as it starts.
     """
+    import torch
+
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid, slow
     torch.use_deterministic_algorithms(True)

@@ -25,11 +25,10 @@ from types import FrameType
 
 import torch
 
-from smp.environment import malloc
+from smp.environment import environment_with, malloc
 from smp.environment.threads import default_threads
 from smp.launch.hosts import ENDING_SECONDS, ONE_HOST, SURVIVORS_SECONDS, Attempt, Host
 from smp.log import prepare_streams, say
-from smp.runtime import environment_with
 
 FINAL = (0, 2, 75, 130)
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

@@ -17,6 +17,8 @@ from smp.models.projection import projection_size
 from smp.models.registry import build_model
 from smp.models.saved import saved_bytes
 
+NONE, SELECTIVE, FULL = "none", "selective", "full"  # recomputation
+
 
 class Trained(NamedTuple):
     """Parameters that are trained, where others are frozen: all, the embedding's, the last unit's, and a block's."""
@@ -136,6 +138,13 @@ class Workload:
     def tokens(self, mesh: Mesh) -> int:
         """Count the tokens of the forward pass on one rank."""
         return self.micro_batch_size * self.columns(mesh)
+
+    @property
+    def recomputation(self) -> str:
+        """What backward recomputes of a block: ``none``, ``selective`` or ``full``."""
+        config = self.settings[ActivationConfig]
+        mode = SELECTIVE if config.activation_checkpointing_mode == SELECTIVE else FULL
+        return mode if config.activation_checkpointing else NONE
 
     def changed(self, **values: Any) -> Workload:
         """Return a copy with other settings of the techniques, by name."""

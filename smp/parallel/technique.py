@@ -58,6 +58,31 @@ class Parameters(NamedTuple):
     freezes: bool = False
 
 
+class Sent(NamedTuple):
+    """A collective of a block, in its forward and backward pass of one micro-batch.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``send`` to the next rank.
+        nbytes: of the larger side: the gathered output, the input that is reduced, or what is sent.
+        axis: of the mesh, whose ranks take part.
+        times: how often.
+        hidden_by: what GPUs compute meanwhile: attention, ``forward`` or ``backward``; empty: nothing.
+    """
+
+    kind: str
+    nbytes: float
+    axis: str
+    times: int
+    hidden_by: str = ""
+
+
+class Traffic(NamedTuple):
+    """What a technique sends, and the bytes that it moves in a rank's memory, for each forward pass of a block."""
+
+    sent: Sequence[Sent] = ()
+    moved: float = 0.0
+
+
 class OptionalMembers:
     """Members that a technique may have besides, and what they do where it has not."""
 
@@ -70,6 +95,11 @@ class OptionalMembers:
     def cost(shape: ModelShape, mesh: Mesh, work: Workload, /) -> dict[str, int]:
         """Return the bytes that it adds on a rank at ``work.moment``, by category; negative: that it saves."""
         return {}
+
+    @staticmethod
+    def traffic(shape: ModelShape, mesh: Mesh, work: Workload, /) -> Traffic:
+        """Return what a block sends and moves because of it; the seconds of a step follow from it."""
+        return Traffic()
 
     @staticmethod
     def parameters(model: nn.Module, family: Family, settings: Settings, /) -> Parameters:

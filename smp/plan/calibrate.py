@@ -27,14 +27,14 @@ import torch.nn.functional as F
 
 from smp.comm.cuda import all_gather_single
 from smp.config import CommConfig
-from smp.environment import read_launch
+from smp.environment import devices_folder, read_launch
 from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.launch.local import LocalJob
 from smp.memory.limits import available_memory
 from smp.plan.devices import DEVICES, MEASURED, DeviceRow, Efficiency, plain_name, sheet_row, write_row
 from smp.plan.records import GIB
-from smp.runtime import choose_device, devices_folder, own_arguments, process_group
+from smp.runtime import choose_device, own_arguments, process_group
 
 SECONDS = 0.25  # for each number
 MOST_PROCESSES = 8  # on CPUs

@@ -8,91 +8,39 @@ takes its turn on the same cores.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from smp.memory.shape import ModelShape
+from smp.axes import AXES
+from smp.config import ActivationConfig, ParallelConfig
+from smp.memory.plan import peak_bytes
+from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
+from smp.mesh import Mesh
+from smp.parallel import parallelize
+from smp.parallel.activation_checkpoint import waiting_bytes
+from smp.parallel.lora import Config as LoraConfig
+from smp.parallel.nf4 import BYTES
+from smp.parallel.technique import Sent, member
 from smp.plan.devices import DeviceRow
-from smp.plan.exchange import Exchange, exchange_seconds, ring_seconds, sent_bytes
-
-NONE, SELECTIVE, FULL = "none", "selective", "full"
+from smp.plan.exchange import exchange_seconds, sent_bytes
+from smp.plan.layouts import Layout
+from smp.plan.records import StepTime
+from smp.plan.search import Estimate
 
 # Hidden states (of `hidden`) and inner states (of `intermediate`) that a block's element-wise kernels read or write in
 # a forward pass: two norms in fp32 steps, rotary embedding, two residuals; activation and gate. Eager transformers
 # blocks dispatch each step alone; compiled ones, and written-out fused blocks, read and write once.
 HIDDEN_MOVED, INNER_MOVED = 26, 7
 FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED = 12, 4
-# Bytes that a forward pass of attention over the ranks of a sequence moves of each value of queries and of keys and
-# values that they see: packed, merged in fp32, put back. From a trace of Llama 3 8B.
-MERGED_BYTES = 25
 # Bytes of a logit: in bf16 written, cast to fp32, log-softmax and its gradient, cast back, read by two products.
 LOGIT_BYTES = 24
 # AdamW in fp32: reads parameter, gradient and two moments, writes three; the norm reads the gradient, clipping
 # reads and writes it; zeroing writes it.
 UPDATE_BYTES = 4 * (7 + 3 + 1)
 REDUCE_BYTES = 4  # gradients are reduced in fp32
-# Exchanges of hidden states between tensor-parallel ranks in a block: a gather and a reduction of attention and of the
-# MLP, forward and backward. Recomputation repeats them, selective recomputation the gathers only.
-CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
 # dispatch modes, taken as twice the time. Counted on Llama: 34 forward, 67 backward.
 OPERATIONS = {NONE: 101, SELECTIVE: 270, FULL: 135}
-
-
-@dataclasses.dataclass(frozen=True)
-class ClosedLayout:
-    """How a step is laid out.
-
-    Attributes:
-        sequence, batch: tokens of a sample, samples of a micro-batch of a data rank.
-        accumulation: micro-batches of a step.
-        shard, replicas, tp: degrees; ``local``: devices of a host.
-        cp: ranks of a sequence, which are of one sharding group; ``exchange``: theirs, as ``--cp_comm_type``.
-        recompute: ``none``, ``selective`` (products are recomputed by half, attention is kept) or ``full``.
-        fused: whether element-wise operations are compiled or written as fused kernels.
-        keep_gathered: whether parameters stay gathered between forward and backward (ZeRO-2).
-        value_bytes: of a parameter and an activation in computation: 2 for bf16, 4 for fp32.
-        offloaded: bytes of activations that go to the host's memory and come back, in a step.
-    """
-
-    sequence: int
-    batch: int
-    accumulation: int = 1
-    shard: int = 1
-    replicas: int = 1
-    tp: int = 1
-    local: int = 8
-    recompute: str = NONE
-    fused: bool = False
-    keep_gathered: bool = False
-    cp: int = 1
-    exchange: str = "all_gather"
-    value_bytes: int = 2
-    weight_bytes: float | None = None  # None: as values
-    offloaded: int = 0
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of a micro-batch on one rank."""
-        return self.batch * self.sequence / self.cp
-
-
-class ClosedTime(NamedTuple):
-    """Seconds of a step of one rank, and by part; bytes that it sends inside a host and between hosts."""
-
-    seconds: float
-    parts: dict[str, float]
-    inside: int
-    between: int
-
-
-class _Sent(NamedTuple):
-    """A collective, and how often it takes place."""
-
-    exchange: Exchange
-    times: int
 
 
 class _Block(NamedTuple):
@@ -122,139 +70,141 @@ def _block_weights(shape: ModelShape) -> int:
     return shape.hidden * (2 * width + 2 * key_value + mlp)
 
 
-def _block(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> _Block:
-    tokens, share, peak = layout.tokens, row.efficiency, row.flops(layout.value_bytes)
+def _block(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, merged: float) -> _Block:
+    """Return the seconds of a block; ``merged``: bytes that techniques move besides."""
+    tokens, tp, share, peak = work.tokens(mesh), mesh.tp.size, row.efficiency, row.flops(work.compute_bytes)
     width = shape.attention or shape.hidden
     # Two products over the half of the scores that the causal mask leaves.
-    scores = 2 * 2 * tokens * layout.sequence * width / 2 / layout.tp
-    hidden, inner = (FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED) if layout.fused else (HIDDEN_MOVED, INNER_MOVED)
+    scores = 2 * 2 * tokens * work.sequence_length * width / 2 / tp
+    fused = work.settings[ActivationConfig].compile is True
+    hidden, inner = (FUSED_HIDDEN_MOVED, FUSED_INNER_MOVED) if fused else (HIDDEN_MOVED, INNER_MOVED)
     gates = 1.0 if shape.gated_mlp else 0.5  # without a gate half of the inner states
-    moved = layout.value_bytes * tokens * (hidden * shape.hidden + gates * inner * shape.intermediate) / layout.tp
-    if layout.cp > 1:
-        seen = layout.cp if layout.exchange == "all_gather" else 1
-        turns = layout.cp / 2 if layout.exchange == "p2p" else 1
-        keys = 2 * width * (shape.key_value_heads or shape.heads) / shape.heads
-        moved += MERGED_BYTES * tokens * turns * (width + seen * keys) / layout.tp
+    moved = work.compute_bytes * tokens * (hidden * shape.hidden + gates * inner * shape.intermediate) / tp + merged
     attention_forward = scores / (peak * share.attention_forward)
     return _Block(
-        products=2 * tokens * _block_weights(shape) / layout.tp / (peak * share.products),
+        products=2 * tokens * _block_weights(shape) / tp / (peak * share.products),
         attention_forward=attention_forward,
         attention_backward=2.5 * scores / (peak * share.attention_backward),
         moved=moved / (row.bandwidth * 1e12 * share.memory),
-        again=attention_forward if layout.cp > 1 else 0.0,
+        again=attention_forward if mesh.cp.size > 1 else 0.0,
         gradients=2 if shape.frozen_but is None else 1,
     )
 
 
-def _attention_exchanges(shape: ModelShape, layout: ClosedLayout) -> tuple[list[_Sent], list[_Sent]]:
-    """Return what a block sends among the ranks of a sequence, forward (also recomputed) and backward."""
-    if layout.cp == 1:
-        return [], []
-    forwards = 1 if layout.recompute == NONE else 2
-    width = shape.attention or shape.hidden
-    heads, key_value_heads = shape.heads, shape.key_value_heads or shape.heads
-    own = 2 * layout.tokens * width * key_value_heads / heads  # keys and values of a rank's tokens
-
-    def sent(kind: str, values: float, times: int, value_bytes: int = layout.value_bytes) -> _Sent:
-        return _Sent(Exchange(kind, round(value_bytes * values / layout.tp), layout.cp), times)
-
-    if layout.exchange == "p2p":
-        steps = layout.cp - 1
-        return [sent("send", own, forwards * steps)], [
-            sent("send", own, steps), sent("send", own, layout.cp, REDUCE_BYTES)
-        ]  # fmt: skip
-    if layout.exchange == "all_gather":
-        whole = layout.cp * own
-        return [sent("all_gather", whole, forwards)], [
-            sent("all_gather", whole, 1), sent("reduce_scatter", whole, 1)
-        ]  # fmt: skip
-    copied = math.lcm(key_value_heads // layout.tp or 1, layout.cp) / (key_value_heads / layout.tp)
-    queries = layout.tokens * width
-    both = (queries + copied * own, queries)
-    return [sent("all_to_all", values, forwards) for values in both], [sent("all_to_all", values, 1) for values in both]
-
-
-def _trained(shape: ModelShape, layout: ClosedLayout) -> tuple[float, float, float]:
+def _trained(shape: ModelShape, mesh: Mesh) -> tuple[float, float, float]:
     """Count a rank's trained parameters: of a block, outside of the blocks, and of its shard."""
+    tp, shard = mesh.tp.size, mesh.shard.size
     if shape.frozen_but is not None:
-        trained = shape.trained(layout.tp)
-        return trained.block, trained.table + trained.last, trained.parameters / layout.shard
-    outside = shape.hidden * shape.vocabulary / layout.tp
-    return _block_weights(shape) / layout.tp, outside, shape.parameters / layout.tp / layout.shard
+        trained = shape.trained(tp)
+        return trained.block, trained.table + trained.last, trained.parameters / shard
+    return _block_weights(shape) / tp, shape.hidden * shape.vocabulary / tp, shape.parameters / tp / shard
 
 
-def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> ClosedTime:
-    """Return the seconds of one optimizer step.
+class _Links:
+    """Seconds of collectives, and the bytes that a rank sends in all: inside a host and between hosts.
 
     Args:
-        shape: of the model.
-        layout: of the job; its data ranks have equal work.
-        row: of the device.
+        local: ranks of a host.
+    """
+
+    def __init__(self, mesh: Mesh, row: DeviceRow, local: int):
+        self.inside = self.between = 0
+        self._row, host = row, max(1, local // mesh.tp.size)
+        self._on_host = {axis.name: host if axis.inside else local for axis in AXES}
+        self._on_host |= {"dp_shard": host, "dp_replicate": host // mesh.shard.size}
+        self._mesh = mesh
+
+    def send(self, kind: str, nbytes: float, axis: str, times: int) -> float:
+        """Count what is sent so often among the ranks of an axis; return the seconds of one time."""
+        ranks = self._mesh.degree(axis)
+        if ranks == 1 or not times:
+            return 0.0
+        on_host = max(1, min(ranks, self._on_host[axis]))
+        here, there = sent_bytes(kind, round(nbytes), ranks, on_host)
+        self.inside, self.between = self.inside + times * here, self.between + times * there
+        return exchange_seconds(kind, nbytes, ranks, on_host, self._row)
+
+    def waited(self, sent: Sequence[Sent], blocks: int, hiding: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds that all blocks wait for what techniques send, by part.
+
+        Args:
+            hiding: seconds of what hides it.
+        """
+        found = {axis.name: dict[str, float]() for axis in reversed(AXES)}
+        for each in sent:
+            seconds = each.times * self.send(each.kind, each.nbytes, each.axis, each.times * blocks)
+            found[each.axis][each.hidden_by] = found[each.axis].get(each.hidden_by, 0.0) + seconds
+        names = {axis.name: f"{axis.flag.partition('_')[0]}-parallel exchanges" for axis in AXES}
+        return {
+            names[axis]: blocks * sum(max(0.0, seconds - hiding.get(by, 0.0)) for by, seconds in groups.items())
+            for axis, groups in found.items()
+        }
+
+
+def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, local: int) -> StepTime:
+    """Return the seconds of an optimizer step, their range and parts, and the bytes that a rank sends.
+
+    Args:
+        work: of a data rank; all have equal work.
+        local: ranks of a host.
 
     Source: roofline (Williams et al., CACM 2009) over the counts of arXiv:2204.02311, appendix B; overlap as in
     torch's ``fully_shard``.
     """
-    tokens, memory = layout.tokens, row.bandwidth * 1e12 * row.efficiency.memory
-    block, weights = _block(shape, layout, row), _block_weights(shape) / layout.tp
-    host = max(1, layout.local // layout.tp)  # ranks of the sharding group on a host
-    blocks = layout.accumulation * shape.layers
-    inside = between = 0
-
-    def send(kind: str, nbytes: float, ranks: int, on_host: int, times: int) -> float:
-        """Count what is sent; return the seconds of one time."""
-        nonlocal inside, between
-        exchange, on_host = Exchange(kind, round(nbytes), ranks), max(1, min(ranks, on_host))
-        if ranks == 1 or not times:
-            return 0.0
-        here, there = sent_bytes(exchange, on_host)
-        inside, between = inside + times * here, between + times * there
-        if kind in ("all_gather", "reduce_scatter"):
-            return ring_seconds(nbytes, ranks, on_host, row)
-        return exchange_seconds(exchange, on_host, row)
-
-    def waited(sent: Sequence[_Sent]) -> float:
-        on_host = layout.local // layout.tp
-        return sum(each.times * send(*each.exchange, on_host, each.times * blocks) for each in sent)
-
-    value, shard = layout.value_bytes, layout.shard
-    gathers = 1 if layout.keep_gathered else 2
-    reduced, outside, held = _trained(shape, layout)
-    gather = send("all_gather", (layout.weight_bytes or value) * weights, shard, host, gathers * blocks)
-    scatter = send("reduce_scatter", REDUCE_BYTES * reduced, shard, host, blocks)
-    crossings = CROSSINGS[layout.recompute]
-    crossing = send("all_gather", value * tokens * shape.hidden, layout.tp, layout.local, crossings * blocks)
-    vocabulary = shape.hidden * shape.vocabulary / layout.tp
+    activation, value, tokens, tp = work.settings[ActivationConfig], work.compute_bytes, work.tokens(mesh), mesh.tp.size
+    traffic = [member(technique, "traffic")(shape, mesh, work) for technique in parallelize.TECHNIQUES]
+    block = _block(shape, mesh, work, row, merged=sum(each.moved for each in traffic))
+    memory, recompute = row.bandwidth * 1e12 * row.efficiency.memory, work.recomputation
+    links, blocks = _Links(mesh, row, local), work.accumulation * shape.layers
+    once = not mesh.reshard_after_forward or not work.settings[ParallelConfig].reshard_between_microbatches
+    gathers = 1 if once else 2
+    reduced, outside, held = _trained(shape, mesh)
+    weight_bytes = BYTES if work.settings[LoraConfig].qlora else value
+    gather = links.send("all_gather", weight_bytes * (_block_weights(shape) / tp), "dp_shard", gathers * blocks)
+    scatter = links.send("reduce_scatter", REDUCE_BYTES * reduced, "dp_shard", blocks)
+    vocabulary = shape.hidden * shape.vocabulary / tp
     # What nothing hides: the embedding's gather, the first block's, and the last reductions.
-    ends = send("all_gather", value * vocabulary, shard, host, layout.accumulation)
-    ends += send("reduce_scatter", REDUCE_BYTES * outside, shard, host, layout.accumulation)
-    replicas = 2 * ring_seconds(REDUCE_BYTES * held, layout.replicas, min(layout.replicas, max(1, host // shard)), row)
-    send("all_reduce", REDUCE_BYTES * held, layout.replicas, host // shard, 1)
-    forward, backward = block.forward, block.backward(layout.recompute)
+    ends = links.send("all_gather", value * vocabulary, "dp_shard", work.accumulation)
+    ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
+    replicas = links.send("all_reduce", REDUCE_BYTES * held, "dp_replicate", 1)
+    forward, backward = block.forward, block.backward(recompute)
     head = (6 if outside else 4) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
-    head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
-    compute = layout.accumulation * (shape.layers * (forward + backward) + head)
-    attention_forward, attention_backward = (waited(sent) for sent in _attention_exchanges(shape, layout))
-    issued = row.host_us * 1e-6 * OPERATIONS[layout.recompute] * blocks
-    offloading = 2 * layout.offloaded / (row.host_link * row.efficiency.links * 1e9) if row.host_link else 0.0
+    head += tokens * shape.vocabulary / tp * LOGIT_BYTES / memory
+    compute = work.accumulation * (shape.layers * (forward + backward) + head)
+    issued = row.host_us * 1e-6 * OPERATIONS[recompute] * blocks
+    offloaded = 0
+    if activation.offload_activations and (waiting := max(0, shape.layers - activation.activation_loading_horizon)):
+        offloaded = waiting_bytes(shape, mesh, work, blocks=waiting) * work.accumulation
+    offloading = 2 * offloaded / (row.host_link * row.efficiency.links * 1e9) if row.host_link else 0.0
+    hiding = dict[str, float]()
     if row.is_gpu:
         exposed = max(0.0, gather - forward) + max(0.0, (gathers - 1) * gather + scatter - backward)
         ends += gather + scatter
-        if layout.exchange == "p2p":
-            passes = 1 if layout.recompute == NONE else 2
-            attention_forward = max(0.0, attention_forward - passes * block.attention_forward)
-            attention_backward = max(0.0, attention_backward - block.attention_backward)
-        issued = 0.0 if layout.fused else max(0.0, issued - compute)
+        passes = 1 if recompute == NONE else 2
+        hiding = {"forward": passes * block.attention_forward, "backward": block.attention_backward}
+        issued = 0.0 if activation.compile is True else max(0.0, issued - compute)
         offloading = max(0.0, offloading - compute)
     else:
         exposed = gathers * gather + scatter
     parts = {
         "compute": compute,
-        "exposed gathers": layout.accumulation * (shape.layers * exposed + ends) + replicas,
-        "tensor-parallel exchanges": blocks * crossings * crossing,
-        "context-parallel exchanges": blocks * (attention_forward + attention_backward),
+        "exposed gathers": work.accumulation * (shape.layers * exposed + ends) + replicas,
+        **links.waited([sent for each in traffic for sent in each.sent], blocks, hiding),
         "optimizer": UPDATE_BYTES * held / memory,
         "host": issued,
         "offloading": offloading,
     }
     parts = {name: seconds / row.factor for name, seconds in parts.items()}
-    return ClosedTime(sum(parts.values()), parts, inside, between)
+    seconds, (low, high) = sum(parts.values()), row.range
+    shown = {name: value for name, value in parts.items() if value}
+    return StepTime(seconds, low * seconds, high * seconds, shown, links.inside, links.between, row.described)
+
+
+def estimate(shape: ModelShape, layout: Layout, row: DeviceRow, *, local: int) -> Estimate:
+    """Return the bytes that a rank needs and the seconds of a step, roughly.
+
+    Args:
+        local: ranks of a host.
+    """
+    needed = peak_bytes(shape, layout.mesh, layout.work)
+    return Estimate(layout, needed, step_time(shape, layout.mesh, layout.work, row, local=local).seconds)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from smp.checkpoint.config import CheckpointConfig
 from smp.config import ActivationConfig
-from smp.errors import UserError
 from smp.memory.host import estimate_host_memory
 from smp.memory.shape import ModelShape, Workload
 from smp.mesh import Mesh
 from smp.parallel.activation_checkpoint import waiting_bytes
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 # AdamW's two moments beside each parameter, all in fp32.
 _STATE_BYTES = 12
 _FP32 = 4
@@ -35,20 +32,6 @@ class Cost:
     hours: float
     device_hours: float
     money: float | None
-
-
-def parse_count(name: str, text: str) -> int:
-    """Return the number of ``4Mi``, ``1T``, ``300B`` or ``1.5e12``.
-
-    Raises:
-        UserError: it is no such number, or below 1.
-    """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?(?:[eE]\d{1,2})?)\s*([KMBTG]?I?)", text.strip(), re.ASCII | re.I)
-    unit = match[2].upper() if match else "?"
-    count = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
-    if count < 1:
-        raise UserError(f"{name} takes a number of tokens such as 4Mi, 300B or 1T, got {text!r}")
-    return count
 
 
 def cost_of(tokens: int, *, step_tokens: int, step_seconds: float, devices: int, price: float | None) -> Cost:

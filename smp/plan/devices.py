@@ -18,16 +18,16 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from smp.environment import devices_folder
 from smp.environment.threads import available_cores
 from smp.errors import UserError
 from smp.json_input import read_object
 from smp.plan import document
-from smp.runtime import devices_folder
-from smp.train.flops import peak_flops
+
+if TYPE_CHECKING:  # `smp plan` starts a process that plans before it imports torch itself
+    import torch
 
 DATA_SHEET, MEASURED = "data sheet", "measured"
 SCHEMA = 5  # of rows; earlier ones were measured otherwise
@@ -145,14 +145,59 @@ class DeviceRow:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Peak:
+    """Dense TFLOP/s (no sparsity) of one device's NVIDIA data sheet; None: it has none, or none is published."""
+
+    bf16: float | None
+    fp16: float | None
+    tf32: float | None = None
+    fp32: float | None = None
+
+
+# By the whole device name: a part of a card (MIG), or a variant that is not here, has another peak.
+_PEAKS = {
+    r"B200": _Peak(2250, 2250, 1125),
+    r"H200( 141GB HBM3e)?|H100 80GB HBM3|H100 SXM5 80GB": _Peak(989, 989, 494.7, 66.9),
+    r"H(100|200) NVL": _Peak(835.5, 835.5, 417.5, 60),
+    r"H100 PCIe": _Peak(756, 756, 378, 51.2),
+    r"A100[- ](SXM4-|PCIE-|SXM-)?(40|80)GB( PCIe)?": _Peak(312, 312, 156, 19.5),
+    r"A10": _Peak(125, 125, 62.5, 31.2),
+    r"A10G": _Peak(70, 70),
+    r"L40S": _Peak(362, 362, 183, 91.6),
+    r"L4": _Peak(121, 121, 60, 30.3),
+    r"V100-SXM2-(16|32)GB": _Peak(None, 125, None, 15.7),
+    r"V100-PCIE-(16|32)GB": _Peak(None, 112, None, 14),
+    r"T4": _Peak(None, 65, None, 8.1),
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """Return the FLOP/s of one device in dense matrix products, or None where they are not known.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` gives it.
+        dtype: the format computed in.
+        tf32: whether fp32 products may run in TF32 (``torch.get_float32_matmul_precision() != "highest"``).
+    """
+    formats = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "tf32" if tf32 else "fp32"}
+    tera = _tera(device_name, formats.get(str(dtype), ""))
+    return None if tera is None else tera * 1e12
+
+
+def _tera(device_name: str, kind: str) -> float | None:
+    model = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    return next((getattr(peak, kind, None) for name, peak in _PEAKS.items() if re.fullmatch(name, model)), None)
+
+
 def _gpu(
     name: str, sheet: str, bandwidth: float, memory: float, links: float, network: float, **rest: Any
 ) -> DeviceRow:
-    peak = peak_flops(sheet, torch.bfloat16)
+    peak = _tera(sheet, "bf16")
     assert peak is not None, sheet
     host_link = 32 if rest["capability"] < (9, 0) else 64  # PCIe 4 and 5
     return DeviceRow(
-        name, peak / 1e12, 0.0, bandwidth, memory, links, network, host_link, on="NVIDIA's data sheet", **rest
+        name, peak, 0.0, bandwidth, memory, links, network, host_link, on="NVIDIA's data sheet", **rest
     )  # fmt: skip
 
 
@@ -185,10 +230,10 @@ def sheet_row(driver: str) -> DeviceRow | None:
 
     A part of a card (MIG), or a variant with other links or another peak, has none.
     """
-    words, peak = set(plain_name(driver).split("_")), peak_flops(driver, torch.bfloat16)
+    words, peak = set(plain_name(driver).split("_")), _tera(driver, "bf16")
     if peak is None or "pcie" in words:
         return None
-    return next((row for row in _ROWS if words >= {*row.name.split("_")} and row.peak == peak / 1e12), None)
+    return next((row for row in _ROWS if words >= {*row.name.split("_")} and row.peak == peak), None)
 
 
 def device_row(name: str) -> DeviceRow:

@@ -8,10 +8,11 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp.plan.cost import Cost
-from smp.plan.records import LayoutPlan, RankMemory
+if TYPE_CHECKING:
+    from smp.plan.cost import Cost
+    from smp.plan.records import LayoutPlan, RankMemory
 
 SCHEMA = 1
 

@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,22 +31,36 @@ def in_child(call: Callable[[], Any]) -> Any:
     Raises:
         UserError: the call raised it, or has failed.
     """
+    (answer,) = in_children([call])
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def in_children(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what :func:`in_child` returns, or the error that it raises, of calls that are made at once."""
+    return [_result(*child) for child in [_fork(call) for call in calls]]
+
+
+def _fork(call: Callable[[], Any]) -> tuple[int, Connection]:
     reading, writing = Pipe(duplex=False)
     if (child := os.fork()) == 0:
         end_with_parent()
         gc.freeze()  # what was there before is not looked through at each collection
         _answer(call, writing)
     writing.close()
+    return child, reading
+
+
+def _result(child: int, reading: Connection) -> Any:
     answer = None
     with reading, contextlib.suppress(EOFError, OSError):
         answer = reading.recv()
     _, status = os.waitpid(child, 0)
     if answer is None:
-        raise UserError(f"the process that planned this layout has ended with status {status}: see its output above")
+        return UserError(f"the process that planned this layout has ended with status {status}: see its output above")
     done, result = answer
-    if not done:
-        raise UserError(result)
-    return result
+    return result if done else UserError(result)
 
 
 def _answer(call: Callable[[], Any], writing: Connection) -> None:

@@ -34,15 +34,13 @@ class Layout:
     Attributes:
         mesh: laid out.
         flags: the settings that were chosen, by name; those that the user has given are not among them.
-        work: of one forward pass.
-        accumulation: micro-batches of a step.
+        work: of one forward pass, with the micro-batches of a step.
         tokens: of a step over all ranks.
     """
 
     mesh: Mesh
     flags: Mapping[str, Any]
     work: Workload
-    accumulation: int
     tokens: int
 
 
@@ -97,7 +95,7 @@ def layouts(
                 if accumulation and (samples or tokens <= MOST_TOKENS or batch == batches[0]):
                     sizes = {"train_batch_size": batch} if len(batches) > 1 else {}
                     work = dataclasses.replace(one, micro_batch_size=batch, accumulation=accumulation)
-                    yield Layout(mesh, {**flags, **sizes}, work, accumulation, tokens)
+                    yield Layout(mesh, {**flags, **sizes}, work, tokens)
 
 
 def _context_degrees(

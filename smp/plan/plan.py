@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from smp.config import ActivationConfig
 from smp.environment.malloc import unused_heap
-from smp.errors import ConfigError, Problems
+from smp.errors import ConfigError, Problems, UserError
 from smp.memory.plan import process_bytes
 from smp.models.model_config import resolve_model
 from smp.parallel.allocator import AllocatorConfig
@@ -26,10 +25,10 @@ from smp.parallel.parallelize import find_problems
 from smp.plan import world
 from smp.plan.allocator import reserved_bytes
 from smp.plan.blocks import Repeat, Step, UnequalBlocksError, blocks_to_trace, whole_step
+from smp.plan.closed_time import step_time
 from smp.plan.devices import DeviceRow
-from smp.plan.estimate import step_time
 from smp.plan.events import Trace
-from smp.plan.fork import in_child
+from smp.plan.fork import in_child, in_children
 from smp.plan.memory import account
 from smp.plan.records import GIB, LayoutPlan, RankMemory
 from smp.plan.sdpa import PLANNED_AS_SDPA
@@ -71,16 +70,11 @@ def plan_layout(argv: Sequence[str], *, nodes: int, local: int, row: DeviceRow, 
     )
 
 
-def warm_up(argv: Sequence[str]) -> None:
-    """Import what a plan needs, so that forks of this process need not.
+def plan_layouts(jobs: Sequence[Sequence[str]], **where: Any) -> list[LayoutPlan | UserError]:
+    """Plan jobs, all at once, each in a fork of this process; see :func:`plan_layout`."""
+    import torch._dynamo  # noqa: F401  here, as the first operation under a mode imports it in each fork
 
-    Raises:
-        UserError: the model is not known.
-    """
-    import torch._dynamo  # noqa: F401  by the first operation under a mode
-
-    config = resolve_model(parse_args(list(argv)).model, here=False).hf_config
-    importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return in_children([functools.partial(plan_layout, argv, **where) for argv in jobs])
 
 
 class _Rank:

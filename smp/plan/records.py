@@ -1,12 +1,16 @@
-"""Records of a plan: memory of a rank, how long a step takes; plain data that goes to JSON."""
+"""Records of a plan: memory of a rank, how long a step takes; plain data that goes to JSON. Imported without torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from smp.errors import UserError
+
 GIB = 1024**3
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 FITS, FLUSH, NO = "fits", "flush", "no"
 TOP = 3  # layouts that are looked for
@@ -128,3 +132,17 @@ class LayoutPlan:
     flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     host: Mapping[str, int] = dataclasses.field(default_factory=dict)
     disk: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def parse_count(name: str, text: str) -> int:
+    """Return the number of ``4Mi``, ``1T``, ``300B`` or ``1.5e12``.
+
+    Raises:
+        UserError: it is no such number, or below 1.
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?(?:[eE]\d{1,2})?)\s*([KMBTG]?I?)", text.strip(), re.ASCII | re.I)
+    unit = match[2].upper() if match else "?"
+    count = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    if count < 1:
+        raise UserError(f"{name} takes a number of tokens such as 4Mi, 300B or 1T, got {text!r}")
+    return count

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,19 +19,19 @@ from smp.models.family import tensor_parallel_problems
 from smp.models.model_config import ResolvedModel, resolve_model
 from smp.parallel.parallelize import add_parameters, settings_of, shape_of
 from smp.plan import document
-from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes, parse_count
+from smp.plan.closed_time import estimate, step_time
+from smp.plan.cost import Cost, cost_of, disk_bytes, host_bytes
 from smp.plan.devices import DeviceRow
-from smp.plan.estimate import estimate, step_time
 from smp.plan.layouts import Layout, layouts
-from smp.plan.records import GIB, TOP, LayoutPlan, Moment, RankMemory
+from smp.plan.records import GIB, TOP, LayoutPlan, Moment, RankMemory, parse_count
 from smp.plan.sdpa import PLANNED_AS_SDPA
 from smp.plan.search import Found, instructive, search
 from smp.plan.tables import argv_of, title_of
 from smp.train.arguments import parse_args
 from smp.train.flops import model_flops_per_token
 
-# Plans a layout: argv of the job, and by name nodes, local, device and exact.
-Planner = Callable[..., LayoutPlan]
+# Plans jobs: the argv of each, and by name nodes, local, row and exact.
+Planner = Callable[..., list[LayoutPlan | UserError]]
 CLOSED = "closed form"  # a plan's method
 
 
@@ -46,6 +44,7 @@ class Request:
         settings, given: all of its settings by name, and the names of those that were given.
         row: of the device.
         nodes, local: hosts, and devices of each.
+        flops: of the model, for a token.
     """
 
     argv: list[str]
@@ -57,6 +56,7 @@ class Request:
     local: int
     model: ResolvedModel
     shape: ModelShape
+    flops: float
 
     @property
     def devices(self) -> int:
@@ -109,27 +109,40 @@ def read_request(
             config = parse_args(argv)
     except ConfigError as error:
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
+    settings = settings_of(config.flat())
+    add = functools.partial(add_parameters, family=model.family, settings=settings)
+    flops = model_flops_per_token(model.hf_config, model.sequence_length, add).total
     return Request(
-        argv, config.flat(), config.given, config.checkpoint, row, nodes, local, model,
-        shape_of(model, settings_of(config.flat())),
-    )  # fmt: skip
+        argv, config.flat(), config.given, config.checkpoint, row, nodes, local, model, shape_of(model, settings), flops
+    )
+
+
+def find(
+    argv: list[str], row: DeviceRow, planner: Planner, *, nodes: int, local: int, global_tokens: str | None = None,
+    **how: Any,
+) -> tuple[Request, Found]:  # fmt: skip
+    """Read a request and answer it; see :func:`read_request` and :func:`answer`."""
+    request = read_request(argv, row, nodes=nodes, local=local, global_tokens=global_tokens)
+    return request, answer(request, planner, **how)
 
 
 def answer(
     request: Request,
-    planners: Sequence[Planner],
+    planner: Planner,
     *,
     top: int = TOP,
     searches: bool = True,
     exact: bool = False,
+    together: int = 1,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Found:
     """Search the layouts of a request, or plan the one that is given.
 
     Args:
-        planners: plan a layout each at a time.
+        planner: plans layouts.
         top: layouts that fit to look for.
         exact: trace all blocks of the best one, and its last rank, too.
+        together: layouts that are planned at once.
         tell: called with each layout that is about to be traced.
 
     Raises:
@@ -149,45 +162,36 @@ def answer(
             f"sample; choose other degrees, or leave them out, or a larger batch"
         )
 
-    free = queue.SimpleQueue[Planner]()
-    for planner in planners:
-        free.put(planner)
-
-    def trace(layout: Layout, *, exactly: bool) -> LayoutPlan | UserError:
-        argv = [*request.argv, *argv_of(layout.flags)]
-        planner = free.get()
-        try:
-            made = planner(argv, nodes=request.nodes, local=request.local, device=request.row, exact=exactly)
-        except UserError as error:
-            return error
-        finally:
-            free.put(planner)
-        return _complete(request, layout, made)
-
-    def trace_all(chosen: list[Layout], *, exactly: bool) -> list[LayoutPlan | UserError]:
+    def trace(chosen: list[Layout], *, exactly: bool) -> list[LayoutPlan | UserError]:
         for layout in chosen:
             tell(title_of(layout))
-        return list(pool.map(functools.partial(trace, exactly=exactly), chosen))
+        jobs = [[*request.argv, *argv_of(layout.flags)] for layout in chosen]
+        plans = planner(jobs, nodes=request.nodes, local=request.local, row=request.row, exact=exactly)
+        return [
+            _complete(request, layout, plan) if isinstance(plan, LayoutPlan) else plan
+            for layout, plan in zip(chosen, plans, strict=True)
+        ]
 
-    pool = concurrent.futures.ThreadPoolExecutor(len(planners))
-    try:
-        first = functools.partial(trace_all, exactly=exact and len(candidates) == 1)
-        found = search(candidates, request.limit, first, top=top, together=len(planners))
-        if not found.plans and found.nearest is None:
-            raise UserError(found.refused[0].reason)
-        if exact and len(candidates) > 1 and found.plans:
-            layout, _ = found.plans[0]
-            (best,) = trace_all([layout], exactly=True)
-            if isinstance(best, LayoutPlan):
-                found.plans[0] = (layout, best)
-    finally:  # Ctrl-C does not wait for what is being traced
-        pool.shutdown(wait=False, cancel_futures=True)
+    first = functools.partial(trace, exactly=exact and len(candidates) == 1)
+    found = search(candidates, request.limit, first, top=top, together=together)
+    if not found.plans and found.nearest is None:
+        raise UserError(found.refused[0].reason)
+    if exact and len(candidates) > 1 and found.plans:
+        layout, _ = found.plans[0]
+        (best,) = trace([layout], exactly=True)
+        if isinstance(best, LayoutPlan):
+            found.plans[0] = (layout, best)
     return found
 
 
-def closed_plan(argv: list[str], *, nodes: int, local: int, device: DeviceRow, exact: bool) -> LayoutPlan:
-    """Plan one layout by the closed form alone, for machines that cannot trace."""
-    request = read_request(argv, device, nodes=nodes, local=local)
+def closed_plans(jobs: Sequence[list[str]], **where: Any) -> list[LayoutPlan | UserError]:
+    """Plan jobs by the closed form alone, for machines that cannot trace."""
+    return [closed_plan(argv, **where) for argv in jobs]
+
+
+def closed_plan(argv: list[str], *, nodes: int, local: int, row: DeviceRow, exact: bool = False) -> LayoutPlan:
+    """Plan one layout by the closed form."""
+    request = read_request(argv, row, nodes=nodes, local=local)
     (layout,) = request.layouts(fixed=True)
     mesh, work = layout.mesh, layout.work
     tensors = estimate_memory(request.shape, mesh, work)
@@ -196,11 +200,11 @@ def closed_plan(argv: list[str], *, nodes: int, local: int, device: DeviceRow, e
         rank=0,
         peak=Moment("a step", tensors),
         own_peaks=tensors,
-        reserved=sum(tensors.values()) + unused if device.is_gpu else None,
-        outside=outside + (0 if device.is_gpu else unused),
+        reserved=sum(tensors.values()) + unused if row.is_gpu else None,
+        outside=outside + (0 if row.is_gpu else unused),
         limit=request.limit,
     )
-    step = step_time(request.shape, mesh, work, device, local=local)
+    step = step_time(request.shape, mesh, work, row, local=local)
     return LayoutPlan(str(mesh), memory, step, layout.tokens, CLOSED)
 
 
@@ -219,11 +223,8 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
 def rates(request: Request, plan: LayoutPlan) -> dict[str, float]:
     """Return tokens per second of a device, and model FLOPs utilisation."""
     rate = plan.tokens / plan.step.seconds / request.devices
-    model = request.model
-    add = functools.partial(add_parameters, family=model.family, settings=settings_of(request.settings))
-    flops = model_flops_per_token(model.hf_config, model.sequence_length, add).total
     bf16 = request.row.is_gpu if request.settings["bf16"] is None else request.settings["bf16"]
-    return {"tokens_per_second": rate, "mfu": flops * rate / request.row.flops(2 if bf16 else 4)}
+    return {"tokens_per_second": rate, "mfu": request.flops * rate / request.row.flops(2 if bf16 else 4)}
 
 
 def cost(request: Request, plan: LayoutPlan, tokens: int | None, price: float | None) -> Cost | None:

@@ -122,7 +122,7 @@ def title_of(layout: Layout) -> str:
     multiplied = " x ".join(found[axis.name] for axis in AXES if not axis.inside)
     offloaded = ", offloaded" if found["offloading"] == "offloaded" else ""
     return (
-        f"{found['shard']}{split}{copies} x {multiplied}, {found['batch']} x {layout.accumulation}, "
+        f"{found['shard']}{split}{copies} x {multiplied}, {found['batch']} x {layout.work.accumulation}, "
         f"{found['recomputation']}{offloaded}"
     )
 
@@ -148,7 +148,7 @@ def ranking(found: Found, top: int, devices: int, width: int = 100) -> Iterator[
         offloaded = "+offload" if words["offloading"] == "offloaded" else ""
         degrees = [str(layout.mesh.degree(name)) for name in ("dp_shard", *(axis.name for axis in axes))]
         cells = (
-            f"{layout.work.micro_batch_size} x {layout.accumulation}",
+            f"{layout.work.micro_batch_size} x {layout.work.accumulation}",
             words["recomputation"].split()[-1] + offloaded, seconds(step.seconds), rate,
             gib(memory.allocated), reserved,
         )  # fmt: skip

@@ -1,77 +1,73 @@
-"""The process that plans: what it replaces in torch and transformers, and its fake GPUs, stay in it."""
+"""The process that plans: what its forks replace in torch and transformers, and their fake GPUs, stay in it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from smp.environment import malloc
+from smp.environment import environment_with, malloc
+from smp.environment.threads import available_cores
 from smp.errors import UserError
+from smp.log import is_terminal
 from smp.plan.devices import DeviceRow
-from smp.plan.fork import end_with_parent, in_child
-from smp.plan.records import LayoutPlan
+from smp.plan.fork import end_with_parent
 from smp.plan.shim import build_shim, python_with
-from smp.runtime import environment_with
+
+if TYPE_CHECKING:
+    from smp.plan.request import Request
+    from smp.plan.search import Found
 
 _MODULE = "smp.plan.worker"
+_AT_ONCE = 2  # layouts, each of a gigabyte or two
+CLEAR = "\r\x1b[K"  # a terminal's line of progress
+# What the classes of an answer take.
+_OF_ANSWERS = ("smp.plan.request", "transformers.configuration_utils")
 
 
-class Worker:
-    """Plans layouts in one process, started at the first and ended with the ``with`` block."""
+@contextlib.contextmanager
+def worker(row: DeviceRow) -> Iterator[Callable[..., Any]]:
+    """Start a process that plans for a device; yields a function that calls one of :func:`serve`'s there, by name.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._requests: Connection | None = None
-        self._answers: Connection | None = None
+    It ends with the ``with`` block. The function raises UserError where the called one does or the process has ended.
 
-    def __enter__(self) -> Worker:
-        return self
+    Raises:
+        UserError: there is no compiler for a plan of GPUs.
+    """
+    process = _start(row)
+    assert process.stdin is not None and process.stdout is not None
+    requests, answers = process.stdin, process.stdout
 
-    def __exit__(self, *exception: Any) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._requests, self._answers, self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-    def start(self, device: DeviceRow) -> subprocess.Popen[bytes]:
-        """Start the process, unless it runs; it imports what it needs while the caller continues."""
-        if self._process is None:
-            self._process = _start(device)
-            assert self._process.stdin is not None and self._process.stdout is not None
-            self._requests = Connection(os.dup(self._process.stdin.fileno()), readable=False)
-            self._answers = Connection(os.dup(self._process.stdout.fileno()), writable=False)
-        return self._process
-
-    def plan(
-        self, argv: Sequence[str], *, nodes: int, local: int, device: DeviceRow, exact: bool = False
-    ) -> LayoutPlan:
-        """Plan one layout; see :func:`smp.plan.plan.plan_layout`. All calls have devices of one kind.
-
-        Raises:
-            UserError: the flags, or the layout, are not legal; or there is no compiler for a plan of GPUs.
-        """
-        process = self.start(device)
-        request = {"argv": list(argv), "nodes": nodes, "local": local, "row": device, "exact": exact}
-        assert self._requests is not None and self._answers is not None
+    def ask(name: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            self._requests.send(request)
-            answer = self._answers.recv()
-        except (EOFError, OSError):
+            pickle.dump((name, args, kwargs), requests)
+            requests.flush()
+            for module in _OF_ANSWERS:  # while it plans
+                importlib.import_module(module)
+            answer = pickle.load(answers)
+        except (EOFError, OSError, pickle.UnpicklingError):
             raise UserError(
                 f"the planning process has ended with status {process.wait()}: see its output above"
             ) from None
-        if isinstance(answer, LayoutPlan):
-            return answer
-        raise UserError(answer)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.wait()
+        answers.close()
+        with contextlib.suppress(OSError):  # what it has not read
+            requests.close()
 
 
 def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
@@ -90,22 +86,40 @@ def _begin() -> None:
     end_with_parent()
 
 
+def find(argv: list[str], row: DeviceRow, *, searches: bool = True, **question: Any) -> tuple[Request, Found]:
+    """Answer a request by traces; see :func:`smp.plan.request.find`. A terminal shows which layouts are traced."""
+    from smp.plan.plan import plan_layouts
+    from smp.plan.request import find
+
+    count, shown = 0, is_terminal(sys.stderr)
+
+    def tell(text: str) -> None:
+        nonlocal count
+        count += 1
+        if shown:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"{CLEAR}{f'planning layout {count}: {text}'[:width]}", end="", file=sys.stderr, flush=True)
+
+    together = min(available_cores(), _AT_ONCE)
+    return find(argv, row, plan_layouts, searches=searches, together=together, tell=tell, **question)
+
+
 def serve() -> None:
     """Answer requests on the standard input until it ends."""
-    requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not be taken for an answer
-    from smp.plan.plan import plan_layout, warm_up
+    from smp.plan.plan import plan_layouts
 
+    calls: dict[str, Callable[..., Any]] = {"find": find, "plan_layouts": plan_layouts}
     with contextlib.suppress(EOFError):
         while True:
-            request = requests.recv()
-            argv, row = request.pop("argv"), request.pop("row")
+            name, args, kwargs = pickle.load(requests)
             try:
-                warm_up(argv)
-                answer: LayoutPlan | str = in_child(functools.partial(plan_layout, argv, row=row, **request))
+                answer = calls[name](*args, **kwargs)
             except UserError as error:
-                answer = str(error)
-            answers.send(answer)
+                answer = error
+            pickle.dump(answer, answers)
+            answers.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Model FLOPs of one token, and the peak FLOP/s of devices: the two halves of model FLOPs utilisation.
+"""Model FLOPs of one token, of which model FLOPs utilisation is the share of a device's peak.
 
 Model FLOPs are those of forward and backward by the mathematics of the model: activations that are recomputed are not
 counted twice, and the attention square is counted whole although a causal mask hides half of it, and a sliding window
@@ -8,7 +8,6 @@ more (as SMP v2 and Megatron-LM count).
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -73,47 +72,3 @@ def model_flops_per_token(
         f"(full attention square), forward and backward, without recomputation (PaLM, appendix B)"
     )
     return Flops(float(products) + 12 * layers * heads * head_dim * sequence_length, formula)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Peak:
-    """Dense TFLOP/s (no sparsity) of one device's NVIDIA data sheet; None: it has none, or none is published."""
-
-    bf16: float | None
-    fp16: float | None
-    tf32: float | None = None
-    fp32: float | None = None
-
-
-# By the whole device name: a part of a card (MIG), or a variant that is not here, has another peak.
-_PEAKS = {
-    r"B200": _Peak(2250, 2250, 1125),
-    r"H200( 141GB HBM3e)?|H100 80GB HBM3|H100 SXM5 80GB": _Peak(989, 989, 494.7, 66.9),
-    r"H(100|200) NVL": _Peak(835.5, 835.5, 417.5, 60),
-    r"H100 PCIe": _Peak(756, 756, 378, 51.2),
-    r"A100[- ](SXM4-|PCIE-|SXM-)?(40|80)GB( PCIe)?": _Peak(312, 312, 156, 19.5),
-    r"A10": _Peak(125, 125, 62.5, 31.2),
-    r"A10G": _Peak(70, 70),
-    r"L40S": _Peak(362, 362, 183, 91.6),
-    r"L4": _Peak(121, 121, 60, 30.3),
-    r"V100-SXM2-(16|32)GB": _Peak(None, 125, None, 15.7),
-    r"V100-PCIE-(16|32)GB": _Peak(None, 112, None, 14),
-    r"T4": _Peak(None, 65, None, 8.1),
-}
-
-
-def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Return the FLOP/s of one device in dense matrix products, or None where they are not known.
-
-    Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: the format computed in.
-        tf32: whether fp32 products may run in TF32 (``torch.get_float32_matmul_precision() != "highest"``).
-    """
-    formats = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32" if tf32 else "fp32"}
-    model = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
-    for pattern, peak in _PEAKS.items():
-        if dtype in formats and re.fullmatch(pattern, model):
-            tera = getattr(peak, formats[dtype])
-            return None if tera is None else tera * 1e12
-    return None

@@ -24,7 +24,7 @@ from torch import nn
 from smp.checkpoint.manifest import versions
 from smp.config import ActivationConfig
 from smp.dry_run import report
-from smp.environment import malloc
+from smp.environment import environment_with, malloc
 from smp.log import get_logger
 from smp.memory.limits import available_memory
 from smp.memory.profile import profile_memory
@@ -32,7 +32,6 @@ from smp.memory.tracker import peak_rss_bytes
 from smp.parallel.choices import Choice
 from smp.plan import document, ledger
 from smp.plan.fork import end_with_parent
-from smp.runtime import environment_with
 from smp.train.elsewhere import is_elsewhere
 from smp.train.run_plan import (
     Job,

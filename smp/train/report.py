@@ -27,10 +27,11 @@ from smp.memory.advice import advice_text
 from smp.memory.plan import estimate_memory, memory_table
 from smp.memory.profile import MemoryProfile, profile_memory, rank_table
 from smp.parallel.parallelize import add_parameters
+from smp.plan.devices import peak_flops
 from smp.train import history
 from smp.train.arguments import SECTIONS, TrainConfig
 from smp.train.curves import write_curves
-from smp.train.flops import model_flops_per_token, peak_flops
+from smp.train.flops import model_flops_per_token
 from smp.train.hints import Results, next_commands, short, shown
 from smp.train.metrics import MetricsLogger, NullMetricsLogger
 from smp.train.run_plan import RunPlan, batch_of_flags, changes_of, sizes

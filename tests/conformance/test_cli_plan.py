@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -16,7 +15,7 @@ import smp.cli.plan
 import smp.train.__main__ as job
 from smp.launch.command_line import check_arguments
 from smp.memory.categories import OTHER
-from smp.plan import document, ledger
+from smp.plan import document, ledger, request
 from smp.plan.devices import DEVICES, read_row, write_row
 from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
 from smp.train import planned
@@ -34,7 +33,10 @@ class Planner:
     def __init__(self):
         self.asked, self.factor = [], 1.0
 
-    def __call__(self, words, *, nodes, local, device, exact):
+    def __call__(self, jobs, **where):
+        return [self.plan(words, **where) for words in jobs]
+
+    def plan(self, words, *, nodes, local, row, exact):
         self.asked.append((words, nodes, local, exact))
         settings = check_arguments(words, pathlib.Path.cwd()).settings
         kept = {"none": 5, "selective": 4}
@@ -43,18 +45,18 @@ class Planner:
         tensors = {"parameters": 2 * GIB, "activations": size - 2 * GIB}
         peak = Moment("backward of block 3", tensors)
         memory = RankMemory(
-            0, peak, tensors, int(1.1 * size) if device.is_gpu else None, GIB, int(device.memory * GIB),
+            0, peak, tensors, int(1.1 * size) if row.is_gpu else None, GIB, int(row.memory * GIB),
             timeline=[("forward of block 0", {"parameters": GIB}), ("backward of block 3", tensors)],
         )  # fmt: skip
         seconds = 1.5 if mode in kept else 2.0
-        step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, device.described)
+        step = StepTime(seconds, 0.75 * seconds, 1.25 * seconds, {"compute": seconds}, GIB, 2 * GIB, row.described)
         return LayoutPlan("", memory, step, 0, "exact" if exact else "blocks")
 
 
 @pytest.fixture
 def planner(monkeypatch, tmp_path):
     made = Planner()
-    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count, row: contextlib.nullcontext([made] * count))
+    monkeypatch.setattr(smp.cli.plan, "find", functools.partial(request.find, planner=made))
     monkeypatch.setenv("SMP_DEVICES_DIR", str(tmp_path / "devices"))
     return made
 

@@ -1,6 +1,7 @@
 """The scripts and manifests as text: shells and schemas accept every variant, sizes fit, bad input is one sentence."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import smp.cli
 import smp.cli.plan
 from smp.launch import hostfile, script, slurm
 from smp.launch.command_line import quoted, require_plain_arguments
-from smp.plan.request import closed_plan
+from smp.plan import request
 from tests.clock import HANG_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -270,7 +271,7 @@ def chosen(text):
 @pytest.fixture
 def closed(monkeypatch):
     """Layouts are planned by the closed form, in this process."""
-    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count, row: contextlib.nullcontext([closed_plan]))
+    monkeypatch.setattr(smp.cli.plan, "find", functools.partial(request.find, planner=request.closed_plans))
 
 
 def planned(*words):

@@ -26,7 +26,7 @@ LAYERS = {
     "smp.checkpoint": 6, "smp.fsdp": 6, "smp.api": 6, "smp.memory": 6,
     "smp": 7, "smp.dry_run": 7, "smp.sagemaker": 8,
     "smp.plan.records": 7, "smp.plan.cost": 7, "smp.plan.document": 7, "smp.plan.ledger": 7,
-    "smp.plan.fork": 7, "smp.launch.local": 3, "smp.launch.hosts": 3,
+    "smp.plan.fork": 7, "smp.plan.devices": 7, "smp.launch.local": 3, "smp.launch.hosts": 3,
     "smp.train": 8, "smp.plan": 9, "smp.doctor": 10, "smp.launch": 10, "smp.report": 10,
     "smp.cli": 11, "smp.__main__": 12,
     "arguments": 13, "train_lib": 13, "data": 13,

@@ -12,8 +12,8 @@ import pytest
 
 from smp.data import token_cache
 from smp.data.token_cache import cached, recorded, token_dtype
+from smp.environment import devices_folder
 from smp.errors import UserError
-from smp.runtime import devices_folder
 from tests.clock import HANG_SECONDS, wait_until
 
 

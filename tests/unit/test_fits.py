@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 
 import pytest
@@ -14,7 +14,7 @@ from smp.memory.plan import estimate_memory, memory_table, processes_that_fit
 from smp.memory.shape import model_shape
 from smp.models.model_config import ModelConfig, resolve_model
 from smp.plan import request
-from smp.plan.estimate import estimate
+from smp.plan.closed_time import estimate
 from smp.plan.records import GIB
 from smp.runtime import Launch
 from smp.train import run_plan
@@ -51,8 +51,8 @@ def answers(words, row, resolved, monkeypatch):
     asked_for = request.read_request(words, row, nodes=1, local=8)
     (layout,) = asked_for.layouts()
     found["search"] = estimate(asked_for.shape, layout, row, local=8).memory <= limit
-    found["plan"] = bool(request.answer(asked_for, [request.closed_plan]).plans)
-    monkeypatch.setattr(smp.cli.plan, "open_workers", lambda count, row: contextlib.nullcontext([request.closed_plan]))
+    found["plan"] = bool(request.answer(asked_for, request.closed_plans).plans)
+    monkeypatch.setattr(smp.cli.plan, "find", functools.partial(request.find, planner=request.closed_plans))
     try:
         smp.cli.plan.best(words, row, nodes=1, local=8)
         found["launch"] = True

@@ -17,7 +17,8 @@ from smp.errors import UserError
 from smp.models.registry import family_of
 from smp.parallel import lora
 from smp.parallel.parallelize import add_parameters
-from smp.train.flops import model_flops_per_token, peak_flops
+from smp.plan.devices import peak_flops
+from smp.train.flops import model_flops_per_token
 
 BATCH, LENGTH = 2, 24
 TINY = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}

@@ -9,9 +9,10 @@ from smp.plan.devices import device_row
 from smp.plan.events import StepPhase
 from smp.plan.memory import account
 from smp.plan.shim import compiler
-from smp.plan.worker import Worker
+from smp.plan.worker import worker
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="fake CUDA tensors need a C++ compiler")
+ROW = device_row("h100")
 SIZES = (
     *("--hidden_width", "256", "--num_layers", "8", "--num_heads", "8", "--vocab_size", "2048"),
     *("--max_context_width", "256", "--train_batch_size", "2"),
@@ -44,19 +45,19 @@ MARKED = [pytest.param(name, marks=pytest.mark.full if name in USUAL else pytest
 
 
 @pytest.fixture(scope="module")
-def worker():
-    with Worker() as one:
+def ask():
+    with worker(ROW) as one:
         yield one
 
 
+def plans(ask, *jobs, local=8, exact=False):
+    return ask("plan_layouts", [["--use_synthetic_data", "1", *job] for job in jobs], nodes=1, local=local, row=ROW,
+               exact=exact)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MARKED)
-def test_few_blocks_are_all_blocks(name, worker):
-    few, every = (
-        worker.plan(
-            ["--use_synthetic_data", "1", *CASES[name]], nodes=1, local=8, device=device_row("h100"), exact=exact
-        )
-        for exact in (False, True)
-    )
+def test_few_blocks_are_all_blocks(name, ask):
+    (few,), (every,) = (plans(ask, CASES[name], exact=exact) for exact in (False, True))
     assert (few.method, every.method) == ("blocks", "exact")
     assert few.memory.peak == every.memory.peak
     assert few.memory.own_peaks["activations"] == every.memory.own_peaks["activations"]
@@ -66,12 +67,9 @@ def test_few_blocks_are_all_blocks(name, worker):
 
 
 @pytest.mark.full
-def test_attention_of_a_gpu_is_planned_without_one(worker):
-    words = ["--use_synthetic_data", "1", *LLAMA]
-    plain, *others = (
-        worker.plan([*words, "--attn_implementation", name], nodes=1, local=1, device=device_row("h100"))
-        for name in ("sdpa", "fused", "flash_attention_3")
-    )
+def test_attention_of_a_gpu_is_planned_without_one(ask):
+    names = ("sdpa", "fused", "flash_attention_3")
+    plain, *others = plans(ask, *((*LLAMA, "--attn_implementation", name) for name in names), local=1)
     assert [each.memory.peak for each in others] == [plain.memory.peak] * 2
 
 

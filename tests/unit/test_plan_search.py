@@ -9,11 +9,11 @@ import pytest
 from smp.errors import UserError
 from smp.memory.shape import model_shape
 from smp.models.model_config import resolve_model
-from smp.plan.cost import cost_of, disk_bytes, host_bytes, parse_count
+from smp.plan.closed_time import estimate
+from smp.plan.cost import cost_of, disk_bytes, host_bytes
 from smp.plan.devices import device_row
-from smp.plan.estimate import estimate
 from smp.plan.layouts import LONG, differences, layouts, parts
-from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime
+from smp.plan.records import GIB, LayoutPlan, Moment, RankMemory, StepTime, parse_count
 from smp.plan.request import rates, read_request
 from smp.plan.search import MOST_TRACES, Estimate, Found, instructive, search
 from smp.plan.tables import ranking, title_of
@@ -78,7 +78,7 @@ def test_legal_layouts_divide_the_world_and_keep_what_was_given():
 def test_a_layout_as_it_is_given_is_one():
     (layout,) = found_layouts("--hybrid_shard_degree", 4, fixed=True)
     assert str(layout.mesh) == "dp_replicate 16 x dp_shard 4 x tp 1" and layout.flags == {}
-    assert (layout.work.micro_batch_size, layout.accumulation) == (2, 1)
+    assert (layout.work.micro_batch_size, layout.work.accumulation) == (2, 1)
 
 
 def test_a_given_sharding_degree_leaves_out_the_tensor_parallel_degrees_that_it_does_not_fit():
@@ -92,11 +92,11 @@ def test_a_given_sharding_degree_leaves_out_the_tensor_parallel_degrees_that_it_
 def test_accumulation_keeps_the_global_batch():
     every = found_layouts("--global_batch_size", 256)
     assert {each.tokens for each in every} == {256 * 16}
-    assert all(each.work.micro_batch_size * each.mesh.data.size * each.accumulation == 256 for each in every)
-    assert {each.accumulation for each in every} >= {1, 2, 4}
+    assert all(each.work.micro_batch_size * each.mesh.data.size * each.work.accumulation == 256 for each in every)
+    assert {each.work.accumulation for each in every} >= {1, 2, 4}
     # Each data-parallel process needs a sample.
     assert {each.mesh.data.size for each in found_layouts("--global_batch_size", 32)} == {16, 32}
-    assert {each.accumulation for each in found_layouts("--gradient_accumulation_steps", 3)} == {3}
+    assert {each.work.accumulation for each in found_layouts("--gradient_accumulation_steps", 3)} == {3}
 
 
 def degrees(layouts):

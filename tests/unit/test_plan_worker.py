@@ -27,8 +27,9 @@ from smp.memory.plan import BASE_CPU_BYTES
 from smp.parallel import sharding
 from smp.plan import shim, world
 from smp.plan.devices import DEVICES, DeviceRow
+from smp.plan.fork import in_child
 from smp.plan.plan import plan_layout
-from smp.plan.worker import Worker, in_child, serve
+from smp.plan.worker import serve, worker
 from tests.clock import HANG_SECONDS
 from tests.job import LLAMA, NEOX
 
@@ -37,18 +38,21 @@ WORDS = [*LLAMA, "--use_synthetic_data", "1"]
 OTHER = [*NEOX, "--use_synthetic_data", "1"]
 
 
-def plan(worker, words=WORDS, local=2):
-    return worker.plan(words, nodes=1, local=local, device=CPU)
+def plan(ask, words=WORDS, row=CPU):
+    (found,) = ask("plan_layouts", [words], nodes=1, local=2, row=row)
+    if isinstance(found, UserError):
+        raise found
+    return found
 
 
 @pytest.fixture(scope="module")
-def worker():
+def ask():
     """The process that most of these tests ask, as it starts in a job of the launcher."""
-    with pytest.MonkeyPatch.context() as patch, Worker() as one:
+    with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name == "GLIBC_TUNABLES" or name.startswith("MALLOC_")]:
             patch.delenv(name)
-        one.start(CPU)
-        yield one
+        with worker(CPU) as one:
+            yield one
 
 
 def looked_at():
@@ -66,15 +70,13 @@ def looked_at():
 
 
 @pytest.mark.full
-def test_a_plan_leaves_nothing_behind_and_is_made_again(worker):
+def test_a_plan_leaves_nothing_behind_and_is_made_again(ask):
     """The second, after another model's and an illegal one, is the first, and so is that of another process."""
     before = looked_at()
-    first = plan(worker)
-    assert plan(worker, OTHER) != first
-    with pytest.raises(UserError, match="divide") as refused:
-        plan(worker, [*WORDS, "--tensor_parallel_degree", "3"])
-    assert "\n" not in str(refused.value).strip()
-    assert plan(worker) == first
+    first = plan(ask)
+    together = ask("plan_layouts", [OTHER, [*WORDS, "--tensor_parallel_degree", "3"], WORDS], nodes=1, local=2, row=CPU)
+    assert together[0] != first and together[2] == first
+    assert "divide" in str(together[1]) and "\n" not in str(together[1]).strip()
     here = in_child(functools.partial(plan_layout, WORDS, nodes=1, local=2, row=CPU))
     assert dataclasses.replace(here, memory=first.memory) == first  # malloc is set otherwise here
     assert (here.memory.peak, here.memory.own_peaks) == (first.memory.peak, first.memory.own_peaks)
@@ -84,10 +86,10 @@ def test_a_plan_leaves_nothing_behind_and_is_made_again(worker):
 
 
 @pytest.mark.full
-def test_exchanges_over_all_ranks_are_named_by_the_axis_that_has_them(worker):
+def test_exchanges_over_all_ranks_are_named_by_the_axis_that_has_them(ask):
     row = DeviceRow("cpu", peak=0.1, bandwidth=0.02, links=4.0, network=1.0)
     words = [*WORDS, "--tensor_parallel_degree", "2", "--distributed_backend", "gloo"]
-    step = worker.plan(words, nodes=1, local=2, device=row).step
+    step = plan(ask, words, row).step
     assert step.parts["tensor-parallel exchanges"] > 0
 
 
@@ -106,25 +108,24 @@ def test_what_a_process_holds_beyond_its_tensors():
     (["--hybrid_shard_degree", "3"], "hybrid_shard_degree"),
     (["--offload_activations", "1"], "--offload_dir"),
 ])  # fmt: skip
-def test_flags_that_are_refused_are_a_sentence(words, match, worker):
+def test_flags_that_are_refused_are_a_sentence(words, match, ask):
     with pytest.raises(UserError, match=match) as refused:
-        plan(worker, [*WORDS, *words])
+        plan(ask, [*WORDS, *words])
     assert "Traceback" not in str(refused.value)
 
 
 @pytest.mark.full
-def test_a_directory_of_the_jobs_hosts_need_not_be_here(worker):
-    assert plan(worker, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
+def test_a_directory_of_the_jobs_hosts_need_not_be_here(ask):
+    assert plan(ask, [*WORDS, "--offload_activations", "1", "--offload_dir", "/nowhere/fast"]).memory.needed
 
 
 @pytest.mark.full
 def test_a_worker_that_dies_is_a_sentence():
-    with Worker() as worker:
-        process = worker.start(CPU)
-        process.kill()
-        process.wait()
-        with pytest.raises(UserError, match="the planning process has ended with status -9: see its output above"):
-            plan(worker)
+    with (
+        worker(CPU) as ask,
+        pytest.raises(UserError, match="the planning process has ended with status 1: see its output above"),
+    ):
+        ask("no such call")
 
 
 def test_the_end_of_the_fork_that_plans_is_a_sentence():
@@ -182,8 +183,8 @@ def test_no_gpu_of_a_build_for_cuda_is_asked():
 def test_no_compiler_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with Worker() as worker, pytest.raises(UserError, match=r"needs a C\+\+ compiler .* none is on the PATH"):
-        worker.plan(WORDS, nodes=1, local=2, device=DEVICES["h100"])
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler .* none is on the PATH"), worker(DEVICES["h100"]):
+        pass
 
 
 def test_a_home_that_cannot_be_written_is_a_sentence(monkeypatch, tmp_path):

@@ -29,9 +29,9 @@ from smp.mesh import lay_out
 from smp.models.registry import FAMILIES, family_of
 from smp.parallel import parallelize
 from smp.parallel.activation_checkpoint import checkpointed_blocks
-from smp.parallel.technique import Setup
+from smp.parallel.technique import Sent, Setup, Traffic
+from smp.plan.closed_time import estimate, step_time
 from smp.plan.devices import device_row
-from smp.plan.estimate import estimate
 from smp.plan.records import GIB
 from smp.plan.request import read_request
 from smp.train.optimizer import OptimConfig, build_optimizer
@@ -111,6 +111,22 @@ def test_a_job_is_refused_for_its_cost(listed, tmp_path, monkeypatch):
     request = read_request([*LLAMA, *SYNTHETIC], device_row("h100"), nodes=1, local=8)
     layout = next(request.layouts())
     assert estimate(request.shape, layout, request.row, local=8).memory > 2 * 2**20 * GIB
+
+
+def test_what_it_sends_and_moves_takes_time(monkeypatch):
+    request = read_request([*LLAMA, *SYNTHETIC], device_row("h100"), nodes=1, local=8)
+    layout = next(each for each in request.layouts() if each.mesh.tp.size == 2)
+
+    def parts():
+        return step_time(request.shape, layout.mesh, layout.work, request.row, local=8).parts
+
+    before = parts()
+    sends = Traffic([Sent("all_gather", 2**30, "tp", 2)], moved=2**30)
+    made_up = type("MadeUp", (), {"traffic": staticmethod(lambda shape, mesh, work: sends)})
+    monkeypatch.setattr(parallelize, "TECHNIQUES", [*parallelize.TECHNIQUES, made_up])
+    after = parts()
+    assert after["tensor-parallel exchanges"] > before["tensor-parallel exchanges"] + 0.001
+    assert after["compute"] > before["compute"]
 
 
 @pytest.mark.parametrize(("place", "sharded"), [(0, False), (5, False), (9, True)])

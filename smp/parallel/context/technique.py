@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import nn
 
 from smp.config import ActivationConfig, ParallelConfig
-from smp.memory.shape import ModelShape, Moment, Workload
+from smp.memory.shape import NONE, ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.microbatch import Microbatch
 from smp.models.model_config import ModelConfig
@@ -19,9 +20,13 @@ from smp.parallel.context.attention import name_of, register
 from smp.parallel.context.batch import cut
 from smp.parallel.context.fit import misfit
 from smp.parallel.context.kernels import GPU_DTYPES
-from smp.parallel.technique import Setup
+from smp.parallel.technique import Sent, Setup, Traffic
 
 Config = ParallelConfig
+# Bytes that a forward pass of attention over the ranks of a sequence moves of each value of queries and of keys and
+# values that they see: packed, merged in fp32, put back. From a trace of Llama 3 8B.
+_MERGED_BYTES = 25
+_REDUCE_BYTES = 4  # gradients are added up in fp32
 
 
 def problems(hf_config: Any, setup: Setup) -> list[str]:
@@ -133,3 +138,29 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
         of_token = (queries + keys) * (wide + 3 * size)
     of_mlp = 2 * shape.intermediate * size
     return {"activations": work.tokens(mesh) * -(-max(0, of_token - of_mlp) // mesh.tp.size)}
+
+
+def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
+    """Count the exchanges of attention, and what its results are packed and merged with."""
+    cp, tp, exchange = mesh.cp.size, mesh.tp.size, work.settings[Config].cp_comm_type
+    if cp == 1:
+        return Traffic()
+    tokens, heads, key_value_heads = work.tokens(mesh), shape.heads, shape.key_value_heads or shape.heads
+    width, forwards = shape.attention or shape.hidden, 1 if work.recomputation == NONE else 2
+    keys = 2 * width * key_value_heads / heads  # and values
+
+    def sent(kind: str, values: float, times: int, hidden_by: str = "", size: int = work.compute_bytes) -> Sent:
+        return Sent(kind, size * tokens * values / tp, "cp", times, hidden_by)
+
+    if exchange == "p2p":
+        found = [
+            sent("send", keys, forwards * (cp - 1), "forward"), sent("send", keys, cp - 1, "backward"),
+            sent("send", keys, cp, "backward", _REDUCE_BYTES),
+        ]  # fmt: skip
+    elif exchange == "all_gather":
+        found = [sent("all_gather", cp * keys, forwards + 1), sent("reduce_scatter", cp * keys, 1)]
+    else:
+        copied = math.lcm(key_value_heads // tp or 1, cp) / (key_value_heads / tp)
+        found = [sent("all_to_all", values, forwards + 1) for values in (width + copied * keys, width)]
+    seen, turns = cp if exchange == "all_gather" else 1, cp / 2 if exchange == "p2p" else 1
+    return Traffic(found, _MERGED_BYTES * tokens * turns * (width + seen * keys) / tp)

@@ -11,11 +11,11 @@ from torch import nn
 from smp.comm.symmetric import neighbours_obstacle
 from smp.config import CommConfig, ParallelConfig
 from smp.errors import UserError
-from smp.memory.shape import ModelShape, Moment, Workload, splits_tokens
+from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Moment, Workload, splits_tokens
 from smp.mesh import Mesh
 from smp.models.family import tensor_parallel_problems
 from smp.parallel.choices import Choice, Situation
-from smp.parallel.technique import Setup
+from smp.parallel.technique import Sent, Setup, Traffic
 from smp.parallel.tensor.group import TPGroup
 from smp.parallel.tensor.split import is_split, split_model
 
@@ -96,3 +96,14 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     state = work.tokens(mesh) * shape.hidden * work.compute_bytes
     buffers = 2 * state // mesh.tp.size if work.settings[Config].tp_overlap else 0
     return {"activations": state, "communication buffers": buffers}
+
+
+# A gather and a reduction of attention and of the MLP, forward and backward. Recomputation repeats them, selective
+# recomputation the gathers only.
+_CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
+
+
+def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
+    """Count the exchanges of hidden states."""
+    state = work.compute_bytes * work.tokens(mesh) * shape.hidden
+    return Traffic([Sent("all_gather", state, "tp", _CROSSINGS[work.recomputation])])
