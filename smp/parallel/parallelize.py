@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, Settings
 from smp.delayed_init import build_on_meta, fill_added_, initialize_, materialize_
 from smp.errors import ConfigError, UserError
 from smp.memory.shape import ModelShape, model_shape
@@ -88,9 +88,9 @@ def left_padding_misfit(setup: Setup) -> str | None:
     return None
 
 
-def settings_of(values: Mapping[str, Any]) -> Settings:
-    """Build the techniques' sections from all settings by name."""
-    kinds = dict.fromkeys(each.Config for each in TECHNIQUES)
+def settings_of(values: Mapping[str, Any], *others: type[Section]) -> Settings:
+    """Build the techniques' sections, and others, from all settings by name."""
+    kinds = dict.fromkeys([*(each.Config for each in TECHNIQUES), *others])
     names = {kind: {field.name for field in dataclasses.fields(kind)} & values.keys() for kind in kinds}
     return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 

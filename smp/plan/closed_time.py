@@ -38,6 +38,7 @@ REDUCE_BYTES = 4  # gradients are reduced in fp32
 CROSSINGS = {NONE: 8, SELECTIVE: 10, FULL: 12}
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
 # dispatch modes, taken as twice the time. Counted on Llama: 34 forward, 67 backward.
+FORWARD_OPERATIONS = 34
 OPERATIONS = {NONE: 101, SELECTIVE: 270, FULL: 135}
 
 
@@ -55,6 +56,8 @@ class ClosedLayout:
         keep_gathered: whether parameters stay gathered between forward and backward (ZeRO-2).
         value_bytes: of a parameter and an activation in computation: 2 for bf16, 4 for fp32.
         offloaded: bytes of activations that go to the host's memory and come back, in a step.
+        pairs: whether the loss is that of pairs, whose backward makes the logits again.
+        reference: whether their reference is computed beside the policy, by a forward pass more.
     """
 
     sequence: int
@@ -72,11 +75,18 @@ class ClosedLayout:
     value_bytes: int = 2
     weight_bytes: float | None = None  # None: as values
     offloaded: int = 0
+    pairs: bool = False
+    reference: bool = False
 
     @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on one rank."""
         return self.batch * self.sequence / self.cp
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a block for each of its backward passes."""
+        return 1 + (self.recompute != NONE) + self.reference
 
 
 class ClosedTime(NamedTuple):
@@ -150,7 +160,7 @@ def _attention_exchanges(shape: ModelShape, layout: ClosedLayout) -> tuple[list[
     """Return what a block sends among the ranks of a sequence, forward (also recomputed) and backward."""
     if layout.cp == 1:
         return [], []
-    forwards = 1 if layout.recompute == NONE else 2
+    forwards = layout.forwards
     width = shape.attention or shape.hidden
     heads, key_value_heads = shape.heads, shape.key_value_heads or shape.heads
     own = 2 * layout.tokens * width * key_value_heads / heads  # keys and values of a rank's tokens
@@ -181,6 +191,15 @@ def _trained(shape: ModelShape, layout: ClosedLayout) -> tuple[float, float, flo
         return trained.block, trained.table + trained.last, trained.parameters / layout.shard
     outside = shape.hidden * shape.vocabulary / layout.tp
     return _block_weights(shape) / layout.tp, outside, shape.parameters / layout.tp / layout.shard
+
+
+def _head_seconds(shape: ModelShape, layout: ClosedLayout, row: DeviceRow, *, trained: bool) -> float:
+    again = layout.pairs + layout.reference  # forward passes of the head alone
+    logits = layout.tokens * shape.vocabulary / layout.tp
+    products = 2 * (3 if trained else 2) + 2 * again
+    moved = (1 + again / 2) * LOGIT_BYTES * logits
+    compute = products * logits * shape.hidden / (row.flops(layout.value_bytes) * row.efficiency.products)
+    return compute + moved / (row.bandwidth * 1e12 * row.efficiency.memory)
 
 
 def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> ClosedTime:
@@ -217,11 +236,13 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
         return sum(each.times * send(*each.exchange, on_host, each.times * blocks) for each in sent)
 
     value, shard = layout.value_bytes, layout.shard
-    gathers = 1 if layout.keep_gathered else 2
+    more = layout.reference
+    forward_gathers, backward_gathers = (1, 0) if layout.keep_gathered else (1 + more, 1)
+    gathers = forward_gathers + backward_gathers
     reduced, outside, held = _trained(shape, layout)
     gather = send("all_gather", (layout.weight_bytes or value) * weights, shard, host, gathers * blocks)
     scatter = send("reduce_scatter", REDUCE_BYTES * reduced, shard, host, blocks)
-    crossings = CROSSINGS[layout.recompute]
+    crossings = CROSSINGS[layout.recompute] + more * CROSSINGS[NONE] // 2
     crossing = send("all_gather", value * tokens * shape.hidden, layout.tp, layout.local, crossings * blocks)
     vocabulary = shape.hidden * shape.vocabulary / layout.tp
     # What nothing hides: the embedding's gather, the first block's, and the last reductions.
@@ -230,18 +251,17 @@ def closed_step(shape: ModelShape, layout: ClosedLayout, row: DeviceRow) -> Clos
     replicas = 2 * ring_seconds(REDUCE_BYTES * held, layout.replicas, min(layout.replicas, max(1, host // shard)), row)
     send("all_reduce", REDUCE_BYTES * held, layout.replicas, host // shard, 1)
     forward, backward = block.forward, block.backward(layout.recompute)
-    head = (6 if outside else 4) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
-    head += tokens * shape.vocabulary / layout.tp * LOGIT_BYTES / memory
-    compute = layout.accumulation * (shape.layers * (forward + backward) + head)
+    head = _head_seconds(shape, layout, row, trained=bool(outside))
+    compute = layout.accumulation * (shape.layers * ((1 + more) * forward + backward) + head)
     attention_forward, attention_backward = (waited(sent) for sent in _attention_exchanges(shape, layout))
-    issued = row.host_us * 1e-6 * OPERATIONS[layout.recompute] * blocks
+    issued = row.host_us * 1e-6 * (OPERATIONS[layout.recompute] + more * FORWARD_OPERATIONS) * blocks
     offloading = 2 * layout.offloaded / (row.host_link * row.efficiency.links * 1e9) if row.host_link else 0.0
     if row.is_gpu:
-        exposed = max(0.0, gather - forward) + max(0.0, (gathers - 1) * gather + scatter - backward)
+        exposed = forward_gathers * max(0.0, gather - forward)
+        exposed += max(0.0, backward_gathers * gather + scatter - backward)
         ends += gather + scatter
         if layout.exchange == "p2p":
-            passes = 1 if layout.recompute == NONE else 2
-            attention_forward = max(0.0, attention_forward - passes * block.attention_forward)
+            attention_forward = max(0.0, attention_forward - layout.forwards * block.attention_forward)
             attention_backward = max(0.0, attention_backward - block.attention_backward)
         issued = 0.0 if layout.fused else max(0.0, issued - compute)
         offloading = max(0.0, offloading - compute)

@@ -16,6 +16,7 @@ from smp.plan.devices import DeviceRow
 from smp.plan.layouts import Layout
 from smp.plan.records import StepTime
 from smp.plan.search import Estimate
+from smp.train.preference import Config as PreferenceConfig
 
 
 def estimate(shape: ModelShape, layout: Layout, row: DeviceRow, *, local: int) -> Estimate:
@@ -35,6 +36,7 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         local: ranks of a host.
     """
     activation, parallel = work.settings[ActivationConfig], work.settings[ParallelConfig]
+    adapters, preference = work.settings[LoraConfig], work.settings[PreferenceConfig]
     mode = SELECTIVE if activation.activation_checkpointing_mode == "selective" else FULL
     blocks = max(0, shape.layers - activation.activation_loading_horizon) if activation.offload_activations else 0
     closed = ClosedLayout(
@@ -51,7 +53,9 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
         cp=mesh.cp.size,
         exchange=cast(str, parallel.cp_comm_type),
         value_bytes=work.compute_bytes,
-        weight_bytes=BYTES if work.settings[LoraConfig].qlora else None,
+        weight_bytes=BYTES if adapters.qlora else None,
+        pairs=preference.dpo,
+        reference=preference.dpo and not preference.keeps_reference(adapters),
         offloaded=waiting_bytes(shape, mesh, work, blocks=blocks) * work.accumulation if blocks else 0,
     )
     seconds, parts, inside, between = closed_step(shape, closed, row)

@@ -92,10 +92,6 @@ def read_request(
         config = parse_args(argv)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
-        if config.preference.dpo:
-            raise UserError(
-                "--dpo 1 has a loss of pairs, and a step of the loss of tokens is what is planned: leave it out"
-            )
         model = resolve_model(config.model, here=not row.is_gpu)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length

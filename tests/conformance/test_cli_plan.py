@@ -229,7 +229,6 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         ),
         (["--model_type", "gpt_neox", "--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
         (["--evaluate_only", 1], "--evaluate_only 1 trains nothing, and a training step is what is planned"),
-        (["--dpo", 1], "--dpo 1 has a loss of pairs, and a step of the loss of tokens is what is planned"),
         (["--num_heads", 4, "--tensor_parallel_degree", 8], "8 does not divide the 4 attention heads: choose one of 1"),
         (
             ["--model", "llama_tiny", "--hybrid_shard_degree", 3],

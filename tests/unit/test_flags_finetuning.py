@@ -132,7 +132,6 @@ def test_preferences(tmp_path):
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--z_loss", 0.1], "--z_loss is added to the loss of tokens"),
     (["--dpo", 1, *CHATS, "--attn_pdrop", 0.2], "--dpo 1 trains without dropout, as TRL: leave --attn_pdrop out"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--lora_dropout", 0.1], "as TRL: leave --lora_dropout out"),
-    (["--dpo", 1, *CHATS, "--lora_rank", 2, "--plan", 1], "--plan 1 plans a step of the loss of tokens"),
 ])  # fmt: skip
 def test_preferences_that_do_not_fit(tmp_path, words, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):

@@ -124,6 +124,25 @@ def test_what_a_rank_sends():
     assert (alone.inside, alone.between) == (0, 0)
 
 
+def test_a_reference_beside_the_policy_is_a_forward_pass_more():
+    shape = ModelShape(10**6, 0, 0, 1, 100, 400, 10, 1000, False, frozen_but=Trained(0, 0, 0, 0))
+    layout = ClosedLayout(100, 1, shard=16)
+    one, pairs, beside = (
+        closed_step(shape, dataclasses.replace(layout, **change), GPU)
+        for change in ({}, {"pairs": True}, {"pairs": True, "reference": True})
+    )
+    weights, head = 100 * (400 + 800), 100 * 1000  # of the block, and of the head, whose logits backward makes again
+    scores = 2 * 2 * 100 * 100 * 100 / 2
+
+    def more(of, than):
+        return 1e12 * (of.parts["compute"] - than.parts["compute"])
+
+    assert more(pairs, one) == pytest.approx(2 * 100 * head)
+    assert more(beside, pairs) == pytest.approx(2 * 100 * (weights + head) + scores)
+    assert pairs.inside + pairs.between == one.inside + one.between
+    assert beside.inside + beside.between - one.inside - one.between == pytest.approx(2 * weights * 15 / 16, rel=1e-3)
+
+
 def test_on_a_cpu_everything_takes_its_turn():
     shape, layout = ModelShape(10**6, 0, 0, 4, 100, 400, 10, 1000, False), ClosedLayout(100, 1, shard=2, value_bytes=4)
     gpu = dataclasses.replace(GPU, fp32=1.0, host_us=1.0)
