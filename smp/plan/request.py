@@ -13,7 +13,8 @@ import torch
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.data.config import NO_DATA
+from smp.data.config import NO_DATA, DataConfig
+from smp.data.data_pipeline import BatchShape, open_samples
 from smp.errors import ConfigError, UserError
 from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
@@ -52,6 +53,7 @@ class Request:
     settings: dict[str, Any]
     given: frozenset[str]
     checkpoint: CheckpointConfig
+    data: DataConfig
     row: DeviceRow
     nodes: int
     local: int
@@ -106,7 +108,7 @@ def read_request(
     except ConfigError as error:
         raise ConfigError([text for text in error.problems if text != NO_DATA]) from None
     return Request(
-        argv, config.flat(), config.given, config.checkpoint, row, nodes, local, model,
+        argv, config.flat(), config.given, config.checkpoint, config.data, row, nodes, local, model,
         shape_of(model, settings_of(config.flat())),
     )  # fmt: skip
 
@@ -210,6 +212,25 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
         host=host_bytes(*sizes, local=request.local),
         disk=disk_bytes(*sizes, local=request.local),
     )
+
+
+def packing(request: Request) -> Iterator[str]:
+    """Yield what the job's start says of the conversations that are given: how full sequences are, and what is trained.
+
+    They are read, and converted into the job's token cache.
+    """
+    data, model = request.data, request.model
+    if not data.is_chat or (data.training_dir or data.dataset_name) is None:
+        return
+    shape = BatchShape(
+        sequence_length=model.sequence_length, vocab_size=model.hf_config.vocab_size, global_batch_size=1,
+        micro_batch_size=1, data_rank=0, data_size=1, seed=0, pairs=request.settings["dpo"],
+        tokenizer_dir=str(model.tokenizer_dir) if model.tokenizer_dir else None,
+    )  # fmt: skip
+    try:
+        yield f"{open_samples(data, split='train', batch=shape).summary}."
+    except UserError as error:
+        yield f"How much of a sequence is trained on is not known here: {error}."
 
 
 def rates(request: Request, plan: LayoutPlan) -> dict[str, float]:
