@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from smp.config import Settings
 from smp.mesh import resolve_mesh
 from smp.models.model_config import resolve_model
-from smp.parallel.parallelize import prepare_model
+from smp.parallel.parallelize import compute_dtype, prepare_model
 from smp.runtime import Launch, process_group
 from smp.train.arguments import FLAGS, parse_args
 from smp.train.run_plan import make_plan
@@ -65,7 +65,7 @@ def one_process(words: Words) -> Iterator[Any]:
         resolved = resolve_model(config.model)
         model = prepare_model(
             resolved, mesh=mesh, settings=Settings((config.parallel, config.activation, config.loss, config.lora)),
-            dtype=torch.float32, device=device, seed=config.run.seed, load_weights=True,
+            dtype=compute_dtype(config.precision, device), device=device, seed=config.run.seed, load_weights=True,
         )  # fmt: skip
         yield SimpleNamespace(model=model, config=config)
 

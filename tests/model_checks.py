@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import smp
 from smp.errors import UserError
+from smp.models.attention_support import attention_misfit, default_attention
 from smp.models.registry import family_of
 from smp.parallel.context.fit import misfit
 from smp.parallel.parallelize import fill_model, parallelize
@@ -128,8 +129,13 @@ def _shard(model: nn.Module) -> nn.Module:
 
 
 def meta_model(hf_config: Any) -> nn.Module:
-    """Build a model on the meta device, with the attention that transformers has chosen for the plain one."""
-    return smp.meta_init(hf_config, attn_implementation=hf_config._attn_implementation)
+    """Build a model on the meta device, with the attention that transformers has chosen for the plain one.
+
+    transformers 5.17 chooses sdpa where scores are capped, which sdpa leaves out.
+    """
+    name = hf_config._attn_implementation
+    fits = attention_misfit(hf_config, name) is None
+    return smp.meta_init(hf_config, attn_implementation=name if fits else default_attention(hf_config))
 
 
 @torch.no_grad()

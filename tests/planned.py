@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers.models.gpt_neox.modeling_gpt_neox
@@ -18,17 +19,20 @@ import transformers.models.llama.modeling_llama
 import transformers.models.mistral.modeling_mistral  # noqa: F401  imported before the ranks are forked
 
 from smp.data.data_pipeline import StepBatch
+from smp.data.packing import Collator, Row
 from smp.errors import Problems
 from smp.faults.agreement import count
 from smp.loss import shift_labels
 from smp.memory.categories import CATEGORIES, OTHER
 from smp.memory.profile import MemoryProfile, profile_memory
+from smp.microbatch import Microbatch
 from smp.models.model_config import resolve_model
 from smp.parallel.parallelize import prepare_model
 from smp.plan.shim import python_with
 from smp.runtime import Launch
 from smp.train.arguments import parse_args
 from smp.train.optimizer import build_optimizer
+from smp.train.preference import loss_of
 from smp.train.run_plan import Job, make_job
 from smp.train.step import train_step
 from tests.distributed import run_distributed
@@ -45,10 +49,19 @@ def job_of(words: list[str], world: int, rank: int, device: torch.device = CPU) 
 
 def _batch(job: Job) -> StepBatch:
     size, length = job.config.run.train_batch_size, job.model.sequence_length
+    preference = job.config.preference
 
-    def microbatch() -> dict[str, torch.Tensor]:
+    def microbatch() -> Microbatch:
         ids = torch.randint(0, job.model.hf_config.vocab_size, (size, length))
-        return {"input_ids": ids, "targets": shift_labels(ids), "sample_ids": torch.arange(size)}
+        if preference.dpo:  # a pair a row, of answers of equal length
+            documents = np.array([length // 2, length - length // 2])
+            rows = [Row(row.numpy(), None, None, documents) for row in ids]
+            found = Collator(sequence_length=length, pad_token_id=0, document_end=0)(rows)
+        else:
+            found = {"input_ids": ids, "targets": shift_labels(ids)}
+        if preference.keeps_reference(job.config.lora):
+            found["reference"] = torch.zeros(size, 2)
+        return {**found, "sample_ids": torch.arange(size)}
 
     count = job.config.run.gradient_accumulation_steps
     return StepBatch([microbatch() for _ in range(count)], torch.arange(size * count))
@@ -71,6 +84,7 @@ def _measure(words: list[str], folder: str) -> None:
     others = MemoryProfile(torch.nn.Module(), None, CPU).latest().total  # of tests that this process was forked from
     job = job_of(words, dist.get_world_size(), dist.get_rank())
     mesh, config = job.mesh.join("cpu"), job.config
+    setup = dataclasses.replace(job.setup, mesh=mesh)
     model = prepare_model(
         job.model, mesh=mesh, settings=job.setup.settings, dtype=job.dtype, device=CPU, seed=1, load_weights=False
     )
@@ -82,8 +96,8 @@ def _measure(words: list[str], folder: str) -> None:
 
         def run(record, batch=batch) -> None:
             train_step(
-                model, optimizer, batch, setup=dataclasses.replace(job.setup, mesh=mesh), device=CPU, grad_clip=1.0,
-                record=record,
+                model, optimizer, batch, setup=setup, device=CPU, grad_clip=1.0,
+                record=record, objective=loss_of(setup),
             )  # fmt: skip
 
         if step < 2:
@@ -142,7 +156,7 @@ def _plan(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
             return {"error": f"{type(error).__name__}: {error}"}
         raise
     step = whole_step(trace, Repeat(trace.blocks, trace.blocks, 1, 1))
-    found = account(step, shared=trace.shared, waiting=untraced_bytes(job) if device.type == "cpu" else 0)
+    found = account(step, shared=trace.shared, waiting=untraced_bytes(job) if device.type == "cpu" else None)
     answer = {"total": found.peak.total, "at_peak": dict(found.peak.categories), "own_peaks": dict(found.own_peaks)}
     return answer if device.type == "cpu" else {**answer, "reserved": reserved_bytes(step)}
 

@@ -316,6 +316,11 @@ def create_data_pipeline(config: DataConfig, *, split: Split, batch: BatchShape)
     )
 
 
+def open_samples(config: DataConfig, *, split: Split, batch: BatchShape) -> PackedSamples:
+    """Open the conversations, or pairs, of one split as packed; raises as :func:`create_data_pipeline`."""
+    return cast(PackedSamples, _open_source(config, split, batch)[0])
+
+
 def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[RowSource, int | None]:
     """Open the rows of one split; returns them, and the id that ends a document where the source knows it."""
     length, vocab = batch.sequence_length, batch.vocab_size

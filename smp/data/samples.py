@@ -59,6 +59,7 @@ class PackedSamples:
     Attributes:
         numbers: of the samples that are taken, in the data's order.
         names: of the documents of a sample, with a place for its number.
+        summary: how full the sequences are, and how many of their tokens are trained on, in a line.
 
     Raises:
         UserError: a sample is too long and such are refused, or none remains.
@@ -107,11 +108,13 @@ class PackedSamples:
         self.fingerprint = digest_of(fingerprint, sequence_length, dataclasses.astuple(choice))
         tokens, count = int(self._lengths[chosen].sum()), len(self)
         cut = f", {len(long)} {'cut' if choice.overlong == 'cut' else 'left out'} as too long" if len(long) else ""
-        log.info(
-            "%s: %d samples in %d sequences (%.1f %% full), %.1f %% of their tokens trained on%s%s",
-            what, len(chosen), count, 100 * tokens / count / sequence_length, 100 * int(trained.sum()) / tokens, cut,
-            f", {idle} left out as nothing of them is trained on" if idle else "",
-        )  # fmt: skip
+        left_out = f", {idle} left out as nothing of them is trained on" if idle else ""
+        self.summary = (
+            f"{what}: {len(chosen)} samples in {count} sequences "
+            f"({100 * tokens / count / sequence_length:.1f} % full), "
+            f"{100 * int(trained.sum()) / tokens:.1f} % of their tokens trained on{cut}{left_out}"
+        )
+        log.info(self.summary)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -115,7 +115,7 @@ def is_frozen(model: nn.Module) -> bool:
 
 
 def narrow_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep what a technique has frozen, on the meta device, in the dtype of the computation: no more is read of it."""
+    """Keep what a technique has frozen, without values, in the dtype of the computation: no more is read of it."""
     narrow: dict[int, nn.Parameter] = {}  # a tied one once
     for name in getattr(model, _FROZEN, ()):
         parameter = model.get_parameter(name)

@@ -23,7 +23,7 @@ from smp.config import ActivationConfig, Section, Settings, setting
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
 from smp.json_input import read_object
-from smp.memory.shape import ModelShape, Workload
+from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen
 from smp.models.family import Family
@@ -293,10 +293,13 @@ def _replace_products(model: nn.Module, family: Family, settings: Settings) -> N
 
 
 def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
-    """Count what weights in 4 bits save."""
-    if not work.settings[Config].qlora:
-        return {}
-    return nf4.cost(shape, work, shard=mesh.shard.size, gathered=gathered_blocks(shape, mesh, work))
+    """Count what weights in 4 bits save, and the mask of dropout that is made for the widest layer's input."""
+    found: dict[str, int] = {}
+    if work.settings[Config].qlora:
+        found = nf4.cost(shape, work, shard=mesh.shard.size, gathered=gathered_blocks(shape, mesh, work))
+    if work.moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK) and has_dropout(work.settings):
+        found["activations"] = found.get("activations", 0) + work.tokens(mesh) * shape.intermediate // mesh.tp.size
+    return found
 
 
 def adapt(

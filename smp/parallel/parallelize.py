@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Settings
+from smp.config import ActivationConfig, LossConfig, ParallelConfig, PrecisionConfig, Section, Settings
 from smp.delayed_init import build_on_meta, fill_added_, initialize_, materialize_
 from smp.errors import ConfigError, UserError
 from smp.memory.shape import ModelShape, model_shape
@@ -88,9 +88,9 @@ def left_padding_misfit(setup: Setup) -> str | None:
     return None
 
 
-def settings_of(values: Mapping[str, Any]) -> Settings:
-    """Build the techniques' sections from all settings by name."""
-    kinds = dict.fromkeys(each.Config for each in TECHNIQUES)
+def settings_of(values: Mapping[str, Any], *others: type[Section]) -> Settings:
+    """Build the techniques' sections, and others, from all settings by name."""
+    kinds = dict.fromkeys([*(each.Config for each in TECHNIQUES), *others])
     names = {kind: {field.name for field in dataclasses.fields(kind)} & values.keys() for kind in kinds}
     return Settings(tuple(kind(**{name: values[name] for name in names[kind]}) for kind in kinds))
 
@@ -120,12 +120,13 @@ def shape_of(resolved: ResolvedModel, settings: Settings) -> ModelShape:
     return model_shape(resolved, lambda model: add_parameters(model, resolved.family, settings))
 
 
-def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
+def apply_techniques(model: nn.Module, setup: Setup, *, keeps_values: bool = True) -> nn.Module:
     """Apply every technique that is asked for, in place.
 
     Args:
         model: of the family's architecture, real or on the meta device.
         setup: its mesh is joined.
+        keeps_values: whether the model's own values, if it has any, are the last it gets.
 
     Raises:
         ConfigError: naming every technique that does not fit the model and the mesh.
@@ -136,7 +137,8 @@ def apply_techniques(model: nn.Module, setup: Setup) -> nn.Module:
         raise ConfigError(problems)
     cast(Any, model.config).use_cache = False  # recomputation would fill it twice
     add_parameters(model, setup.family, setup.settings)
-    if setup.dtype == torch.bfloat16 and next(model.parameters()).is_meta:  # a script's values are its own
+    kept = keeps_values and not next(model.parameters()).is_meta  # a script's
+    if setup.dtype == torch.bfloat16 and not kept:
         added.narrow_frozen_(model, setup.dtype)
     for each in TECHNIQUES:
         each.apply(model, setup)
@@ -202,7 +204,7 @@ def prepare_model(
     record("Before model creation")
     model = build_on_meta(build) if resolved.delayed_param else build()
     record("Before FSDP wrapper")
-    apply_techniques(model, Setup(resolved.family, mesh, settings, dtype, device.type))
+    apply_techniques(model, Setup(resolved.family, mesh, settings, dtype, device.type), keeps_values=False)
     fill_model(
         model,
         resolved.hf_config,

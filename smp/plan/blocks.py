@@ -14,7 +14,9 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from smp.plan.events import BACKWARD, FORWARD, UPDATE, StepPhase, Trace
+from smp.plan.events import BACKWARD, FORWARD, REFERENCE, UPDATE, StepPhase, Trace
+
+_ORDER = (REFERENCE, FORWARD, BACKWARD)  # of a micro-batch
 
 
 class UnequalBlocksError(Exception):
@@ -101,7 +103,7 @@ def _places(trace: Trace, repeated: Repeat) -> Iterator[tuple[StepPhase, StepPha
             continue
         by_block = {place.block: place for place in group}
         count = range(repeated.wanted)
-        for block in count if group[0].phase == FORWARD else reversed(count):
+        for block in reversed(count) if group[0].phase == BACKWARD else count:
             template = by_block[repeated.template(block)]
             yield template._replace(block=block), template
 
@@ -110,12 +112,12 @@ def _in_a_step(place: StepPhase) -> tuple[int, int, int]:
     """Return the sorting key of a place."""
     if place.phase == UPDATE:
         return (1 << 30, 0, 0)
-    if place.phase not in (FORWARD, BACKWARD):
+    if place.phase not in _ORDER:
         return (-1, 0, 0)
-    forward = place.phase == FORWARD
+    forward = place.phase != BACKWARD
     between = {"embedding": -1 if forward else 1 << 30, "head": 1 << 30 if forward else -(1 << 30)}
     inside = between[place.part] if place.block is None else place.block if forward else -place.block
-    return (place.microbatch, 0 if forward else 1, inside)
+    return (place.microbatch, _ORDER.index(place.phase), inside)
 
 
 class _Births:

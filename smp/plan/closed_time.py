@@ -8,6 +8,7 @@ takes its turn on the same cores.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from smp.plan.exchange import exchange_seconds, sent_bytes
 from smp.plan.layouts import Layout
 from smp.plan.records import StepTime
 from smp.plan.search import Estimate
+from smp.train.preference import Config as PreferenceConfig
 
 # Hidden states (of `hidden`) and inner states (of `intermediate`) that a block's element-wise kernels read or write in
 # a forward pass: two norms in fp32 steps, rotary embedding, two residuals; activation and gate. Eager transformers
@@ -40,6 +42,7 @@ UPDATE_BYTES = 4 * (7 + 3 + 1)
 REDUCE_BYTES = 4  # gradients are reduced in fp32
 # Operations of an eager block, forward and backward, as the host issues them; those of selective recomputation pass two
 # dispatch modes, taken as twice the time. Counted on Llama: 34 forward, 67 backward.
+FORWARD_OPERATIONS = 34
 OPERATIONS = {NONE: 101, SELECTIVE: 270, FULL: 135}
 
 
@@ -152,14 +155,20 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     torch's ``fully_shard``.
     """
     activation, value, tokens, tp = work.settings[ActivationConfig], work.compute_bytes, work.tokens(mesh), mesh.tp.size
-    traffic = [member(technique, "traffic")(shape, mesh, work) for technique in parallelize.TECHNIQUES]
+    preference, adapters = work.settings[PreferenceConfig], work.settings[LoraConfig]
+    more = preference.dpo and not preference.keeps_reference(adapters)  # the reference's forward pass
+    techniques = [member(technique, "traffic") for technique in parallelize.TECHNIQUES]
+    traffic = [each(shape, mesh, work) for each in techniques]
     block = _block(shape, mesh, work, row, merged=sum(each.moved for each in traffic))
+    if more:
+        traffic += [each(shape, mesh, dataclasses.replace(work, forward_only=True)) for each in techniques]
     memory, recompute = row.bandwidth * 1e12 * row.efficiency.memory, work.recomputation
     links, blocks = _Links(mesh, row, local), work.accumulation * shape.layers
     once = not mesh.reshard_after_forward or not work.settings[ParallelConfig].reshard_between_microbatches
-    gathers = 1 if once else 2
+    forward_gathers, backward_gathers = (1, 0) if once else (1 + more, 1)
+    gathers = forward_gathers + backward_gathers
     reduced, outside, held = _trained(shape, mesh)
-    weight_bytes = BYTES if work.settings[LoraConfig].qlora else value
+    weight_bytes = BYTES if adapters.qlora else value
     gather = links.send("all_gather", weight_bytes * (_block_weights(shape) / tp), "dp_shard", gathers * blocks)
     scatter = links.send("reduce_scatter", REDUCE_BYTES * reduced, "dp_shard", blocks)
     vocabulary = shape.hidden * shape.vocabulary / tp
@@ -168,19 +177,21 @@ def step_time(shape: ModelShape, mesh: Mesh, work: Workload, row: DeviceRow, *, 
     ends += links.send("reduce_scatter", REDUCE_BYTES * outside, "dp_shard", work.accumulation)
     replicas = links.send("all_reduce", REDUCE_BYTES * held, "dp_replicate", 1)
     forward, backward = block.forward, block.backward(recompute)
-    head = (6 if outside else 4) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
-    head += tokens * shape.vocabulary / tp * LOGIT_BYTES / memory
-    compute = work.accumulation * (shape.layers * (forward + backward) + head)
-    issued = row.host_us * 1e-6 * OPERATIONS[recompute] * blocks
+    again = preference.dpo + more  # forward passes of the head alone: backward of pairs makes the logits again
+    head = (2 * again + (6 if outside else 4)) * tokens * vocabulary / (row.flops(value) * row.efficiency.products)
+    head += (1 + again / 2) * tokens * shape.vocabulary / tp * LOGIT_BYTES / memory
+    compute = work.accumulation * (shape.layers * ((1 + more) * forward + backward) + head)
+    issued = row.host_us * 1e-6 * (OPERATIONS[recompute] + more * FORWARD_OPERATIONS) * blocks
     offloaded = 0
     if activation.offload_activations and (waiting := max(0, shape.layers - activation.activation_loading_horizon)):
         offloaded = waiting_bytes(shape, mesh, work, blocks=waiting) * work.accumulation
     offloading = 2 * offloaded / (row.host_link * row.efficiency.links * 1e9) if row.host_link else 0.0
     hiding = dict[str, float]()
     if row.is_gpu:
-        exposed = max(0.0, gather - forward) + max(0.0, (gathers - 1) * gather + scatter - backward)
+        exposed = forward_gathers * max(0.0, gather - forward)
+        exposed += max(0.0, backward_gathers * gather + scatter - backward)
         ends += gather + scatter
-        passes = 1 if recompute == NONE else 2
+        passes = 1 + (recompute != NONE) + more
         hiding = {"forward": passes * block.attention_forward, "backward": block.attention_backward}
         issued = 0.0 if activation.compile is True else max(0.0, issued - compute)
         offloading = max(0.0, offloading - compute)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from smp.memory.profile import _Storage
 
 BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
+REFERENCE = "forward of the reference"  # without gradients, before that of the policy, of pairs of answers
 
 
 class StepPhase(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smp.axes import AXES, divisors, fit_together, split_degrees
-from smp.config import AUTO, ActivationConfig, ParallelConfig, Settings
+from smp.config import AUTO, ActivationConfig, ParallelConfig
 from smp.memory.advice import OFFLOADING, RECOMPUTATION
 from smp.memory.shape import Workload, workload
 from smp.mesh import Mesh, lay_out, resolve_mesh, sharding_choices
@@ -19,6 +19,7 @@ from smp.models.model_config import ModelConfig, ResolvedModel
 from smp.parallel.context.technique import problems
 from smp.parallel.parallelize import settings_of
 from smp.parallel.technique import Setup
+from smp.train.preference import Config as PreferenceConfig
 
 # Above this, larger batches teach little more: SMP v2 advises tensor parallelism to stay below.
 MOST_TOKENS = 4 * 2**20
@@ -77,8 +78,8 @@ def layouts(
     batches = [settings["train_batch_size"]] if "train_batch_size" in given else _BATCHES
     bf16 = device_type != "cpu" if settings["bf16"] is None else settings["bf16"]
     asked = workload(
-        resolved, settings_of(settings), batch=1, compute_bytes=2 if bf16 else 4, device_type=device_type,
-        is_async=settings["checkpoint_type"].startswith("async_"),
+        resolved, settings_of(settings, PreferenceConfig), batch=1, compute_bytes=2 if bf16 else 4,
+        device_type=device_type, is_async=settings["checkpoint_type"].startswith("async_"),
     )  # fmt: skip
     saving = list(_savings(settings, given, device_type))
     # The job refuses more data-parallel processes than samples.
@@ -104,9 +105,7 @@ def _context_degrees(
     """Return the context-parallel degrees to try: above 1 only where sequences are long."""
     if resolved.sequence_length < LONG:
         return [1]
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    model = ModelConfig(**{name: value for name, value in settings.items() if name in fields})
-    asked = Settings((*settings_of(settings).sections, model))
+    asked = settings_of(settings, ModelConfig)
     dtype = torch.float32 if settings["bf16"] is False else None
 
     def legal(cp: int) -> bool:  # as the job says

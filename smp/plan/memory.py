@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from smp.memory.categories import CATEGORIES, COMMUNICATION, OTHER
+from smp.memory.categories import CATEGORIES, COMMUNICATION
 from smp.plan.blocks import Step
 from smp.plan.events import StepPhase
 from smp.plan.records import Moment
@@ -34,18 +35,19 @@ def said(place: StepPhase) -> str:
     return f"{place.phase}{block}{where}{later}"
 
 
-def account(step: Step, *, shared: int = 0, waiting: int = 0) -> Account:
+def account(step: Step, *, shared: int = 0, waiting: Mapping[str, int] | None = None) -> Account:
     """Add up a step.
 
     Args:
         shared: bytes of memory that a host's ranks share for their collectives, which are there throughout.
-        waiting: bytes of batches that are there throughout, besides those traced.
+        waiting: bytes by category of batches that are there throughout, besides those traced.
     """
     number = {category: index for index, category in enumerate(CATEGORIES)}
     kinds = [number[category] for category in step.categories]
     now = [0] * len(CATEGORIES)
-    now[number[COMMUNICATION]], now[number[OTHER]] = shared, waiting
-    most, total = list(now), shared + waiting
+    for category, size in {**(waiting or {}), COMMUNICATION: shared}.items():
+        now[number[category]] = size
+    most, total = list(now), sum(now)
     peak = highest = (total, step.changes[0][0], list(now))
     stride = max(1, (len(step.changes) - step.initial) // POINTS)
     points: list[tuple[int, StepPhase, list[int]]] = []

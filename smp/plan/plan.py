@@ -135,7 +135,7 @@ class _Rank:
 
     def _memory(self, trace: Trace, whole: Step) -> RankMemory:
         gpu, heap = self.row.is_gpu, 0
-        found = account(whole, shared=trace.shared, waiting=0 if gpu else untraced_bytes(self.job))
+        found = account(whole, shared=trace.shared, waiting=None if gpu else untraced_bytes(self.job))
         if gpu:
             expandable = self.job.settings[AllocatorConfig].expandable_segments is True
             reserved: int | None = reserved_bytes(whole, expandable=expandable)

@@ -11,7 +11,8 @@ import torch
 
 from smp import __version__
 from smp.checkpoint.config import CheckpointConfig
-from smp.data.config import NO_DATA
+from smp.data.config import NO_DATA, DataConfig
+from smp.data.data_pipeline import BatchShape, open_samples
 from smp.errors import ConfigError, UserError
 from smp.memory.plan import estimate_memory, free_blocks, processes_that_fit
 from smp.memory.shape import ModelShape
@@ -51,6 +52,7 @@ class Request:
     settings: dict[str, Any]
     given: frozenset[str]
     checkpoint: CheckpointConfig
+    data: DataConfig
     row: DeviceRow
     nodes: int
     local: int
@@ -92,10 +94,6 @@ def read_request(
         config = parse_args(argv)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
-        if config.preference.dpo:
-            raise UserError(
-                "--dpo 1 has a loss of pairs, and a step of the loss of tokens is what is planned: leave it out"
-            )
         model = resolve_model(config.model, here=not row.is_gpu)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length
@@ -113,8 +111,9 @@ def read_request(
     add = functools.partial(add_parameters, family=model.family, settings=settings)
     flops = model_flops_per_token(model.hf_config, model.sequence_length, add).total
     return Request(
-        argv, config.flat(), config.given, config.checkpoint, row, nodes, local, model, shape_of(model, settings), flops
-    )
+        argv, config.flat(), config.given, config.checkpoint, config.data, row, nodes, local, model,
+        shape_of(model, settings), flops,
+    )  # fmt: skip
 
 
 def find(
@@ -218,6 +217,25 @@ def _complete(request: Request, layout: Layout, plan: LayoutPlan) -> LayoutPlan:
         host=host_bytes(*sizes, local=request.local),
         disk=disk_bytes(*sizes, local=request.local),
     )
+
+
+def packing(request: Request) -> Iterator[str]:
+    """Yield what the job's start says of the conversations that are given: how full sequences are, and what is trained.
+
+    They are read, and converted into the job's token cache.
+    """
+    data, model = request.data, request.model
+    if not data.is_chat or (data.training_dir or data.dataset_name) is None:
+        return
+    shape = BatchShape(
+        sequence_length=model.sequence_length, vocab_size=model.hf_config.vocab_size, global_batch_size=1,
+        micro_batch_size=1, data_rank=0, data_size=1, seed=0, pairs=request.settings["dpo"],
+        tokenizer_dir=str(model.tokenizer_dir) if model.tokenizer_dir else None,
+    )  # fmt: skip
+    try:
+        yield f"{open_samples(data, split='train', batch=shape).summary}."
+    except UserError as error:
+        yield f"How much of a sequence is trained on is not known here: {error}."
 
 
 def rates(request: Request, plan: LayoutPlan) -> dict[str, float]:

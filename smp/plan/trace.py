@@ -9,31 +9,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from smp.config import ActivationConfig
 from smp.data.data_pipeline import StepBatch
 from smp.data.sampler import step_positions
 from smp.delayed_init import build_on_meta, materialize_
+from smp.loss import IGNORE_INDEX
+from smp.memory.categories import ACTIVATIONS, OTHER
 from smp.mesh import Mesh
 from smp.microbatch import Microbatch
 from smp.models.registry import build_model
 from smp.parallel.linear import local_tensor
-from smp.parallel.parallelize import apply_techniques, own_part
+from smp.parallel.parallelize import apply_techniques
 from smp.parallel.technique import model_blocks
 from smp.plan import world
-from smp.plan.events import BACKWARD, BEGIN, FORWARD, UPDATE, StepPhase, Trace
+from smp.plan.events import BACKWARD, BEGIN, FORWARD, REFERENCE, UPDATE, StepPhase, Trace
 from smp.plan.step_profile import StepTrace
 from smp.train.optimizer import build_optimizer
+from smp.train.preference import loss_of
 from smp.train.run_plan import Job, planned_batch
-from smp.train.step import train_step
+from smp.train.step import TokenLoss, train_step
 
 # Micro-batches that are traced: the first, one between, the last.
 MOST_MICROBATCHES = 3
@@ -42,8 +47,8 @@ MOST_MICROBATCHES = 3
 class _Follower:
     """Follows a step through its micro-batches, phases and blocks."""
 
-    def __init__(self, trace: StepTrace, blocks: list[nn.Module]):
-        self.trace, self._microbatch, self._phase = trace, -1, BEGIN
+    def __init__(self, trace: StepTrace, blocks: list[nn.Module], *, first: str):
+        self.trace, self._microbatch, self._phase, self._first = trace, -1, BEGIN, first
         for index, block in enumerate(blocks):
             block.forward = functools.partial(self._block, index, len(blocks), block.forward)  # type: ignore[method-assign]
 
@@ -55,16 +60,17 @@ class _Follower:
         """Follow ``train_step``'s own marks."""
         if phase == "forward":
             self._microbatch += 1
-            self._go(FORWARD, None, "embedding")
+            self._go(self._first, None, "embedding")
         elif phase == "backward":
             self._go(BACKWARD, None, "head")
         elif phase == "optimizer":
             self._go(UPDATE, None)
 
     def _block(self, index: int, count: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._phase != FORWARD:
+        if self._phase not in (REFERENCE, FORWARD):
             return forward(*args, **kwargs)
-        self._go(FORWARD, index)
+        phase = FORWARD if torch.is_grad_enabled() else self._first
+        self._go(phase, index)
         entering = next(
             (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad), None
         )
@@ -75,7 +81,7 @@ class _Follower:
         if leaving.requires_grad:
             leaving.register_hook(lambda gradient: self._go(BACKWARD, index))
         if index == count - 1:
-            self._go(FORWARD, None, "head")
+            self._go(phase, None, "head")
         return result
 
 
@@ -98,25 +104,32 @@ def microbatch_rows(job: Job) -> list[int]:
 
 
 def _make_batch(job: Job, rows: list[int], samples: int) -> StepBatch:
-    """Make micro-batches of the job on the host, under the mode that is active.
+    """Make micro-batches of the job on the host, with values where the loss numbers and chooses tokens by them.
+
+    Every row is one document, or a pair of answers of half the length; what can be trained on is.
 
     Args:
         job: gives the length.
         rows: samples of each.
         samples: of the whole step, whose numbers are in the batch.
     """
-    length, integer = job.model.sequence_length, torch.int64
+    length, integer, preference = job.model.sequence_length, torch.int64, job.config.preference
+    documents = 2 if preference.dpo else 1
 
     def microbatch(size: int) -> Microbatch:
-        ids, targets = (torch.empty(size, length, dtype=integer) for _ in range(2))
-        made: Microbatch = {"input_ids": ids, "targets": targets, "sample_ids": torch.empty(size, dtype=integer)}
-        if job.config.data.keeps_apart:  # every row is one document
-            made["position_ids"] = torch.empty(size, length, dtype=integer)
-            made["document_bounds"] = torch.from_numpy(np.arange(size + 1, dtype=np.int32) * length)  # with values
-            made["longest_document"] = length
+        bounds = np.arange(documents * size + 1) * length // documents
+        ids, targets = (torch.zeros(size, length, dtype=integer) for _ in range(2))
+        targets.view(-1)[bounds[1:] - 1] = IGNORE_INDEX
+        made: Microbatch = {"input_ids": ids, "targets": targets, "sample_ids": torch.zeros(size, dtype=integer)}
+        if job.config.data.keeps_apart or preference.dpo:
+            made["position_ids"] = torch.zeros(size, length, dtype=integer)
+            made["document_bounds"] = torch.from_numpy(bounds.astype(np.int32))
+            made["longest_document"] = -(-length // documents)
+        if preference.keeps_reference(job.config.lora):
+            made["reference"] = torch.zeros(size, 2)
         return made
 
-    return StepBatch([microbatch(size) for size in rows], torch.empty(samples, dtype=integer))
+    return StepBatch([microbatch(size) for size in rows], torch.zeros(samples, dtype=integer))
 
 
 def _batch(job: Job) -> StepBatch:
@@ -124,14 +137,41 @@ def _batch(job: Job) -> StepBatch:
     return _make_batch(job, rows if len(rows) <= MOST_MICROBATCHES else [*rows[:2], rows[-1]], sum(rows))
 
 
-def untraced_bytes(job: Job) -> int:
-    """Return the bytes, on the host throughout the step, of the micro-batches that are not traced."""
-    rows = microbatch_rows(job)
-    with torch.device("meta"):
-        batch = _make_batch(job, rows[2:-1] if len(rows) > MOST_MICROBATCHES else [], 0)
-        kept = [*batch.microbatches, *(own_part(each, job.setup) for each in batch.microbatches)]
-    tensors = {id(t): t for each in kept for t in each.values() if isinstance(t, torch.Tensor)}
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _faked(part: Microbatch, mode: FakeTensorMode) -> Microbatch:
+    with unset_fake_temporarily():
+        found = {name: mode.from_tensor(each) if torch.is_tensor(each) else each for name, each in part.items()}
+    return cast(Microbatch, found)
+
+
+def _told(objective: TokenLoss, parts: Sequence[Microbatch], trace: StepTrace, mode: FakeTensorMode) -> TokenLoss:
+    """Let an objective have a rank's parts of micro-batches, which follow from values, as made before."""
+    left = iter([_faked(part, mode) for part in parts])
+
+    def own_part(microbatch: Microbatch) -> Microbatch:
+        part = next(left)
+        for each in part.values():
+            if isinstance(each, torch.Tensor):
+                trace._see(each, ACTIVATIONS)
+        return part
+
+    objective.own_part = own_part  # type: ignore[method-assign]
+    return objective
+
+
+def untraced_bytes(job: Job) -> dict[str, int]:
+    """Return by category the bytes, on the host throughout the step, of the micro-batches that are not traced."""
+    rows, found = microbatch_rows(job), Counter[str]()
+    for size, times in Counter(rows[2:-1] if len(rows) > MOST_MICROBATCHES else []).items():
+        (one,) = _make_batch(job, [size], 0).microbatches
+        given, own = (_storages(part) for part in (one, loss_of(job.setup).own_part(one)))
+        found[OTHER] += times * sum(given.values())
+        found[ACTIVATIONS] += times * sum(size for key, size in own.items() if key not in given)
+    return dict(found)
+
+
+def _storages(part: Microbatch) -> dict[int, int]:
+    storages = [each.untyped_storage() for each in part.values() if isinstance(each, torch.Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _owners(model: nn.Module, optimizer: Any, blocks: list[nn.Module], trace: StepTrace) -> dict[int, int]:
@@ -178,7 +218,8 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
     _replace_buffers(model, mode.from_tensor)  # fully_shard moves them to the device
     with mode:
         apply_techniques(model, setup)
-    config, blocks = job.config, model_blocks(model, resolved.family)
+    config, blocks, real = job.config, model_blocks(model, resolved.family), _batch(job)
+    parts = [*map(loss_of(setup).own_part, real.microbatches)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         cpu_offload = setup.settings[ActivationConfig].cpu_offload
@@ -187,11 +228,13 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
         model.train()
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         _allocate_state(optimizer)
-        batch = _batch(job)
+        batch = StepBatch([_faked(each, mode) for each in real.microbatches], mode.from_tensor(real.sample_ids))
         trace = StepTrace(model, optimizer, device, mode, capability)
+        objective = _told(loss_of(setup), parts, trace, mode)
         world.connect(_everyone(setup.mesh))  # over it all ranks agree at every step
         owners = _owners(model, optimizer, blocks, trace)
-        follower = _Follower(trace, blocks)
+        beside = config.preference.dpo and not config.preference.keeps_reference(config.lora)
+        follower = _Follower(trace, blocks, first=REFERENCE if beside else FORWARD)
         with trace.running():
             result = train_step(
                 model,
@@ -200,6 +243,7 @@ def trace_step(job: Job, capability: tuple[int, int] | None = None) -> Trace:
                 setup=setup,
                 device=device,
                 grad_clip=config.optim.grad_clip,
+                objective=objective,
                 record=trace.mark,
                 enter=follower.enter,
             )

@@ -59,14 +59,8 @@ class Config(Section):
         """Return whether the reference cannot be computed beside the policy, by leaving its adapters out."""
         return self.dpo and (not adapters.lora_rank or adapters.adapter_path is not None)
 
-    def misfits(
-        self, data: DataConfig, loss: LossConfig, model: ModelConfig, adapters: lora.Config, *, plan: bool
-    ) -> list[str]:
-        """Return one sentence for each setting of other sections that does not go with pairs.
-
-        Args:
-            plan: ``--plan``.
-        """
+    def misfits(self, data: DataConfig, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:
+        """Return one sentence for each setting of other sections that does not go with pairs."""
         if not self.dpo:
             return []
         found = []
@@ -86,8 +80,6 @@ class Config(Section):
             for name in names
             if getattr(section, name)
         ]
-        if plan:
-            found.append("--plan 1 plans a step of the loss of tokens, and --dpo 1 has another: leave one out")
         return found
 
 

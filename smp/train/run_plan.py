@@ -230,7 +230,7 @@ def _needs_of_settings(config: TrainConfig, device: torch.device) -> list[str]:
             problems.append("--expandable_segments 1 needs a GPU and none is visible: leave it out")
         elif variable := allocator_variable():
             problems.append(f"--expandable_segments 1 and {variable} both set the allocator: leave one out")
-    problems += config.preference.misfits(config.data, config.loss, config.model, config.lora, plan=config.run.plan)
+    problems += config.preference.misfits(config.data, config.loss, config.model, config.lora)
     known = config.lora.lora_rank or config.lora.adapter_path or config.checkpoint.resume_from_checkpoint
     if config.preference.dpo and config.data.evaluate_only and not known:
         problems.append(

@@ -231,7 +231,6 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
         ),
         (["--model_type", "gpt_neox", "--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
         (["--evaluate_only", 1], "--evaluate_only 1 trains nothing, and a training step is what is planned"),
-        (["--dpo", 1], "--dpo 1 has a loss of pairs, and a step of the loss of tokens is what is planned"),
         (["--num_heads", 4, "--tensor_parallel_degree", 8], "8 does not divide the 4 attention heads: choose one of 1"),
         (
             ["--model", "llama_tiny", "--hybrid_shard_degree", 3],
@@ -246,6 +245,22 @@ def test_bad_input_is_one_sentence(words, sentence, planner, call):
     status, out, err = call(*words)
     assert (status, out) == (2, "") and sentence in err and "Traceback" not in err
     assert err.startswith("error: ") and len(err.splitlines()) == 1
+
+
+def test_conversations_that_are_given_are_said(planner, call, tmp_path):
+    sample = pathlib.Path(__file__).parents[2] / "data" / "sample"
+    data = [
+        *TINY, "--vocab_size", 2048, "--max_context_width", 128, "--dataset_type", "chat", "--tokenizer_name_or_dir",
+        sample / "tokenizer", "--chat_template", sample / "chat_template.jinja", "--data_cache_dir", tmp_path,
+    ]  # fmt: skip
+    said = r"training data: \d+ samples in \d+ sequences \(\d\d\.\d % full\), \d\d\.\d % of their tokens trained on"
+    for words in (["conversations.jsonl"], ["preferences.jsonl", "--lora_rank", 2, "--dpo", 1]):
+        _, out, _ = call(*data, "--training_dir", sample / words[0], *words[1:])
+        assert len(re.findall(said, out)) == 1
+    assert "trained on" not in call(*data)[1]
+    _, out, err = call(*data, "--training_dir", tmp_path / "elsewhere")
+    assert "How much of a sequence is trained on is not known here: " in out and "elsewhere" in out
+    assert "Traceback" not in err
 
 
 def test_a_ledger_is_shown_and_refits_the_row(planner, call, tmp_path):

@@ -22,6 +22,7 @@ SELECTIVE, TP2 = ("--activation_checkpointing_mode", "selective"), ("--tensor_pa
 ACCUMULATED = ("--gradient_accumulation_steps", "4")
 CP2 = ("--context_parallel_degree", "2", "--cp_comm_type")
 LORA = ("--lora_rank", "4")
+DPO = ("--dpo", "1")
 OFFLOADED = ("--offload_activations", "1", "--activation_loading_horizon", "1", "--offload_dir", ".")
 
 # Processes, backend, flags.
@@ -52,6 +53,10 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "adapters, bf16, tp": (2, "smddp", (*LLAMA, *TP2, *LORA, "--bf16", "1")),
     "adapters, dropout, tp": (2, "gloo", (*LLAMA, *TP2, *LORA, "--lora_dropout", "0.1")),
     "adapters, 4 bits": (2, "gloo", (*LLAMA, *FULL, *LORA, "--qlora", "1", "--llama_intermediate_size", "192")),
+    "pairs, adapters, tp": (2, "gloo", (*LLAMA, *TP2, *LORA, *DPO)),
+    "pairs, adapters, zero2, bf16": (2, "smddp", (*LLAMA, *ZERO2, *LORA, *DPO, *ACCUMULATED, "--bf16", "1")),
+    "pairs, all parameters, cp": (2, "gloo", (*LLAMA, *FULL, *DPO, *CP2, "p2p", "--gradient_accumulation_steps", "5")),
+    "pairs, all parameters": (2, "smddp", (*LLAMA, *FULL, *DPO, *SELECTIVE)),
     "cp, window": (2, "gloo", (*MISTRAL, *FULL, *CP2, "all_gather")),
 }  # fmt: skip
 # One of each technique; the others are crosses of them.

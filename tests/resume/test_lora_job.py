@@ -105,13 +105,40 @@ def check_merging(folder, capsys):
     assert all(torch.equal(tensors[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.full
-def test_weights_in_4_bits_resume_and_merge(folder, capsys):
-    pytest.importorskip("torchao")
+def save_wide(folder):
+    """A model whose weights can be stored in 4 bits."""
     LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                     num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
     ).save_pretrained(folder / "wide")  # fmt: skip
+
+
+@pytest.mark.full
+def test_weights_in_4_bits_train_alike_however_they_are_computed_with(folder):
+    pytest.importorskip("torchao")
+    save_wide(folder)
+    found = {}
+    for words in (
+        (),
+        ("--compile", 1),
+        ("--cpu_offload", 1),
+        ("--distributed_backend", "smddp"),
+        ("--delayed_param", 0),
+    ):
+        run = "_".join(map(str, words)) or "plain"
+        start = [*flags(folder, run, "wide"), "--global_batch_size", 4, "--qlora", 1, "--max_steps", 3, *words]
+        run_job(*start, world_size=2).succeeded()
+        found[run] = losses(folder / run)
+    plain = found.pop("plain")
+    assert plain[2] < plain[0]
+    for run, theirs in found.items():
+        assert theirs == pytest.approx(plain, rel=1e-5), run
+
+
+@pytest.mark.full
+def test_weights_in_4_bits_resume_and_merge(folder, capsys):
+    pytest.importorskip("torchao")
+    save_wide(folder)
     start = [*flags(folder, base="wide"), "--global_batch_size", 4, "--qlora", 1, "--lora_dropout", 0.25]
     run_job(*start, "--max_steps", 4, "--checkpoint_freq", 2, world_size=2).succeeded()
     (checkpoint,) = (folder / "run" / "checkpoints").glob("*-2steps")

@@ -15,6 +15,7 @@ from smp.parallel import nf4
 from smp.parallel.linear import product_of
 from smp.train.preference import PairLoss, loss_of, pair_losses
 from tests.flags import check, one_process, parse, plan_of
+from tests.tensor_parallel import whole
 
 SAMPLE = pathlib.Path(__file__).parents[2] / "data" / "sample"
 CHATS = ["--dataset_type", "chat", "--training_dir", SAMPLE]
@@ -67,6 +68,16 @@ def test_weights_in_4_bits():
         with one_process(words) as built:
             weight = built.model.model.layers[0].mlp.up_proj.weight
             assert weight.to_local().nbytes == 64 * size
+
+
+def test_frozen_weights_take_two_bytes_however_the_model_is_built():
+    found = []
+    for delayed in (1, 0):
+        with one_process(["--lora_rank", 2, "--bf16", 1, "--delayed_param", delayed]) as built:
+            dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in built.model.parameters()}
+            assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
+            found.append({name: whole(parameter.data) for name, parameter in built.model.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @check(
@@ -132,7 +143,6 @@ def test_preferences(tmp_path):
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--z_loss", 0.1], "--z_loss is added to the loss of tokens"),
     (["--dpo", 1, *CHATS, "--attn_pdrop", 0.2], "--dpo 1 trains without dropout, as TRL: leave --attn_pdrop out"),
     (["--dpo", 1, *CHATS, "--lora_rank", 2, "--lora_dropout", 0.1], "as TRL: leave --lora_dropout out"),
-    (["--dpo", 1, *CHATS, "--lora_rank", 2, "--plan", 1], "--plan 1 plans a step of the loss of tokens"),
 ])  # fmt: skip
 def test_preferences_that_do_not_fit(tmp_path, words, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):

@@ -73,6 +73,10 @@ def test_a_frozen_model_takes_the_bytes_that_are_computed_with():
     gathered, of_packed = (needed[qlora][Moment.LAST_BLOCK]["gathered parameters"] for qlora in (False, True))
     assert gathered - of_packed == pytest.approx(2 * sizes.linear * (2 - 33 / 64), abs=1)
     assert sizes.block - sizes.linear - factors // sizes.layers < sizes.block // 1000
+    dropout = Settings((*WHOLE_LOGITS.sections, lora.Config(lora_rank=16, lora_dropout=0.1)))
+    masked = dataclasses.replace(WORK, settings=dropout)
+    more = at(Moment.LAST_BLOCK, sizes, mesh, masked)["activations"] - needed[False][Moment.LAST_BLOCK]["activations"]
+    assert more == WORK.tokens(mesh) * sizes.intermediate  # a byte a value
 
 
 def test_the_prediction_is_the_largest_sum_over_the_moments():

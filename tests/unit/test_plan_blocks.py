@@ -38,9 +38,13 @@ CASES = {
     ),
     "Mistral": ("--model_type", "mistral", *SIZES, "--intermediate_size", "704"),
     "GPT-NeoX": ("--model_type", "gpt_neox", *SIZES),
+    "pairs beside their reference": (
+        *LLAMA, "--sharding_strategy", "shard_grad_op", "--lora_rank", "8", "--dpo", "1",
+        "--gradient_accumulation_steps", "2",
+    ),
     "layers of two kinds": ("--model", "gemma3_1b", "--max_context_width", "256"),
 }  # fmt: skip
-USUAL = ("every second block",)  # blocks of two kinds
+USUAL = ("every second block", "pairs beside their reference")  # blocks of two kinds; two forward passes
 MARKED = [pytest.param(name, marks=pytest.mark.full if name in USUAL else pytest.mark.slow) for name in CASES]
 
 

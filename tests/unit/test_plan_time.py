@@ -13,6 +13,7 @@ from smp.parallel.lora import Config as LoraConfig
 from smp.plan.closed_time import step_time
 from smp.plan.devices import DEVICES, DeviceRow, Efficiency
 from smp.plan.exchange import exchange_seconds, ring_seconds, sent_bytes
+from smp.train.preference import Config as PreferenceConfig
 
 ALL = Efficiency(1, 1, 1, 1, 1, 1)
 # 1 TFLOP/s, and bytes that cost nothing: a product's seconds are its FLOPs / 1e12.
@@ -23,14 +24,14 @@ GPU = DeviceRow(
 
 
 def step(shape, row, length, batch=1, *, recompute=NONE, accumulation=1, size=2, exchange="all_gather", lora=None,
-         **rest):  # fmt: skip
+         dpo=False, **rest):  # fmt: skip
     """The closed form of a layout: what is not a degree is a setting of activations."""
     degrees = {name: rest.pop(name) for name in ("shard", "tp", "cp") if name in rest}
     activation = ActivationConfig(
         activation_checkpointing=recompute != NONE, activation_checkpointing_mode=FULL if recompute == NONE else
         recompute, **rest,
     )  # fmt: skip
-    sections = (activation, ParallelConfig(cp_comm_type=exchange), lora or LoraConfig())
+    sections = (activation, ParallelConfig(cp_comm_type=exchange), lora or LoraConfig(), PreferenceConfig(dpo=dpo))
     work = Workload(length, batch, size, Settings(sections), accumulation=accumulation)
     return step_time(shape, lay_out(**degrees), work, row, local=8)
 
@@ -137,6 +138,25 @@ def test_what_a_rank_sends():
     assert found.between == pytest.approx(found.inside / 7, rel=1e-4)
     alone = step(shape, GPU, 100)
     assert (alone.inside, alone.between) == (0, 0)
+
+
+def test_a_reference_beside_the_policy_is_a_forward_pass_more():
+    shape = ModelShape(10**6, 0, 0, 1, 100, 400, 10, 1000, False, frozen_but=Trained(0, 0, 0, 0))
+    adapters = LoraConfig(lora_rank=1)
+    one, pairs, beside = (
+        step(shape, GPU, 100, shard=16, lora=lora, dpo=dpo)
+        for lora, dpo in ((adapters, False), (LoraConfig(), True), (adapters, True))
+    )
+    weights, head = 100 * (400 + 800), 100 * 1000  # of the block, and of the head, whose logits backward makes again
+    scores = 2 * 2 * 100 * 100 * 100 / 2
+
+    def more(of, than):
+        return 1e12 * (of.parts["compute"] - than.parts["compute"])
+
+    assert more(pairs, one) == pytest.approx(2 * 100 * head)
+    assert more(beside, pairs) == pytest.approx(2 * 100 * (weights + head) + scores)
+    assert pairs.inside + pairs.between == one.inside + one.between
+    assert beside.inside + beside.between - one.inside - one.between == pytest.approx(2 * weights * 15 / 16, rel=1e-3)
 
 
 def test_on_a_cpu_everything_takes_its_turn():

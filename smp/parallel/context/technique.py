@@ -146,7 +146,8 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
     if cp == 1:
         return Traffic()
     tokens, heads, key_value_heads = work.tokens(mesh), shape.heads, shape.key_value_heads or shape.heads
-    width, forwards = shape.attention or shape.hidden, 1 if work.recomputation == NONE else 2
+    width, backward = shape.attention or shape.hidden, 0 if work.forward_only else 1
+    forwards = 1 if work.forward_only or work.recomputation == NONE else 2
     keys = 2 * width * key_value_heads / heads  # and values
 
     def sent(kind: str, values: float, times: int, hidden_by: str = "", size: int = work.compute_bytes) -> Sent:
@@ -154,13 +155,13 @@ def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
 
     if exchange == "p2p":
         found = [
-            sent("send", keys, forwards * (cp - 1), "forward"), sent("send", keys, cp - 1, "backward"),
-            sent("send", keys, cp, "backward", _REDUCE_BYTES),
+            sent("send", keys, forwards * (cp - 1), "forward"), sent("send", keys, backward * (cp - 1), "backward"),
+            sent("send", keys, backward * cp, "backward", _REDUCE_BYTES),
         ]  # fmt: skip
     elif exchange == "all_gather":
-        found = [sent("all_gather", cp * keys, forwards + 1), sent("reduce_scatter", cp * keys, 1)]
+        found = [sent("all_gather", cp * keys, forwards + backward), sent("reduce_scatter", cp * keys, backward)]
     else:
         copied = math.lcm(key_value_heads // tp or 1, cp) / (key_value_heads / tp)
-        found = [sent("all_to_all", values, forwards + 1) for values in (width + copied * keys, width)]
+        found = [sent("all_to_all", values, forwards + backward) for values in (width + copied * keys, width)]
     seen, turns = cp if exchange == "all_gather" else 1, cp / 2 if exchange == "p2p" else 1
     return Traffic(found, _MERGED_BYTES * tokens * turns * (width + seen * keys) / tp)
