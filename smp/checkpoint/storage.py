@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from smp.checkpoint.layout import TEMPORARY
+from smp.checkpoint.layout import TEMPORARY, checkpoint_name
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.mirror import Mirror
 from smp.checkpoint.object_store import ObjectStore, is_url
 from smp.checkpoint.outcome import agree, attempt
 from smp.checkpoint.writer import VISIBLE_WITHIN, appears, finish, start
-from smp.errors import RunError
+from smp.errors import RunError, UserError
 
 
 def storage_at(place: str | Path, model_name: str, staging: Path) -> Storage:
@@ -80,6 +80,17 @@ class Storage:
             self.remove(temporary)
             raise
         return temporary
+
+    def require_shared(self, model_name: str) -> None:
+        """Refuse a directory that hosts do not share before a step is lost, instead of at the first save; collective.
+
+        Raises:
+            UserError: a rank does not see what rank 0 makes there.
+        """
+        try:
+            self.remove(self.begin(checkpoint_name(model_name, 0)))
+        except RunError as error:
+            raise UserError(str(error)) from error
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
         """Publish what all ranks have written; does nothing on a rank that does not lead here."""

@@ -89,6 +89,9 @@ def run(plan: RunPlan, guard: Guard) -> int:
             record=lambda tag: memory.record(tag, state.step),
         )
         together(saver.prepare)
+        if plan.launch.local_world_size < plan.launch.world_size and not config.checkpoint.is_local:
+            for storage in plan.storages:
+                storage.require_shared(plan.model.name)
         saver.open_mirrors()
         # Nothing could be refused any more: from here on files are written.
         metrics = together(lambda: begin_files(plan, start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ from smp.checkpoint.checkpointer import Checkpointer
 from smp.checkpoint.layout import find_checkpoints
 from smp.checkpoint.manifest import problems_of_files, read_manifest
 from smp.faults import watchdog
+from smp.train import __main__ as job
 from smp.train import step as one_step
 from smp.train import trainer
 from smp.train.validation import Validation
@@ -280,6 +282,21 @@ def test_a_directory_that_a_rank_does_not_see_at_once_is_waited_for(late, tmp_pa
     assert ("rank 1: it does not see" in outcome.output) != late, outcome.output
     assert steps(tmp_path / "run" / "checkpoints") == ([2, 4, 6] if late else [2, 6])
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.full
+def test_hosts_that_do_not_share_the_directory_are_refused_before_the_first_step(tmp_path):
+    def prepare(rank: int) -> None:
+        writer.VISIBLE_WITHIN = 0.2
+        (tmp_path / str(rank)).mkdir()
+        os.chdir(tmp_path / str(rank))
+        read = job.read_launch
+        job.read_launch = lambda: dataclasses.replace(read(), local_rank=0, local_world_size=1)
+
+    outcome = run_job(*JOB, "--max_steps", 2, "--output_dir", "run", world_size=2, prepare=prepare)
+    assert outcome.statuses == [2, 2] and "Traceback" not in outcome.output, outcome.output
+    assert outcome.output.count("could not be begun: rank 1: it does not see ") == 2, outcome.output  # of each host
+    assert not list(tmp_path.rglob("*steps*")) and not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_a_write_under_way_is_published_when_the_numbers_end_the_run(tmp_path):
