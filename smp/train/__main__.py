@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import sys
 
-from smp.checkpoint.restore import restore
 from smp.checkpoint.saver import Saver
 from smp.environment import Launch, read_launch
 from smp.errors import ConfigError, PeerError, UserError
@@ -28,10 +27,9 @@ from smp.train.exit import exit_status, print_problems, run_to_end
 from smp.train.history import recorded
 from smp.train.optimizer import build_optimizer
 from smp.train.planned import Planned, dry_run, predict, print_plan
-from smp.train.reference import expect_references
 from smp.train.report import announce, arguments_table, begin_files, changes_since
 from smp.train.run_plan import RunPlan, make_plan, problems_of_rest
-from smp.train.start import Start, agree_on_start, prepare_device, search_for
+from smp.train.start import agree_on_start, prepare_device, restore_start, search_for
 from smp.train.trainer import Trainer, finish, train
 
 logger = get_logger("train")
@@ -65,16 +63,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         )
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.loss.rank)
-
-        def fill(start: Start) -> None:
-            if start.checkpoint is not None and start.saved is not None:
-                step = start.progress.step
-                seed = None if config.checkpoint.reset_progress else f"{config.run.seed}:{step}:{mesh.loss.rank}"
-                if step:
-                    together(functools.partial(expect_references, plan, start, model))
-                restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
-
-        start = search.fill(start, fill)
+        start = search.fill(start, functools.partial(restore_start, plan, mesh, model, optimizer))
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         state = dataclasses.replace(start.progress)
         saver = Saver(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from smp.checkpoint.fetch import asking_together, locate, refuse_remote
 from smp.checkpoint.layout import (
@@ -23,7 +24,7 @@ from smp.checkpoint.layout import (
 from smp.checkpoint.local import common_start, own_checkpoint, refuse_other_kinds
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.remote import RemoteCheckpoint, manifest_of
-from smp.checkpoint.restore import Candidate, Damaged, Search, check_architecture, is_script
+from smp.checkpoint.restore import Candidate, Damaged, Search, check_architecture, is_script, restore
 from smp.checkpoint.saver import MEASURED_STEPS
 from smp.checkpoint.storage import Storage
 from smp.cpu_bf16 import ensure_bf16_works
@@ -33,10 +34,12 @@ from smp.errors import DamagedCheckpointError, UserError
 from smp.faults.agreement import require_same, together
 from smp.log import get_logger
 from smp.memory.limits import agree_on_memory
+from smp.mesh import Mesh
 from smp.parallel.allocator import AllocatorConfig, use_expandable_segments
 from smp.parallel.choices import agree_on_choices
 from smp.train.arguments import DEFAULT_MAX_STEPS
 from smp.train.metrics import last_logged_step
+from smp.train.reference import expect_references
 from smp.train.run_plan import RunPlan, batch_of_flags, check_global_batch, choose_settings, refuse_too_large
 from smp.train.state import TrainState
 
@@ -115,6 +118,17 @@ def agree_on_start(plan: RunPlan, enter: Callable[[str], None], damaged: Damaged
     start = together(functools.partial(resolve, plan, chosen))
     require_agreement(plan, start)
     return start
+
+
+def restore_start(plan: RunPlan, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, start: Start) -> None:
+    """Restore the state of a run from the checkpoint that it starts from, if there is one; collective."""
+    if start.checkpoint is None or start.saved is None:
+        return
+    if start.progress.step:
+        together(functools.partial(expect_references, plan, start, model))
+    run, anew = plan.config.run, plan.config.checkpoint.reset_progress
+    seed = None if anew else f"{run.seed}:{start.progress.step}:{mesh.loss.rank}"
+    restore(start.checkpoint, start.saved, model, optimizer, seed=seed)
 
 
 def _common_start(plan: RunPlan, damaged: Damaged) -> Path | None:
