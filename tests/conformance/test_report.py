@@ -97,7 +97,7 @@ def test_a_run_that_fails_says_why(tmp_path):
 
         def fail(self, phase, step=None):
             enter(self, phase, step)
-            if phase == "backward" and self.place.step == 2:
+            if phase == "backward" and self.activity.step == 2:
                 raise RuntimeError("the device is on fire")
 
         Watchdog.enter = fail
