@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from smp.checkpoint.layout import publish
+from smp.checkpoint.layout import TEMPORARY, publish
 from smp.checkpoint.manifest import (
     MANIFEST_FILE,
     Chunk,
@@ -82,7 +82,10 @@ def write_part(
         for piece in group:
             chunks[piece.name].append(Chunk(name, piece.offsets, tuple(piece.tensor.shape)))
     tensors = {name: TensorEntry(*shapes[name], tuple(found)) for name, found in chunks.items()}
-    write_bytes(directory / part_name(rank), json.dumps(encode_entries(files, tensors)).encode())
+    listed = directory / part_name(rank)
+    unfinished = listed.with_suffix(TEMPORARY)
+    write_bytes(unfinished, json.dumps(encode_entries(files, tensors)).encode())
+    unfinished.rename(listed)  # another rank that sees it, without a barrier as at exit, can read all of it
 
 
 def _write_and_read_back(path: Path, pieces: list[Piece]) -> FileEntry:

@@ -12,8 +12,10 @@ import time
 
 import pytest
 
+from smp.checkpoint import safetensors_io
 from smp.checkpoint.layout import quick_problem
 from smp.checkpoint.manifest import read_manifest
+from smp.checkpoint.writer import await_parts, part_name, write_part
 from tests.clock import HANG_SECONDS
 from tests.examples import torchrun_environment
 from tests.ports import free_port
@@ -113,11 +115,26 @@ def run(tmp_path, how: str, place: str | None = None) -> tuple[list[int], str]:
 def test_the_last_checkpoint_is_published(tmp_path, how, status):
     found, told = run(tmp_path, how)
     assert found == status, told
-    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"model-4steps", "latest"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"model-4steps", "latest"}, told
     assert quick_problem(tmp_path / "run" / "model-4steps") is None
     assert read_manifest(tmp_path / "run" / "model-4steps").run["extra"] == {"rank": 0}
     assert not list((tmp_path / "run").glob("*.tmp"))
     assert "not published" not in told and ("the script's own" in told) == (how == "fails")
+
+
+def test_what_a_rank_has_written_is_listed_at_once(tmp_path, monkeypatch):
+    """The first rank that ends publishes what all have listed, and waits for nothing else."""
+    seen, write = [], safetensors_io.write_all
+
+    def looked_at(*args):
+        seen.append((tmp_path / part_name(0)).exists())
+        write(*args)
+
+    monkeypatch.setattr(safetensors_io, "write_all", looked_at)
+    write_part(tmp_path, [], {}, rank=0)
+    assert seen and not any(seen)
+    assert [path.name for path in tmp_path.iterdir()] == [part_name(0)]
+    await_parts(tmp_path, [0])
 
 
 def test_what_a_lost_rank_has_not_written_is_told(tmp_path):
