@@ -25,7 +25,7 @@ from pages import origin, publish
 from smp.config import ActivationConfig, Settings
 from smp.data.data_pipeline import StepBatch
 from smp.environment import malloc, read_launch
-from smp.errors import Problems
+from smp.errors import Problems, UserError
 from smp.loss import shift_labels
 from smp.memory.profile import profile_memory
 from smp.memory.shape import FULL, NONE, SELECTIVE, ModelShape, Workload
@@ -295,6 +295,8 @@ def bytes_page(jobs: Sequence[StepJob], output: Path | None) -> str:
     with worker(row) as ask:
         for job in jobs:
             (plan,) = ask("plan_layouts", [job.words.split()], nodes=1, local=job.processes, row=row)
+            if isinstance(plan, UserError):
+                raise plan
             found.append(plan.memory)
     lines += ["| job | processes | predicted | where | process |", "|---|---:|---:|---|---:|"]
     for job, memory in zip(jobs, found, strict=True):

@@ -63,6 +63,9 @@ class ConfigError(UserError):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)  # of another process
+
 
 class DamagedCheckpointError(UserError):
     """A damaged checkpoint.
@@ -75,7 +78,10 @@ class DamagedCheckpointError(UserError):
     def __init__(self, path: object, problems: list[str]):
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
         super().__init__(f"checkpoint {path} is damaged: {shown}; resume from another one")
-        self.problems = list(problems)
+        self.path, self.problems = path, list(problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self.path), self.problems)
 
 
 class RunError(RuntimeError):

@@ -16,7 +16,7 @@ from torch import nn
 
 from smp.checkpoint.at_exit import finish_at_exit, finished
 from smp.checkpoint.background import HostCopies, PendingWrite, to_host
-from smp.checkpoint.fetch import asking_together, locate
+from smp.checkpoint.fetch import asking, asking_together, locate
 from smp.checkpoint.layout import LATEST, checkpoint_name, choose_checkpoint, set_aside
 from smp.checkpoint.lock import bring_back, own
 from smp.checkpoint.manifest import Manifest, now, versions
@@ -379,7 +379,7 @@ class Checkpointer:
 
 
 def _read(path: Path | RemoteCheckpoint) -> Manifest:
-    manifest = manifest_of(path)
+    manifest = asking(lambda: manifest_of(path))
     if manifest.kind != "sharded":
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one, which has the state of one rank: resume the job from it, and "

@@ -62,34 +62,36 @@ def fetch(checkpoint: RemoteCheckpoint, storage: Storage, *, content: bool) -> l
         UserError: on every rank; a rank could not read or write, or there is no space.
     """
     final = storage.directory / checkpoint.name
-    manifest, data = together(lambda: _asking(functools.partial(read_remote, checkpoint.store, checkpoint.name)))
+    manifest, data = together(lambda: asking(functools.partial(read_remote, checkpoint.store, checkpoint.name)))
     missing = gathered([] if _is_copy(final, data) else [f"{final} is no copy"])
     if not missing and not verify_together(final, manifest, content=content):
         return []
     together(lambda: _require_room(storage.directory, manifest, checkpoint))
     if dist.get_rank() == 0:
         logger.info("Downloading %s (%s) to %s.", checkpoint, readable(manifest.nbytes), storage.directory)
-    temporary = _asking(functools.partial(storage.begin, checkpoint.name))
+    temporary = asking(functools.partial(storage.begin, checkpoint.name))
     try:
         download = functools.partial(_download_share, checkpoint, manifest, temporary)
-        if problems := gathered(together(lambda: _asking(download))):
+        if problems := gathered(together(lambda: asking(download))):
             storage.remove(temporary)
         else:
-            together(lambda: _asking(lambda: _publish(temporary, final, data)) if storage.leads else None)
+            together(lambda: asking(lambda: _publish(temporary, final, data)) if storage.leads else None)
         return problems
     except UserError:
         storage.remove(temporary)
         raise
 
 
-def _asking(action: Callable[[], Any]) -> Any:
+def asking(action: Callable[[], Any]) -> Any:
     """Call ``action``; raise what a store or a disk refuses as a UserError, before there is anything to lose."""
     try:
         return action()
     except RunError as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise UserError(f"{error.filename or 'a checkpoint'} cannot be read or copied ({reason(error)})") from error
+        raise UserError(
+            f"{error.filename or 'a checkpoint'} cannot be read or copied ({reason(error)}): mend that, start again"
+        ) from error
 
 
 def asking_together(action: Callable[[], Any]) -> Any:
@@ -98,14 +100,17 @@ def asking_together(action: Callable[[], Any]) -> Any:
     Raises:
         UserError: on every rank.
     """
-    said: list[Any] = [together(lambda: _asking(action) if dist.get_rank() == 0 else None)]
+    said: list[Any] = [together(lambda: asking(action) if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(said)
     return said[0]
 
 
 def _is_copy(final: Path, data: bytes) -> bool:
     """Tell whether a directory has a checkpoint with this manifest, valid as far as names and sizes tell."""
-    return quick_problem(final) is None and (final / MANIFEST_FILE).read_bytes() == data
+    try:
+        return quick_problem(final) is None and (final / MANIFEST_FILE).read_bytes() == data
+    except OSError:  # another job that shares the directory is replacing it
+        return False
 
 
 def _require_room(directory: Path, manifest: Manifest, checkpoint: RemoteCheckpoint) -> None:

@@ -19,7 +19,7 @@ from smp.faults.lock import lock_directories
 _held: dict[tuple[int, Path], dict[str, tuple[weakref.ref[object], int]]] = {}
 
 
-def hold(directory: Path) -> dict[str, tuple[weakref.ref[object], int]]:
+def _hold(directory: Path) -> dict[str, tuple[weakref.ref[object], int]]:
     """Lock ``directory`` until this process ends, and return who has saved there.
 
     Raises:
@@ -51,7 +51,7 @@ def own(directory: Path, model_name: str, writer: object, step: int) -> None:
         UserError: another process has it, it cannot be cleared up, or another writer of this process has just saved
             the same step under the same name, which would be lost.
     """
-    held = hold(directory)
+    held = _hold(directory)
     if model_name not in held:
         try:
             clean(directory, model_name)

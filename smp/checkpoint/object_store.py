@@ -51,7 +51,7 @@ def _options(url: str) -> dict[str, Any]:
     return mine | fsspec.config.conf.get("s3", {})
 
 
-def ignore(nbytes: int) -> None:
+def _ignore(nbytes: int) -> None:
     """Do nothing: the default of ``advance``."""
 
 
@@ -64,7 +64,7 @@ class ObjectStore:
         url: with its scheme; without credentials.
 
     Attributes:
-        advance: is told the bytes that :meth:`range` has brought, maybe by other threads.
+        advance: is told the bytes that :meth:`range` has read, maybe by other threads.
 
     Raises:
         UserError: the scheme is unknown, or its package is not installed.
@@ -72,7 +72,7 @@ class ObjectStore:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.advance: Callable[[int], object] = ignore
+        self.advance: Callable[[int], object] = _ignore
         self._fs, root = filesystem_of(self.url, **_options(url))
         self._root = root.rstrip("/")
 
@@ -141,7 +141,7 @@ class ObjectStore:
         """Write a small object, in place of one of that name."""
         self._writing(name, lambda path: self._fs.pipe_file(path, data))
 
-    def upload(self, file: Path, name: str, advance: Callable[[int], object] = ignore) -> None:
+    def upload(self, file: Path, name: str, advance: Callable[[int], object] = _ignore) -> None:
         """Copy a file to the store, a large one in parts.
 
         Args:

@@ -29,7 +29,7 @@ class RemoteCheckpoint:
 
     store: ObjectStore
     name: str
-    copy: Path | None = None
+    copy: Path | None = dataclasses.field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.store.at(self.name)

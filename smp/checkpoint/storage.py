@@ -90,7 +90,7 @@ class Storage:
         try:
             self.remove(self.begin(checkpoint_name(model_name, 0)))
         except RunError as error:
-            raise UserError(str(error)) from error
+            raise UserError(f"{error}; --checkpoint_type local keeps them on a disk of each host") from error
 
     def publish(self, temporary: Path, manifest: Manifest) -> None:
         """Publish what all ranks have written; does nothing on a rank that does not lead here."""

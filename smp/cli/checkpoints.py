@@ -24,7 +24,7 @@ from smp.cli.find import DEPTHS, checkpoints_at, existing_directory, interrupted
 from smp.errors import UserError
 
 
-class Checkpoint(Protocol):
+class GivenCheckpoint(Protocol):
     """A checkpoint, valid or not."""
 
     @property
@@ -73,7 +73,7 @@ class LocalCheckpoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteCheckpoint:
+class UrlCheckpoint:
     """A checkpoint below a URL; ``sizes`` are those of its objects."""
 
     store: ObjectStore
@@ -119,14 +119,14 @@ class Found:
         removed_by: what removes that which is left.
     """
 
-    checkpoints: list[Checkpoint]
+    checkpoints: list[GivenCheckpoint]
     single: bool
     left: list[str]
     aside: list[str] = dataclasses.field(default_factory=list)
     removed_by: str = "the next start"
 
 
-def one_checkpoint(text: str) -> Checkpoint:
+def one_checkpoint(text: str) -> GivenCheckpoint:
     """Return the checkpoint that a path or a URL names.
 
     Raises:
@@ -150,7 +150,7 @@ def find(text: str) -> Found:
         return _find_remote(text)
     directory = existing_directory(text)
     paths = checkpoints_at(directory)
-    checkpoints: list[Checkpoint] = [
+    checkpoints: list[GivenCheckpoint] = [
         LocalCheckpoint(path, path.name if path == directory else str(path.relative_to(directory))) for path in paths
     ]
     left = [str(path.relative_to(directory)) for path in interrupted_at(directory)]
@@ -164,15 +164,15 @@ def _find_remote(url: str) -> Found:
         raise UserError(f"{url} does not exist: give the URL of a checkpoint, or one that some are below")
     own = Path(store.url)
     if MANIFEST_FILE in objects or step_of(own) is not None:
-        return Found([RemoteCheckpoint(store, "", own.name, objects)], True, [])
+        return Found([UrlCheckpoint(store, "", own.name, objects)], True, [])
     folders: dict[str, dict[str, int]] = {}
     for name, size in objects.items():
         folder, _, file = name.rpartition("/")
         if step_of(Path(folder)) is not None and folder.count("/") < len(DEPTHS):
             folders.setdefault(folder, {})[file] = size
     names = sorted(folders, key=lambda name: (Path(name).parent, step_of(Path(name)), name))
-    checkpoints: list[Checkpoint] = [
-        RemoteCheckpoint(store, n, n, folders[n]) for n in names if MANIFEST_FILE in folders[n]
+    checkpoints: list[GivenCheckpoint] = [
+        UrlCheckpoint(store, n, n, folders[n]) for n in names if MANIFEST_FILE in folders[n]
     ]
     aside = [name for name in names if ASIDE in folders[name] and MANIFEST_FILE not in folders[name]]
     left = [name for name in names if not {MANIFEST_FILE, ASIDE} & folders[name].keys()]

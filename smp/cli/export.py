@@ -23,7 +23,7 @@ from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.model_store import refuse_foreign_objects, upload_model
 from smp.checkpoint.object_store import is_url
 from smp.cli.adapter import MODEL, SavedAdapter, adapter_of, base_of
-from smp.cli.checkpoints import Checkpoint, one_checkpoint
+from smp.cli.checkpoints import GivenCheckpoint, one_checkpoint
 from smp.cli.find import existing_directory
 from smp.cli.output import shown
 from smp.cli.verify import verified
@@ -140,7 +140,7 @@ def _tokenizer_given(text: str) -> Path:
     return directory
 
 
-def _refuse_output(text: str, checkpoint: Checkpoint) -> None:
+def _refuse_output(text: str, checkpoint: GivenCheckpoint) -> None:
     """Refuse to write where the checkpoint or other files are."""
     if is_url(text):
         refuse_foreign_objects(text)
@@ -159,7 +159,7 @@ def _refuse_options(path: Path | str, options: argparse.Namespace, adapter: Save
 
 
 def _write(
-    checkpoint: Checkpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
+    checkpoint: GivenCheckpoint, manifest: Manifest, output: Path, options: argparse.Namespace, tokenizer: Path | None
 ) -> None:
     hf_config = config_of(checkpoint.path, manifest)
     adapter, base, added = adapter_of(checkpoint.path, manifest), None, None

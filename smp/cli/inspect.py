@@ -13,7 +13,7 @@ from typing import Any
 from smp.checkpoint.layout import step_of
 from smp.checkpoint.manifest import Manifest, TensorEntry
 from smp.checkpoint.object_store import is_url
-from smp.cli.checkpoints import Checkpoint, find
+from smp.cli.checkpoints import GivenCheckpoint, find
 from smp.cli.find import existing_directory, is_checkpoint, is_model
 from smp.cli.output import dtype_name, shown, table
 from smp.cli.sources import ModelTensors
@@ -55,7 +55,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "chunks": chunks}
 
 
-def checkpoint_summary(checkpoint: Checkpoint, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
+def checkpoint_summary(checkpoint: GivenCheckpoint, manifest: Manifest, *, tensors: bool) -> dict[str, Any]:
     """Return what a checkpoint contains, as JSON."""
     found = {
         "path": str(checkpoint.path),
@@ -167,7 +167,7 @@ def _print_one(found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
         _print_tensors(found["tensors"])
 
 
-def _list(checkpoints: list[Checkpoint], *, as_json: bool, tensors: bool) -> None:
+def _list(checkpoints: list[GivenCheckpoint], *, as_json: bool, tensors: bool) -> None:
     """Print a line for each of several checkpoints."""
     rows = [["checkpoint", "step", "kind", "size", "val_loss", "saved", "state"]]
     summaries = []

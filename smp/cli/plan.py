@@ -159,12 +159,12 @@ def find(argv: list[str], row: DeviceRow, **question: Any) -> tuple[Request, Fou
         return find_here(argv, row, closed_plans, **question)
     from smp.plan.worker import CLEAR, worker
 
-    with worker(row) as ask:
-        try:
+    try:
+        with worker(row) as ask:
             return ask("find", argv, row, **question)
-        finally:
-            if is_terminal(sys.stderr):
-                print(CLEAR, end="", file=sys.stderr, flush=True)
+    finally:
+        if is_terminal(sys.stderr):
+            print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def best(argv: list[str], row: DeviceRow, *, nodes: int, local: int) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from smp.checkpoint.manifest import Manifest
-from smp.cli.checkpoints import Checkpoint, find
+from smp.cli.checkpoints import GivenCheckpoint, find
 from smp.cli.output import progress, shown
 from smp.comm.report import readable
 from smp.environment.threads import available_cores
@@ -32,7 +32,7 @@ def _groups(manifest: Manifest, number: int) -> list[list[str]]:
     return [by_size[start::number] for start in range(min(number, len(by_size)))]
 
 
-def problems_of(checkpoint: Checkpoint, manifest: Manifest, *, content: bool) -> list[str]:
+def problems_of(checkpoint: GivenCheckpoint, manifest: Manifest, *, content: bool) -> list[str]:
     """Return what is wrong with a checkpoint, naming files; empty if nothing is.
 
     Args:
@@ -54,7 +54,7 @@ def problems_of(checkpoint: Checkpoint, manifest: Manifest, *, content: bool) ->
     return sorted(problems)
 
 
-def verified(checkpoint: Checkpoint, *, content: bool) -> Manifest:
+def verified(checkpoint: GivenCheckpoint, *, content: bool) -> Manifest:
     """Return the manifest of a checkpoint that has been found valid.
 
     Raises:
@@ -68,7 +68,7 @@ def verified(checkpoint: Checkpoint, *, content: bool) -> Manifest:
     return manifest
 
 
-def _report(checkpoint: Checkpoint, *, content: bool) -> bool:
+def _report(checkpoint: GivenCheckpoint, *, content: bool) -> bool:
     """Print what was found; return whether the checkpoint is valid."""
     started = time.perf_counter()
     try:

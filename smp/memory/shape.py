@@ -109,7 +109,7 @@ class Workload:
         settings: of the techniques; each reads its own.
         device_type: ``cpu`` or ``cuda``.
         attention_matrix: whether all attention scores exist at once (eager attention).
-        forward_only: whether the model is evaluated and not trained.
+        forward_only: whether there is no backward pass, as in evaluation.
         checkpoint_copy: whether parameters and optimizer state are copied, on the device, to be saved.
         accumulation: micro-batches of a step; from the second on, gradients are kept throughout.
         moment: of the step, at which techniques count their bytes.
@@ -166,7 +166,7 @@ def workload(
 
     Args:
         batch: samples of a forward pass.
-        forward_only: whether the model is evaluated and not trained.
+        forward_only: whether there is no backward pass, as in evaluation.
         is_async: whether checkpoints are written in the background, which on a CPU takes a copy.
         accumulation: micro-batches of a step.
     """

@@ -298,7 +298,8 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
     if work.settings[Config].qlora:
         found = nf4.cost(shape, work, shard=mesh.shard.size, gathered=gathered_blocks(shape, mesh, work))
     if work.moment in (Moment.LAST_BLOCK, Moment.FIRST_BLOCK) and has_dropout(work.settings):
-        found["activations"] = found.get("activations", 0) + work.tokens(mesh) * shape.intermediate // mesh.tp.size
+        widest = max(shape.hidden, shape.intermediate // mesh.tp.size)
+        found["activations"] = found.get("activations", 0) + work.tokens(mesh) * widest
     return found
 
 

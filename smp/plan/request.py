@@ -94,6 +94,8 @@ def read_request(
         config = parse_args(argv)
         if config.data.evaluate_only:
             raise UserError("--evaluate_only 1 trains nothing, and a training step is what is planned: leave it out")
+        if problems := config.preference.misfits_of_loss(config.loss, config.model, config.lora):
+            raise ConfigError(problems)
         model = resolve_model(config.model, here=not row.is_gpu)
         if global_tokens is not None:
             tokens, length = parse_count("--global_tokens", global_tokens), model.sequence_length

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import pickle
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from smp.environment import environment_with, malloc
@@ -43,16 +43,19 @@ def worker(row: DeviceRow) -> Iterator[Callable[..., Any]]:
     """
     process = _start(row)
     assert process.stdin is not None and process.stdout is not None
-    requests, answers = process.stdin, process.stdout
+    requests = Connection(os.dup(process.stdin.fileno()), readable=False)
+    answers = Connection(os.dup(process.stdout.fileno()), writable=False)
+    process.stdin.close()
+    process.stdout.close()
 
     def ask(name: str, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(OSError):  # it has ended, as is seen below
+            requests.send((name, args, kwargs))
+        for module in _OF_ANSWERS:  # while it plans
+            importlib.import_module(module)
         try:
-            pickle.dump((name, args, kwargs), requests)
-            requests.flush()
-            for module in _OF_ANSWERS:  # while it plans
-                importlib.import_module(module)
-            answer = pickle.load(answers)
-        except (EOFError, OSError, pickle.UnpicklingError):
+            answer = answers.recv()
+        except (EOFError, OSError):
             raise UserError(
                 f"the planning process has ended with status {process.wait()}: see its output above"
             ) from None
@@ -66,8 +69,7 @@ def worker(row: DeviceRow) -> Iterator[Callable[..., Any]]:
         process.kill()
         process.wait()
         answers.close()
-        with contextlib.suppress(OSError):  # what it has not read
-            requests.close()
+        requests.close()
 
 
 def _start(device: DeviceRow) -> subprocess.Popen[bytes]:
@@ -106,20 +108,22 @@ def find(argv: list[str], row: DeviceRow, *, searches: bool = True, **question: 
 
 def serve() -> None:
     """Answer requests on the standard input until it ends."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # whatever prints must not be taken for an answer
     from smp.plan.plan import plan_layouts
 
     calls: dict[str, Callable[..., Any]] = {"find": find, "plan_layouts": plan_layouts}
     with contextlib.suppress(EOFError):
         while True:
-            name, args, kwargs = pickle.load(requests)
+            name, args, kwargs = requests.recv()
             try:
                 answer = calls[name](*args, **kwargs)
             except UserError as error:
                 answer = error
-            pickle.dump(answer, answers)
-            answers.flush()
+            except Exception as error:
+                said = f"no layout could be planned ({type(error).__name__}: {error})"
+                answer = UserError(f"{said}: this is a defect in smp, please report it")
+            answers.send(answer)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ def run(plan: RunPlan, guard: Guard) -> int:
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
         search = search_for(plan, functools.partial(agree_on_start, plan, guard.enter))
         start = search.first()
-        guard.refuse_crash_loop(start.progress.step)
         prepare_device(plan, batch=start.global_batch_size)
         memory = MemoryTracker(plan.device, enabled=config.logging.enable_memory_profiling, rank=launch.rank)
         mesh = plan.mesh.join(plan.device.type)
@@ -64,6 +63,7 @@ def run(plan: RunPlan, guard: Guard) -> int:
         optimizer = build_optimizer(model, config.optim, lr=config.lr.lr)
         seed_everything(config.run.seed, mesh.loss.rank)
         start = search.fill(start, functools.partial(restore_start, plan, mesh, model, optimizer))
+        guard.refuse_crash_loop(start.progress.step)
         plan.train_data.seek(start.progress.samples, global_batch_size=start.global_batch_size)
         state = dataclasses.replace(start.progress)
         saver = Saver(

@@ -1,9 +1,10 @@
-"""Evaluation: loss and perplexity of a model or a checkpoint on the validation data. No file is written."""
+"""Evaluation: loss and perplexity of a model or a checkpoint on the validation data."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 from smp.checkpoint.fetch import locate
@@ -40,7 +41,7 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
         guard.connected(),
     ):
         configure_logging(rank=launch.rank, local_rank=launch.local_rank, world_size=launch.world_size, log_dir=None)
-        search = search_for(plan, functools.partial(_candidate, plan))
+        search = search_for(plan, functools.partial(_candidate, plan, guard.enter))
         start = search.first()
         prepare_device(plan, batch=start.global_batch_size)
         mesh = plan.mesh.join(plan.device.type)
@@ -74,7 +75,7 @@ def evaluate(plan: RunPlan, guard: Guard) -> int:
     return 0
 
 
-def _candidate(plan: RunPlan, damaged: Damaged) -> Start:
+def _candidate(plan: RunPlan, enter: Callable[[str], None], damaged: Damaged) -> Start:
     """Choose the checkpoint that is named, alike on all ranks, or none; collective.
 
     Raises:
@@ -82,6 +83,8 @@ def _candidate(plan: RunPlan, damaged: Damaged) -> Start:
     """
     settings = plan.config.checkpoint
     wanted = locate(plan.storages, settings.resume_from_checkpoint, plan.model.name, damaged=damaged)
+    if isinstance(wanted, RemoteCheckpoint):
+        wanted.store.advance = lambda _: enter("start")
     if wanted == LATEST and settings.is_local:
         chosen: Path | RemoteCheckpoint | None = together(
             lambda: common_start(plan.checkpoint_dirs, plan.model.name, damaged)
@@ -114,8 +117,10 @@ def _resolve(plan: RunPlan, checkpoint: Path | RemoteCheckpoint | None) -> Start
     elif settings.resume_from_checkpoint is not None:
         shared = [each.parent if settings.is_local else each for each in plan.checkpoint_dirs]
         refuse_other_kinds(shared, plan.launch.world_size, local=settings.is_local)
+        urls = [storage.mirror.store for storage in plan.storages if storage.mirror is not None]
+        looked_in = ", ".join(map(str, [*shared, *urls]))
         raise UserError(
-            f"no checkpoint of {plan.model.name} in {', '.join(map(str, shared))}: name the run by --output_dir, a "
+            f"no checkpoint of {plan.model.name} in {looked_in}: name the run by --output_dir, a "
             f"checkpoint at a URL by --resume_from_checkpoint, or leave that out to evaluate the model itself"
         )
     return Start(checkpoint, saved, TrainState(), planned_batch(plan.config, plan.mesh), 0)

@@ -61,15 +61,22 @@ class Config(Section):
 
     def misfits(self, data: DataConfig, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:
         """Return one sentence for each setting of other sections that does not go with pairs."""
+        found: list[str] = []
         if not self.dpo:
-            return []
-        found = []
+            return found
         if data.use_synthetic_data:
             found.append("--dpo 1 trains on pairs, and --use_synthetic_data 1 has none: set --training_dir instead")
         elif data.dataset_type != "chat":
             found.append(f"--dpo 1 reads pairs, not --dataset_type {data.dataset_type}: set --dataset_type chat")
         elif data.train_on not in ("auto", "completion"):
             found.append(f"--dpo 1 compares complete answers, not --train_on {data.train_on}: leave that out")
+        return found + self.misfits_of_loss(loss, model, adapters)
+
+    def misfits_of_loss(self, loss: LossConfig, model: ModelConfig, adapters: lora.Config) -> list[str]:
+        """Return those of :meth:`misfits` that concern the loss and dropout, as for a plan, which needs no data."""
+        found: list[str] = []
+        if not self.dpo:
+            return found
         if not loss.loss_chunk_tokens:
             found.append("--dpo 1 needs --loss_chunk_tokens above 0: leave that at its default")
         if loss.z_loss:

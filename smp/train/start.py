@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from smp.checkpoint.fetch import asking_together, locate, refuse_remote
+from smp.checkpoint.fetch import asking, asking_together, locate, refuse_remote
 from smp.checkpoint.layout import (
     LATEST,
     TEMPORARY,
@@ -263,10 +263,10 @@ def read_usable(path: Path | RemoteCheckpoint, *, local: bool) -> Manifest:
     Raises:
         UserError: it is damaged, or of the other kind.
     """
-    manifest = manifest_of(path)
+    manifest = asking(lambda: manifest_of(path))
     if not (is_script(manifest.run) or _is_job(manifest)) or not isinstance(manifest.model.get("config"), dict):
         raise DamagedCheckpointError(path, ["its manifest does not say how far the run was"])
-    # A sharded one at a URL is copied nowhere, and fits any layout.
+    # A sharded one at a URL is on no rank's own disk, and fits any layout.
     if (manifest.kind == "local") != (local and isinstance(path, Path)):
         raise UserError(
             f"checkpoint {path} is a {manifest.kind} one: resume with --checkpoint_type {manifest.kind} or "

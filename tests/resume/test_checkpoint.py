@@ -509,7 +509,7 @@ def test_a_manifest_may_list_more_where_there_are_more_files(tmp_path, monkeypat
     assert read_manifest(path).step == 7
 
 
-def _first_whole(folder, kind):
+def _first_valid(folder, kind):
     paths = [make(folder, step, kind=kind) for step in (3, 2)]
     flipped = bytearray((paths[0] / "a.safetensors").read_bytes())
     flipped[-1] ^= 1
@@ -530,7 +530,7 @@ def _first_whole(folder, kind):
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 def test_damaged_candidates_are_passed_over_only_where_the_latest_is_wanted(kind, tmp_path):
-    run_distributed(_first_whole, tmp_path, kind, world_size=1)
+    run_distributed(_first_valid, tmp_path, kind, world_size=1)
 
 
 def _load_wrong(folder, name, sentence):

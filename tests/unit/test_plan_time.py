@@ -156,7 +156,8 @@ def test_a_reference_beside_the_policy_is_a_forward_pass_more():
     assert more(pairs, one) == pytest.approx(2 * 100 * head)
     assert more(beside, pairs) == pytest.approx(2 * 100 * (weights + head) + scores)
     assert pairs.inside + pairs.between == one.inside + one.between
-    assert beside.inside + beside.between - one.inside - one.between == pytest.approx(2 * weights * 15 / 16, rel=1e-3)
+    sent = beside.inside + beside.between - one.inside - one.between
+    assert sent == pytest.approx(2 * (weights + head) * 15 / 16, rel=1e-3)
 
 
 def test_on_a_cpu_everything_takes_its_turn():

@@ -141,7 +141,7 @@ def cost(shape: ModelShape, mesh: Mesh, work: Workload) -> dict[str, int]:
 
 
 def traffic(shape: ModelShape, mesh: Mesh, work: Workload) -> Traffic:
-    """Count the exchanges of attention, and what its results are packed and merged with."""
+    """Count the communication of attention, and what its results are packed and merged with."""
     cp, tp, exchange = mesh.cp.size, mesh.tp.size, work.settings[Config].cp_comm_type
     if cp == 1:
         return Traffic()
