@@ -116,8 +116,9 @@ def serve() -> None:
     with contextlib.suppress(EOFError):
         while True:
             name, args, kwargs = requests.recv()
+            call = calls[name]
             try:
-                answer = calls[name](*args, **kwargs)
+                answer = call(*args, **kwargs)
             except UserError as error:
                 answer = error
             except Exception as error:

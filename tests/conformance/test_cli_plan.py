@@ -230,6 +230,7 @@ def test_the_memory_is_drawn(planner, call, tmp_path):
             "is less than a sample of 64 tokens",
         ),
         (["--model_type", "gpt_neox", "--tensor_parallel_degree", 3], "cannot be split over 1 node(s) of 8 as asked"),
+        (["--dpo", 1, "--z_loss", 0.1], "--z_loss is added to the loss of tokens, and --dpo 1 has another"),
         (["--evaluate_only", 1], "--evaluate_only 1 trains nothing, and a training step is what is planned"),
         (["--num_heads", 4, "--tensor_parallel_degree", 8], "8 does not divide the 4 attention heads: choose one of 1"),
         (

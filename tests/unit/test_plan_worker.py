@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.machinery
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import masking_utils
 
 from smp.environment.malloc import unused_heap
-from smp.errors import UserError
+from smp.errors import ConfigError, DamagedCheckpointError, UserError
 from smp.memory.plan import BASE_CPU_BYTES
 from smp.parallel import sharding
 from smp.plan import shim, world
@@ -224,3 +225,11 @@ def test_the_worker_ends_when_its_input_does():
         serve()
 
     assert in_child(without_input) is None
+
+
+def test_errors_are_as_they_were_raised(ask):
+    for error in (ConfigError(["one", "two"]), DamagedCheckpointError("at", ["cut", "gone"])):
+        again = copy.copy(error)  # by what brings them from one process to another
+        assert type(again) is type(error) and (str(again), again.problems) == (str(error), error.problems)
+    with pytest.raises(UserError, match=r"no layout could be planned \(TypeError: .*this is a defect in smp"):
+        ask("plan_layouts", 3)
