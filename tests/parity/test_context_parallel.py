@@ -73,13 +73,13 @@ def test_every_two_settings():
     assert_parity([case_of(choice) for choice in pairwise(factors, allowed)])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_two_settings_of_data_ranks():
     factors = FACTORS | {"layout": ["cp 2 x data 2"]}
     assert_parity([case_of(choice) for choice in pairwise(factors, allowed)])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_two_settings_at_eight_ranks():
     factors = FACTORS | {"layout": list(LARGE), "accumulation": [1], "defer": [False], "keep": [False]}
     assert_parity([case_of(choice) for choice in pairwise(factors, allowed)])
