@@ -33,7 +33,7 @@ def kind(path: str) -> str:
         return "link"
     if name.endswith(" (deleted)"):  # without a name
         return "probe"
-    if name.endswith(".json"):
+    if name.endswith(".json") or re.fullmatch(r"rank\d+\.tmp", name):
         return "list"
     return "directory"
 
