@@ -18,6 +18,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# What a forked rank has from the process of the tests is not looked through at each collection, which copies its pages,
+# nor ended: the end of a process group waits for its threads, which are not in the fork.
+os.register_at_fork(after_in_child=gc.freeze)
 
 HERE = pathlib.Path(__file__).parent
 GPU = "tests/gpu/"
@@ -44,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what collecting has imported out of each garbage collection, here and in the ranks that are forked."""
+    """Leave what collecting has imported out of each garbage collection."""
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,6 @@
 """Run a function on several ranks of a process group inside a test."""
 
 import datetime
-import gc
 import json
 import multiprocessing
 import os
@@ -33,7 +32,6 @@ def _join_group(rank: int, world_size: int, folder: str, backend: str, timeout: 
     # torch lets a rank leave before the others have finished connecting to it; those then fail over gloo.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
-    gc.freeze()  # what the process of the tests has is not looked through at each collection, which copies its pages
     if prepare is not None:
         prepare(rank)
     if "smddp" in backend:

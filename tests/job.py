@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import multiprocessing
 import os
@@ -73,7 +72,6 @@ def _process(
     sys.stderr = os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     report.write_curves = no_curves
-    gc.freeze()  # what the process of the tests holds is not looked through at each collection
     status = 1
     try:
         status = train_lib.main(argv)
