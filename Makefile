@@ -40,6 +40,7 @@ finetune: setup
 	@$(BIN)/smp export --merge runs/lora/checkpoints/latest runs/lora/merged
 	@$(BIN)/python examples/ask.py runs/lora/merged 'Where is Lucas Lodge?'
 
+# Four processes on two cores: tests wait for half of their time, for other processes and servers.
 test: setup
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow and not full" tests
 

@@ -129,7 +129,7 @@ class StepTrace(MemoryProfile):
         return tensor if isinstance(tensor, FakeTensor) or tensor.is_meta else self._fake.from_tensor(tensor)
 
     def _number(self, dtype: torch.dtype) -> float | bool:
-        """Return what is read from a fake tensor: targets have no gaps, masks no padding, no rank raises a flag."""
+        """Return what is read from a fake tensor: masks have no padding, counts are above 0, no rank raises a flag."""
         if dtype is torch.bool:
             return True
         return 1.0 if dtype.is_floating_point else 0 if _caller().startswith("smp.faults.") else 1
