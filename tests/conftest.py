@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import sys
 from multiprocessing import forkserver
 
 # Set before any Hugging Face import: tests never reach for a hub.
@@ -18,9 +19,19 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# What a forked rank has from the process of the tests is not looked through at each collection, which copies its pages,
-# nor ended: the end of a process group waits for its threads, which are not in the fork.
-os.register_at_fork(after_in_child=gc.freeze)
+
+
+def start_fork() -> None:
+    """Leave what a forked rank inherits from the process of the tests alone, and drop pools whose threads it has not.
+
+    A collection would copy the inherited pages, and the end of an inherited process group waits for its threads.
+    """
+    gc.freeze()
+    if compiler := sys.modules.get("torch._inductor.async_compile"):
+        compiler.AsyncCompile.pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=start_fork)
 
 HERE = pathlib.Path(__file__).parent
 GPU = "tests/gpu/"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import smp.cli
 from smp.checkpoint.manifest import read_manifest
 from tests.job import losses, run_job
-from tests.reference import VOCABULARY, build_reference
+from tests.reference import INDUCTOR, VOCABULARY, build_reference
 
 RANK = 2
 
@@ -113,26 +113,30 @@ def save_wide(folder):
     ).save_pretrained(folder / "wide")  # fmt: skip
 
 
+def train_in_4_bits(folder, *words):
+    """The losses of three steps."""
+    run = "_".join(map(str, words)) or "plain"
+    start = [*flags(folder, run, "wide"), "--global_batch_size", 4, "--qlora", 1, "--max_steps", 3]
+    run_job(*start, *words, world_size=2).succeeded()
+    return losses(folder / run)
+
+
 @pytest.mark.full
 def test_weights_in_4_bits_train_alike_however_they_are_computed_with(folder):
     pytest.importorskip("torchao")
     save_wide(folder)
-    found = {}
-    for words in (
-        (),
-        ("--compile", 1),
-        ("--cpu_offload", 1),
-        ("--distributed_backend", "smddp"),
-        ("--delayed_param", 0),
-    ):
-        run = "_".join(map(str, words)) or "plain"
-        start = [*flags(folder, run, "wide"), "--global_batch_size", 4, "--qlora", 1, "--max_steps", 3, *words]
-        run_job(*start, world_size=2).succeeded()
-        found[run] = losses(folder / run)
-    plain = found.pop("plain")
+    plain = train_in_4_bits(folder)
     assert plain[2] < plain[0]
-    for run, theirs in found.items():
-        assert theirs == pytest.approx(plain, rel=1e-5), run
+    for words in (("--cpu_offload", 1), ("--distributed_backend", "smddp"), ("--delayed_param", 0)):
+        assert train_in_4_bits(folder, *words) == pytest.approx(plain, rel=1e-5), words
+
+
+@pytest.mark.full
+@INDUCTOR
+def test_inductor_compiles_layers_with_weights_in_4_bits(folder):
+    pytest.importorskip("torchao")
+    save_wide(folder)
+    assert train_in_4_bits(folder, "--compile", 1) == pytest.approx(train_in_4_bits(folder), rel=1e-5)
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from smp.parallel import activation_checkpoint, compile_blocks, parallelize
 from smp.parallel.linear import local_tensor
 from smp.parallel.technique import Setup
 from tests.distributed import run_distributed
-from tests.reference import Layout, build_reference, global_batch, rank_batch, relative, setup_of, tiny_config
+from tests.reference import INDUCTOR, Layout, build_reference, global_batch, rank_batch, relative, setup_of, tiny_config
 from tests.unit.test_activation_checkpoint import products
 from tests.unit.test_activation_offload import blocks_of
 
@@ -153,7 +153,7 @@ def test_kinds_of_batches_do_not_end_a_run(allowed, graphs, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(" " in torch.__file__, reason="torch's compiler takes no path with a space")
+@INDUCTOR
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 mixes fp64 and fp32 in attention's backward")
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_inductor(mode):
