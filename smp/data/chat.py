@@ -24,6 +24,7 @@ from smp.errors import UserError
 from smp.log import say
 
 _ALL_COLUMNS = ("",)
+_CONVERSION = 2  # raised by a change that gives a conversation other tokens or labels, so that no cache is used again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Conversations:
     @property
     def key(self) -> list[Any]:
         """Return what the tokens depend on besides the file."""
-        return [self.tokenizer.digest, self.chat.template, self.chat.train_on]
+        return [_CONVERSION, self.tokenizer.digest, self.chat.template, self.chat.train_on]
 
     @property
     def dtype(self) -> str:
@@ -121,11 +122,10 @@ def show(packed: PackedSamples, words: TextTokenizer, count: int) -> None:
     begin, end = ("\033[32m", "\033[0m") if sys.stderr.isatty() else ("⟦", "⟧")
     for number in packed.numbers[:count].tolist():
         for name, (tokens, labels) in zip(packed.names, packed.documents(number), strict=True):
-            text, inside = "", False
-            for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
-                if inside != (label != IGNORED):
-                    inside = not inside
-                    text += begin if inside else end
-                text += words.word(token)
-            which = f"{name.format(number + 1)}, trained on between {begin}...{end}"
-            say(f"{which}:\n{text}{end if inside else ''}")
+            trained = labels != IGNORED
+            runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)  # tokens alone may be parts of characters
+            text, inside = "", bool(trained[0])
+            for run in runs:
+                text += f"{begin}{words.text(run.tolist())}{end}" if inside else words.text(run.tolist())
+                inside = not inside
+            say(f"{name.format(number + 1)}, trained on between {begin}...{end}:\n{text}")

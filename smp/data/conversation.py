@@ -6,7 +6,10 @@ conversation up to it, with the generation prompt, and including it: the differe
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -57,17 +60,24 @@ class Chat:
                 raise ConversationError("has messages, and --train_on completion needs prompt and completion")
             return self._encode_messages(_messages(sample, "messages"), sample, first=0)
         if sample.get("prompt") is not None and sample.get("completion") is not None:
-            if isinstance(sample["prompt"], str) and isinstance(sample["completion"], str):
+            texts = [isinstance(sample[key], str) for key in ("prompt", "completion")]
+            if all(texts):
                 return self._encode_text(sample["prompt"], sample["completion"])
+            if any(texts):
+                found = f"they are {a_type(sample['prompt'])} and {a_type(sample['completion'])}"
+                raise ConversationError(f"prompt and completion must be two texts or two lists of messages, {found}")
             prompt = _messages(sample, "prompt")
             return self._encode_messages([*prompt, *_messages(sample, "completion")], sample, first=len(prompt))
         if isinstance(sample.get("text"), str):
             return self._encode_text("", sample["text"])
         if "chosen" in sample and "rejected" in sample:
             raise ConversationError("is a pair of answers: --dpo 1 trains on such, or give messages")
+        hint = ""
+        if "conversations" in sample:
+            hint = "; rename conversations to messages, and ShareGPT's from and value to role and content"
         raise ConversationError(
             f"has no conversation; keys found: {', '.join(sample) or 'none'}; needed is messages, or prompt and "
-            f"completion, or text"
+            f"completion, or text{hint}"
         )
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
@@ -75,8 +85,9 @@ class Chat:
         if self.train_on == "last" or (self.train_on in ("assistant", "completion") and not prompt):
             raise ConversationError(f"is a text without turns, and --train_on {self.train_on} trains on some of them")
         start = 0 if self.train_on == "all" else len(prompt)
-        encoding = self.tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
-        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+        ids, offsets = self._tokenize(prompt + completion)
+        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:  # the text has it already
+            ids, offsets = ids[1:], [(0, 0), *offsets[2:]]
         trained = [end > start and begin >= start for begin, end in offsets]
         if ids[-1:] != [self.tokenizer.eos_token_id]:
             ids, trained = [*ids, self.tokenizer.eos_token_id], [*trained, True]
@@ -87,25 +98,40 @@ class Chat:
     ) -> tuple[np.ndarray, np.ndarray]:
         tools = sample.get("tools")
         text = self._render(messages, tools)
-        for number, message in enumerate(messages):
-            if message["role"] in ("system", "user") and message["content"].strip() not in text:
-                raise ConversationError(f"message {number + 1} ({message['role']}) is left out by the chat template")
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        begins, ends = np.array(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
+        if _quotes_arguments(messages, text):
+            messages = _with_parsed_arguments(messages)
+            text = self._render(messages, tools)
+        _refuse_left_out(messages, tools, text)
+        ids, offsets = self._tokenize(text, add_special_tokens=False)
+        begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         if self.train_on == "all":
-            return _labelled(encoding["input_ids"], np.ones(len(begins), bool))
+            for number, message in enumerate(messages):
+                if not _is_trained(message):
+                    raise ConversationError(f"message {number + 1} is not to be trained on, and --train_on is all")
+            return _labelled(ids, np.ones(len(begins), bool))
         trained = np.zeros(len(begins), bool)
         for start, end in self._turns(messages, tools, text, first):
             # A token that begins before a turn is part of the prompt's tokens when the model generates.
             trained |= (begins >= start) & (ends <= end) & (ends > begins)
-        return _labelled(encoding["input_ids"], trained)
+        return _labelled(ids, trained)
+
+    def _tokenize(self, text: str, **options: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, and the begin and end of each in it."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a character, which JSON can hold
+            raise ConversationError(f"has a text that is not Unicode ({error.reason}): leave it out") from error
+        encoding = self.tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
+        return encoding["input_ids"], encoding["offset_mapping"]
 
     def _turns(self, messages: list[Message], tools: Any, text: str, first: int) -> Iterator[tuple[int, int]]:
         """Yield begin and end in ``text`` of what the assistant generates in each turn from message ``first`` on."""
         turns = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
         for at in turns[-1:] if self.train_on == "last" else turns:
-            before = self._render(messages[:at], tools, prompt=True) if at else ""
+            if not _is_trained(messages[at]):
+                continue
             after = self._render(messages[: at + 1], tools)
+            before = self._render(messages[:at], tools, prompt=True) if at else self._header(after, messages, tools)
             if not (text.startswith(before) and after.startswith(before)):
                 raise ConversationError(_rewritten(at))
             body, stop = self._split_stop(after[len(before) :])
@@ -121,6 +147,12 @@ class Chat:
             end = start + len(body)
             # Where an earlier turn ends otherwise than the last one does, its end is not what stops generation.
             yield start, end + (len(stop) if text.startswith(stop, end) else 0)
+
+    def _header(self, after: str, messages: list[Message], tools: Any) -> str:
+        """Return what precedes the assistant's words in ``after``, the text of a first message that is its own."""
+        with_prompt = self._render(messages[:1], tools, prompt=True)
+        header = with_prompt[len(after) :] if with_prompt.startswith(after) else ""
+        return after[: after.index(header) + len(header)] if header and header in after else ""
 
     def _split_stop(self, generated: str) -> tuple[str, str]:
         """Split what a turn generates into its text and the token that ends it; white space after that is left out."""
@@ -151,6 +183,50 @@ class Chat:
             raise ConversationError(f"the chat template refuses it: {error}") from error
 
 
+def _is_trained(message: Message) -> bool:
+    return bool(message.get("weight", True) and message.get("train", True))
+
+
+def _functions(messages: list[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the functions that messages call, with their arguments, as far as they have the usual form."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                yield function
+
+
+def _quotes_arguments(messages: list[Message], text: str) -> bool:
+    """Return whether arguments that are texts of JSON, OpenAI's form, are rendered as a string within JSON."""
+    arguments = [function.get("arguments") for function in _functions(messages)]
+    return any(isinstance(each, str) and json.dumps(each, ensure_ascii=False) in text for each in arguments)
+
+
+def _with_parsed_arguments(messages: list[Message]) -> list[Message]:
+    messages = copy.deepcopy(messages)
+    for function in _functions(messages):
+        with contextlib.suppress(ValueError, TypeError):
+            function["arguments"] = json.loads(function["arguments"])
+    return messages
+
+
+def _refuse_left_out(messages: list[Message], tools: Any, text: str) -> None:
+    """Raise for messages and tools that a template does not show; an assistant's may be reasoning, which it drops."""
+    contents = [message["content"].strip() for message in messages if message["role"] != "assistant"]
+    for number, message in enumerate(messages):
+        content = message["content"].strip()
+        forms = {content, json.dumps(content, ensure_ascii=False)[1:-1]}  # what tools say is JSON in some templates
+        expected = sum(each.count(content) for each in contents)
+        if content and message["role"] != "assistant" and sum(map(text.count, forms)) < expected:
+            raise ConversationError(f"message {number + 1} ({message['role']}) is left out by the chat template")
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str) and name not in text:
+            raise ConversationError(f"tools ({name}) are left out by the chat template: give a template that has them")
+
+
 def _labelled(ids: Sequence[int], trained: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.array(ids, np.int64)
     return tokens, np.where(np.asarray(trained, bool), tokens, -100)
@@ -167,7 +243,8 @@ def _messages(sample: Mapping[str, Any], key: str) -> list[Message]:
     """Return checked messages, with their texts as strings."""
     found = sample[key]
     if not isinstance(found, list) or not found:
-        raise ConversationError(f"{key} must be a list of messages, it is {a_type(found)}")
+        shown = "empty" if found == [] else a_type(found)
+        raise ConversationError(f"{key} must be a list of messages, it is {shown}")
     return [_message(each, f"{key}[{number}]") for number, each in enumerate(found)]
 
 
@@ -184,6 +261,13 @@ def _message(message: Any, name: str) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ConversationError(f"{name} has content that is {a_type(content)}; it must be a string")
+    allowed = (None, 0, 1) if role == "assistant" else (None, 0)
+    for key in ("weight", "train"):  # OpenAI's and Axolotl's
+        if message.get(key) not in allowed:
+            raise ConversationError(
+                f"{name} has role {role!r} and {key} {message[key]!r}; allowed: 0, and 1 for assistant, whose turns "
+                f"are trained on"
+            )
     # Tables give every message the keys of all others, with null.
     return {**{k: v for k, v in message.items() if v is not None}, "content": content or ""}
 

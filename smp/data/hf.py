@@ -94,10 +94,10 @@ def table_examples(file: DataFile, chunk: tuple[int, Any]) -> Iterator[tuple[str
     for name in table.column_names:
         try:
             columns[name] = _values(table.column(name).combine_chunks())
-        except UnicodeDecodeError as error:
+        except ValueError as error:
+            wrong = f"UTF-8 ({error.reason})" if isinstance(error, UnicodeDecodeError) else f"valid JSON ({error})"
             raise UserError(
-                f"{file.url}, rows {first + 1} to {first + len(table)}: {name} is not UTF-8 ({error.reason}); "
-                f"convert the file"
+                f"{file.url}, rows {first + 1} to {first + len(table)}: {name} is not {wrong}; convert the file"
             ) from error
     for at in range(len(table)):
         yield f"{file.url}, row {first + at + 1}", {name: values[at] for name, values in columns.items()}
@@ -108,7 +108,27 @@ TABLES = Reader("hf", read_tables, table_examples)
 
 def _values(column: Any) -> list[Any]:
     flat = _flat(column)
-    return column.to_pylist() if flat is None else np.split(flat[0], flat[1][1:-1])
+    if flat is not None:
+        return np.split(flat[0], flat[1][1:-1])
+    return [_decoded(each, column.type) for each in column.to_pylist()]
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type as the JSON line would have it that the table was made of.
+
+    Objects of JSON are texts in it, and structs have the keys of all rows, with null.
+    """
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return strict_json(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind if value[field.name] is not None}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_decoded(each, kind.value_type) for each in value]
+    return value
 
 
 def _flat(column: Any) -> tuple[np.ndarray, np.ndarray] | None:

@@ -66,12 +66,17 @@ def _split(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
                     f"are complete conversations"
                 )
         return prompt, chosen, rejected
-    # Whole conversations; a prompt that is a text repeats their first message, as in some data sets.
+    # Complete conversations; a prompt that is a text repeats one of their messages, as in some data sets.
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
+    if not same and isinstance(prompt, str):
+        raise ConversationError("has prompt as a text, and chosen and rejected as messages: give prompt as messages")
     if not same:
         raise ConversationError("has no prompt: chosen and rejected begin with different messages")
+    said = [each.get("content") for each in chosen[:same] if isinstance(each, dict)]
+    if isinstance(prompt, str) and not any(isinstance(each, str) and each.strip() == prompt.strip() for each in said):
+        raise ConversationError("has a prompt that is no message of chosen and rejected: leave it out, or them apart")
     if same == min(len(chosen), len(rejected)) and chosen != rejected:
         raise ConversationError("has an answer that begins with all of the other: they cannot be compared")
     return chosen[:same], chosen[same:], rejected[same:]

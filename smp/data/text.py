@@ -108,17 +108,17 @@ class TextTokenizer:
         found = (each.ids[each.ids >= self.limit] for each in rows if each.ids.max(initial=0) >= self.limit)
         return next((int(ids[0]) for ids in found), None)
 
-    def word(self, token: int) -> str:
-        """Return the text of a token."""
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens, special ones included."""
         if self._backend is not None:
-            return str(self._backend.decode([token], skip_special_tokens=False))
-        return str(self._tokenizer.decode([token]))
+            return str(self._backend.decode(tokens, skip_special_tokens=False))
+        return str(self._tokenizer.decode(tokens))
 
     def refusal(self, where: str, token: int) -> str:
         """Format the refusal of a text with a token that the model does not have."""
         return (
-            f"{where}: the text has {self.word(token)!r}, token id {token}, which is outside the model's vocabulary of "
-            f"{self.limit}: {self._advice}, or take it out of the text"
+            f"{where}: the text has {self.text([token])!r}, token id {token}, which is outside the model's vocabulary "
+            f"of {self.limit}: {self._advice}, or take it out of the text"
         )
 
     @property
@@ -308,7 +308,7 @@ class TextFiles:
 
     def _line_with(self, file: DataFile, token: int) -> str:
         """Return the file, with the first line whose text has the token."""
-        word = self.tokenizer.word(token).strip().encode()
+        word = self.tokenizer.text([token]).strip().encode()
         with open_file(file) as (content, _):
             number = 1
             for raw in iter(functools.partial(content.readline, PART), b""):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+from tokenizers import processors
 
 from smp.data.conversation import Chat, ConversationError, chat_of
 from smp.errors import UserError
@@ -118,6 +121,33 @@ def test_what_is_trained_on_can_be_chosen():
     assert shown("qwen3", twice, "last").endswith("⟦<think>\nWhales swim.\n</think>\n\nAt the mast.<|im_end|>⟧\n")
 
 
+def test_turns_that_are_not_to_be_trained_on():
+    for key, values in (("weight", (0, 1)), ("train", (False, True))):
+        turns = [ASKED[1], {**ASKED[2], key: values[0]}, {**ASKED[3], key: values[0]}, {**ASKED[4], key: values[1]}]
+        assert shown("gemma3", turns) == shown("gemma3", ASKED[1:], "last")
+
+
+def test_a_first_turn_of_the_assistant_is_trained_on_without_its_header():
+    text = "<|im_start|>assistant\n⟦I am at the mast.<|im_end|>⟧\n<|im_start|>user\nAnd you?<|im_end|>\n"
+    assert shown("qwen3", [ASKED[4], ASKED[3]]) == text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
+def test_arguments_that_are_texts_of_json_are_those_of_objects(name):
+    function = TOOLS[1]["tool_calls"][0]["function"]
+    called = {**TOOLS[1], "tool_calls": [{"type": "function", "function": {**function, "arguments": '{"to": "sea"}'}}]}
+    assert shown(name, [TOOLS[0], called, *TOOLS[2:]]) == shown(name, TOOLS)
+
+
+def test_a_text_begins_once():
+    backend = copy.deepcopy(chat_tokenizer())
+    begin = ("<s>", backend.bos_token_id)
+    backend.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    words = chat_of(backend, "here", template=str(TEMPLATES / "gemma3.jinja"), train_on="auto")
+    for text in ("the sea", "<s>the sea"):
+        assert marked(*words.encode({"text": text})) == "<s>⟦the sea</s>⟧"
+
+
 def test_prompt_and_completion_and_text():
     words = chat("gemma3")
     assert marked(*words.encode({"prompt": "Where is", "completion": " the whale?"})) == "Where is⟦ the whale?</s>⟧"
@@ -135,7 +165,16 @@ def test_prompt_and_completion_and_text():
     ("sample", "name", "train_on", "match"),
     [
         ({"conversations": []}, "qwen3", "auto", "keys found: conversations; needed is messages, or prompt"),
-        ({"messages": []}, "qwen3", "auto", "messages must be a list of messages"),
+        ({"messages": []}, "qwen3", "auto", "messages must be a list of messages, it is empty"),
+        ({"prompt": "a", "completion": ASKED[2:3]}, "qwen3", "auto", "of messages, they are a str and a list"),
+        ({"conversations": []}, "qwen3", "auto", "rename conversations to messages, and ShareGPT's from and value"),
+        ({"messages": [{**ASKED[1], "weight": 1}]}, "qwen3", "auto", r"\[0\] has role 'user' and weight 1; allowed: 0"),
+        ({"messages": [{**ASKED[2], "weight": 0.5}]}, "qwen3", "auto", "weight 0.5; allowed: 0, and 1 for assistant"),
+        ({"messages": [ASKED[1], {**ASKED[2], "train": False}]}, "qwen3", "all", "2 is not to be trained on"),
+        ({"messages": [*ASKED[1:3], {**ASKED[0], "content": "W"}]}, "smollm3", "auto", r"3 \(system\) is left out"),
+        ({"messages": ASKED[1:3], "tools": [{"function": {"name": "look"}}]}, "gemma3", "auto", r"tools \(look\) are"),
+        ({"messages": [{**ASKED[1], "content": "\ud800"}]}, "qwen3", "auto", "a text that is not Unicode"),
+        ({"text": "\ud800"}, "qwen3", "auto", "a text that is not Unicode"),
         ({"messages": [{"from": "human", "value": "x"}]}, "qwen3", "auto", "it has the keys from, value"),
         ({"messages": [{"role": "human", "content": "x"}]}, "qwen3", "auto", "role 'human'; allowed: system"),
         ({"messages": [{"role": "user", "content": None}]}, "qwen3", "auto", "content that is null; it must be"),
@@ -151,6 +190,13 @@ def test_prompt_and_completion_and_text():
 def test_conversations_that_cannot_be_used(sample, name, train_on, match):
     with pytest.raises(ConversationError, match=match):
         chat(name, train_on).encode(sample)
+
+
+@pytest.mark.parametrize("role", ["developer", "tool"])
+def test_messages_that_a_template_leaves_out_are_refused(role):
+    template = "{% for each in messages if each.role in ('user', 'assistant') %}{{ each.content }}</s>{% endfor %}"
+    with pytest.raises(ConversationError, match=rf"message 3 \({role}\) is left out"):
+        Chat(chat_tokenizer(), template).encode({"messages": [*ASKED[1:3], {"role": role, "content": "whale"}]})
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path):

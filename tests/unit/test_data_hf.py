@@ -267,6 +267,43 @@ def by_name(tmp_path, split="train", **settings):
     return tokens_of(create_data_pipeline(config, split=split, batch=batch)._microbatches.source)
 
 
+TURNS = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"to": "sea", "seen": None}}}]},
+    {"role": "assistant", "content": "There."},
+]
+
+
+@pytest.mark.parametrize("typed", ["arguments", "messages"])
+def test_columns_of_json_are_objects(tmp_path, typed):
+    datasets = pytest.importorskip("datasets")
+    if not hasattr(datasets, "Json"):
+        pytest.skip("a type of datasets 4.7")
+    name = {"name": datasets.Value("string"), "arguments": datasets.Json()}
+    message = {
+        "role": datasets.Value("string"),
+        "content": datasets.Value("string"),
+        "tool_calls": [{"function": name}],
+    }
+    kind = [message] if typed == "arguments" else datasets.List(datasets.Json())
+    table = datasets.Dataset.from_list([{"messages": TURNS}], features=datasets.Features({"messages": kind}))
+    table.save_to_disk(tmp_path / "saved")
+    table.to_parquet(tmp_path / "table.parquet")
+    for path in ("saved", "table.parquet"):
+        found = find_data([str(tmp_path / path)], "train", dataset_type="chat")
+        assert [each["messages"] for _, each in found.reader.read(found.files[0], ("",))] == [TURNS], path
+
+
+def test_nulls_of_structs_are_keys_of_other_rows(tmp_path):
+    import datasets
+
+    rows = [{"call": {"to": "sea"}, "text": None}, {"call": {"seen": [{"a": 1}, {"b": None, "c": 2}]}, "text": "a"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    found = find_data([str(tmp_path / "table.parquet")], "train", dataset_type="chat")
+    rows[1]["call"]["seen"][1].pop("b")
+    assert [each for _, each in found.reader.read(found.files[0], ("",))] == rows
+
+
 def test_a_dataset_by_name_comes_from_the_cache(tmp_path, hub_cache):
     expected = [[1, 2, 3], [4], [5, 6, 7, 8], [9], [10, 11]]
     assert by_name(tmp_path, dataset_config_name="default") == expected

@@ -56,6 +56,8 @@ def test_forms_of_trl_are_the_same_pair():
     ({"chosen": "a", "rejected": "b"}, "must have prompt, chosen and rejected as texts, or as lists"),
     ({"prompt": [ASKED], "chosen": [said("a")], "rejected": []}, "as lists of messages that are not empty"),
     ({"chosen": [ASKED], "rejected": [ASKED, said("a")]}, "an answer that begins with all of the other"),
+    ({"prompt": "a", "chosen": [said("a")], "rejected": [said("b")]}, "has prompt as a text, and chosen"),
+    ({"prompt": "a", "chosen": [ASKED, said("a")], "rejected": [ASKED, said("b")]}, "a prompt that is no message of"),
     ({"prompt": [ASKED], "chosen": [{"role": "tool", "content": "1"}], "rejected": [said("b")]}, "chosen: the chat"),
 ])  # fmt: skip
 def test_what_is_no_pair_is_one_sentence(sample, sentence):
