@@ -307,7 +307,9 @@ def sequence_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tens
             ``loss=smp.LossConfig()``, or of :func:`smp.chunk_loss`.
         batch: on the host, ``input_ids`` and ``labels`` ``(batch, sequence)``, equal to the inputs but for -100; of
             packed documents also ``position_ids``, which restart at each document, or ``document_bounds``
-            ``(documents + 1,)`` int32, where they begin in the flattened batch, and its end.
+            ``(documents + 1,)`` int32, where they begin in the flattened batch, and its end. An ``attention_mask``
+            ``(batch, sequence)`` has padding on either side, on the left only where sequences are not packed:
+            positions count from a sequence's first token.
 
     Returns:
         ``(batch,)``, of packed documents ``(documents,)`` in order, in at least fp32; 0 where no token is labelled. A

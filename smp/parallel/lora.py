@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from smp.config import ActivationConfig, Section, Settings, setting
 from smp.delayed_init import fill_added_
 from smp.errors import UserError
-from smp.json_input import read_object
 from smp.memory.shape import ModelShape, Moment, Workload
 from smp.mesh import Mesh
 from smp.models.added import AddedParameter, Apart, add_parameters, added_parameters, leave_out_frozen
@@ -33,19 +32,10 @@ from smp.models.registry import family_of
 from smp.models.weight_files import ADAPTER_CONFIG
 from smp.parallel import nf4
 from smp.parallel.adapter import Adapter
+from smp.parallel.adapter_config import ALL_LINEAR, WEIGHTS, read_settings, target_names
 from smp.parallel.linear import is_transposed, product_of, replace_product
 from smp.parallel.sharding import gathered_blocks
 from smp.parallel.technique import Parameters, Setup
-
-WEIGHTS = "adapter_model.safetensors"
-ALL_LINEAR = "all-linear"
-# Fields of peft's config that change what an adapter computes, with the values that are known here.
-_PLAIN = {
-    "bias": ("none",), "use_dora": (False,), "modules_to_save": (None, []), "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None), "layers_to_transform": (None,), "lora_bias": (False,), "use_qalora": (False,),
-    "trainable_token_indices": (None,), "target_parameters": (None, []), "layer_replication": (None,),
-    "exclude_modules": (None, []),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,26 +90,7 @@ class Config(Section):
 
 
 def _read_config(config: Config, folder: pathlib.Path) -> Config:
-    try:
-        found = read_object(folder / ADAPTER_CONFIG)
-        targets = found["target_modules"]
-        theirs: dict[str, Any] = {
-            "lora_rank": int(found["r"]),
-            "lora_alpha": float(found["lora_alpha"]),
-            "lora_target_modules": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
-            "lora_use_rslora": bool(found.get("use_rslora", False)),
-            "lora_dropout": float(found.get("lora_dropout", 0.0)),
-        }
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
-            f"and {WEIGHTS}, as peft's save_pretrained writes them"
-        ) from error
-    if found.get("peft_type") != "LORA":
-        raise UserError(f"--adapter_path {folder}: peft_type is {found.get('peft_type')!r}; only LORA is known")
-    for name, known in _PLAIN.items():
-        if found.get(name, known[0]) not in known:
-            raise UserError(f"--adapter_path {folder}: {name} is {found[name]!r}, which is not known here")
+    theirs = read_settings(folder)
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     for name, value in theirs.items():
         own = getattr(config, name)
@@ -163,12 +134,18 @@ def target_layers(model: nn.Module, family: Family, config: Config) -> dict[str,
     layers, targets = linear_layers(model, family), config.lora_target_modules
     if targets == (ALL_LINEAR,):
         return layers
-    names = sorted({path.rpartition(".")[2] for path in layers})
+    source, advice = "--lora_target_modules", f"or {ALL_LINEAR} for all"
+    if config.adapter_path is not None:  # whose targets no flag changes
+        source = f"{config.adapter_path}/{ADAPTER_CONFIG}: target_modules"
+        advice = "and what else it adapts peft's merge_and_unload merges into the base model"
+    names = ", ".join(sorted({path.rpartition(".")[2] for path in layers}))
+    if not targets:
+        raise UserError(f"{source} is empty; there are {names}, {advice}")
     for target in targets:
         if not any(_matches(path, target) for path in layers):
             raise UserError(
-                f"--lora_target_modules {target} is the end of no linear layer's name in the blocks; there are "
-                f"{', '.join(names)}, or {ALL_LINEAR} for all"
+                f"{source} {target} is the end of no linear layer's name in the blocks; there are {names}, {advice} "
+                f"(regular expressions are not known)"
             )
     return {path: layer for path, layer in layers.items() if any(_matches(path, target) for target in targets)}
 
@@ -263,13 +240,12 @@ class _Given:
 def _config_text(model: nn.Module, config: Config, settings: Settings, layers: Mapping[str, nn.Module]) -> str:
     hf_config: Any = model.config
     base = settings[ModelConfig].hf_pretrained_model_name_or_dir or getattr(hf_config, "_name_or_path", None)
-    names = sorted({path.rpartition(".")[2] for path in layers})
     return json.dumps(
         {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank, "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout, "use_rslora": config.lora_use_rslora, "bias": "none",
-            "target_modules": names, "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
-            "base_model_name_or_path": base or None,
+            "target_modules": target_names(model, layers), "base_model_name_or_path": base or None,
+            "fan_in_fan_out": any(map(is_transposed, layers.values())), "inference_mode": True,
         },
         indent=2,
     )  # fmt: skip
@@ -308,7 +284,7 @@ def adapt(
     rank: int = 0,
     *,
     alpha: float = 16.0,
-    target_modules: Sequence[str] = (ALL_LINEAR,),
+    target_modules: Sequence[str] | str | None = None,
     use_rslora: bool = False,
     dropout: float = 0.0,
     quantize: Literal["nf4"] | None = None,
@@ -324,7 +300,7 @@ def adapt(
         model: the same on every rank, or of ``smp.meta_init``.
         rank: of the factors; 0 with ``adapter_path``.
         alpha: the adapters' product is scaled by ``alpha / rank``, with ``use_rslora`` by ``alpha / sqrt(rank)``.
-        target_modules: ends of the names of the blocks' linear layers that get adapters.
+        target_modules: ends of the names of the blocks' linear layers that get adapters, or one; None: ``all-linear``.
         dropout: of the adapters' input, while the model is in training mode; each data rank seeds torch's generators
             its own way, those of a tensor-parallel group alike.
         quantize: store the weights of the blocks' linear layers in 4 bits.
@@ -332,7 +308,8 @@ def adapt(
         seed: of the initial values, the same on every rank.
 
     Raises:
-        UserError: there is no rank, a target is no linear layer, or the adapter is of another model.
+        UserError: there is no rank, a target is no linear layer, the adapter is of another model, or the model is not
+            one of Hugging Face.
     """
     if not rank and adapter_path is None:
         raise UserError("smp.lora: give a rank, such as 16, or an adapter_path")
@@ -342,12 +319,20 @@ def adapt(
         raise UserError("smp.lora: the model is split or sharded already: call it before that")
     if quantize not in (None, "nf4"):
         raise UserError(f"smp.lora: quantize is {quantize!r}; it is None or 'nf4'")
+    hf_config: Any = getattr(model, "config", None)
+    if hf_config is None:
+        raise UserError(
+            f"smp.lora: {type(model).__name__} has no config: give a causal language model of Hugging Face, such as "
+            f"AutoModelForCausalLM.from_pretrained returns"
+        )
+    if target_modules is None:
+        target_modules = ALL_LINEAR
+    targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
     config = Config(
         qlora=quantize == "nf4",
-        lora_rank=rank, lora_alpha=alpha, lora_target_modules=tuple(target_modules), lora_use_rslora=use_rslora,
+        lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets, lora_use_rslora=use_rslora,
         lora_dropout=dropout, adapter_path=None if adapter_path is None else os.fspath(adapter_path),
     )  # fmt: skip
-    hf_config: Any = model.config
     family, settings = family_of(hf_config), Settings((config,))
     own = parameters(model, family, settings)
     add_parameters(model, own.added, freezes=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import smp
 from smp.errors import UserError
@@ -53,6 +54,57 @@ def reference(name: str, *, packed: bool) -> tuple[torch.Tensor, dict[str, torch
     return torch.stack(sums).detach(), {key: p.grad for key, p in model.named_parameters()}
 
 
+PADDING = (0, 5, 2, 7)  # tokens before each row's first
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """Rows as a tokenizer with ``padding_side='left'`` makes them; some padding has labels, which do not count."""
+    ids, labels, _ = data()
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(PADDING):
+        mask[row, :count] = 0
+    return {"input_ids": ids * mask, "labels": labels * mask, "attention_mask": mask}
+
+
+def padded_reference(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sums and gradients of the plain model, given the mask, and positions that count from a row's first token."""
+    batch = padded()
+    mask, labels = batch["attention_mask"], batch["labels"]
+    logits = model(batch["input_ids"], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    valid = (labels[:, 1:] != -100) & mask[:, :-1].bool()
+    of_label = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    sums = of_label.masked_fill(~valid, 0).sum(1)
+    loss_of(sums).backward()
+    return sums.detach(), {key: p.grad for key, p in model.named_parameters()}
+
+
+def check_padded(name, expected):
+    sums, gradients = expected
+    for layout in LAYOUTS[dist.get_world_size()]:
+        mesh = smp.init(**layout)
+        model = smp.parallelize(build_reference(name, torch.float64), loss=smp.LossConfig(loss_chunk_tokens=3))
+        rows = slice(*(ROWS * at // mesh.data_size for at in (mesh.data_rank, mesh.data_rank + 1)))
+        found = smp.sequence_log_probs(model, {key: value[rows] for key, value in padded().items()})
+        assert relative(found.detach() - sums[rows], sums[rows]) <= 1e-9, layout
+        loss_of(found).backward()
+        for key, p in model.named_parameters():
+            assert relative(whole(p.grad) - gradients[key], gradients[key]) <= 1e-9, (layout, key)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_padding_on_the_left_is_that_of_the_plain_model(world_size):
+    expected = padded_reference(build_reference("llama_gqa", torch.float64))
+    run_distributed(check_padded, "llama_gqa", expected, world_size=world_size)
+
+
+def test_learned_positions_count_from_the_first_token_behind_padding():
+    torch.manual_seed(7)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=2)).double()
+    sums, _ = padded_reference(model.eval())
+    found = smp.sequence_log_probs(smp.chunk_loss(model), padded())
+    assert relative(found.detach() - sums, sums) <= 1e-9
+
+
 def check(name, expected):
     ids, labels, positions = data()
     for layout in LAYOUTS[dist.get_world_size()]:
@@ -91,7 +143,7 @@ def test_sums_and_gradients_are_those_of_log_softmax(name, world_size):
 
 def test_one_process_without_a_mesh_and_what_is_refused():
     model = build_reference("llama_gqa", torch.float64)
-    ids, labels, _ = data()
+    ids, labels, positions = data()
     with pytest.raises(UserError, match=r"call smp\.parallelize\(model, loss=smp\.LossConfig\(\)\), or smp\.chunk"):
         smp.sequence_log_probs(model, {"input_ids": ids, "labels": labels})
     smp.chunk_loss(model)
@@ -99,6 +151,15 @@ def test_one_process_without_a_mesh_and_what_is_refused():
         smp.sequence_log_probs(model, {"input_ids": ids})
     with pytest.raises(UserError, match="pixel_values cannot be cut"):
         smp.sequence_log_probs(model, {"input_ids": ids, "labels": ids, "pixel_values": ids})
+    mask = torch.ones_like(ids)
+    mask[1, 3] = mask[2, 0] = 0
+    for change, sentence in (
+        ({"attention_mask": mask}, "smp.sequence_log_probs: attention_mask hides tokens between ones that it shows"),
+        ({**padded(), "position_ids": positions}, "pads on the left, beside position_ids, which are of packed"),
+        ({"attention_mask": mask[:, None, None]}, "has 4 axes, and smp.sequence_log_probs takes one of"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            smp.sequence_log_probs(model, {"input_ids": ids, "labels": labels, **change})
     found = smp.sequence_log_probs(model, {"input_ids": ids, "labels": labels})
     sums, _ = reference("llama_gqa", packed=False)
     assert relative(found.detach() - sums, sums) <= 1e-12

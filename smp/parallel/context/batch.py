@@ -96,8 +96,8 @@ def check_batch(caller: str, batch: Mapping[str, Any]) -> None:
         return
     if mask.ndim != 2:
         raise UserError(
-            f"attention_mask has {mask.ndim} axes, and under context parallelism a mask is "
-            f"(batch, sequence): leave it out, and give position_ids that restart at each document"
+            f"attention_mask has {mask.ndim} axes, and {caller} takes one of (batch, sequence): leave it out, and give "
+            f"position_ids that restart at each document"
         )
     if (mask[:, 1:] > mask[:, :-1]).any():
         raise UserError(

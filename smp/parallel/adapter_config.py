@@ -1,0 +1,86 @@
+"""``adapter_config.json`` in peft's format: what of it is obeyed, and what changes the model and is refused."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from smp.errors import UserError
+from smp.json_input import read_object
+from smp.models.weight_files import ADAPTER_CONFIG
+
+WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+_OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"}
+# What says where an adapter is from, is of initial values alone, or of what is refused itself, and computes nothing.
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
+    "inference_mode", "loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "task_type",
+}  # fmt: skip
+# With others peft subtracts the initial product from the weights beside it, quantises them, or freezes a factor.
+_BASE_UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+def read_settings(folder: pathlib.Path) -> dict[str, Any]:
+    """Return the settings of an adapter by the names of the flags.
+
+    Raises:
+        UserError: it cannot be read, or has what would be computed otherwise here.
+    """
+    file = folder / ADAPTER_CONFIG
+    try:
+        found = read_object(file)
+        theirs: dict[str, Any] = {
+            "lora_rank": int(found["r"]),
+            "lora_alpha": float(found["lora_alpha"]),
+            "lora_use_rslora": bool(found.get("use_rslora", False)),
+            "lora_dropout": float(found.get("lora_dropout", 0.0)),
+        }
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"--adapter_path {folder}: no adapter that can be read ({error}): give a directory with {ADAPTER_CONFIG} "
+            f"and {WEIGHTS}, as peft's save_pretrained writes them"
+        ) from error
+    if found.get("peft_type") != "LORA":
+        raise UserError(f"--adapter_path {folder}: peft_type is {found.get('peft_type')!r}; only LORA is known")
+    start = found.get("init_lora_weights")
+    if start not in _BASE_UNCHANGED:
+        raise UserError(
+            f"{file}: init_lora_weights is {start!r}, with which peft trains beside other weights than the base "
+            f"model's, or one factor alone: merge it with peft's merge_and_unload, or convert it (PiSSA, OLoRA, "
+            f"CorDA, LoRA-GA) with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    for name, value in found.items():
+        if name not in {*_OBEYED, *_WITHOUT_EFFECT, "init_lora_weights"} and not _is_left_out(name, value):
+            raise UserError(
+                f"{file}: {name} is {value!r}, which is not known here and would be ignored: give an adapter that was "
+                f"trained without it, or merge it with peft's merge_and_unload"
+            )
+    return {**theirs, "lora_target_modules": _targets(file, found.get("target_modules"))}
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    # Not by truth: layers_to_transform 0 is the first layer.
+    return value is None or value is False or value in ("", [], {}) or (name == "bias" and value == "none")
+
+
+def _targets(file: pathlib.Path, value: Any) -> tuple[str, ...]:
+    if value == ALL_LINEAR:
+        return (ALL_LINEAR,)
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise UserError(
+            f"{file}: target_modules is {value!r}, and a list of the ends of layers' names is known here, or "
+            f"{ALL_LINEAR!r}, no regular expression: write the names that it matches there"
+        )
+    return tuple(sorted(value))
+
+
+def target_names(model: nn.Module, paths: Collection[str]) -> list[str]:
+    """Return ``target_modules`` that match these layers alone: the last part of a path, or all where others have it."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in last}
+    return sorted({path if name in others else name for path, name in last.items()})

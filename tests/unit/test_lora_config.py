@@ -1,0 +1,179 @@
+"""``adapter_config.json``: each field of peft is obeyed or refused, and targets are the same layers as in peft."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smp
+from smp.checkpoint.hf_export import export_hf
+from smp.errors import UserError
+from smp.parallel.adapter_config import read_settings, target_names
+from tests.flags import parse
+from tests.reference import build_reference, global_batch, relative
+
+peft = pytest.importorskip("peft")
+OBEYED = {"peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
+WITHOUT_EFFECT = {
+    "task_type": None, "auto_mapping": {"unsloth_fixed": True}, "peft_version": "0.1", "revision": "main",
+    "base_model_name_or_path": "other", "inference_mode": False, "fan_in_fan_out": True, "megatron_core": "core",
+    "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2.0}, "corda_config": {}, "lora_ga_config": {},
+    "qalora_group_size": 8, "ensure_weight_tying": True,
+}  # fmt: skip
+REFUSED = {
+    "exclude_modules": ["q_proj"], "bias": "all", "modules_to_save": ["lm_head"], "layers_to_transform": 0,
+    "layers_pattern": "layers", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8},
+    "trainable_token_indices": [1], "use_dora": True, "velora_config": {"rank": 1}, "alora_invocation_tokens": [3, 4],
+    "use_qalora": True, "monteclora_config": {"a": 1}, "layer_replication": [[0, 2]], "runtime_config": {"a": 1},
+    "lora_bias": True, "target_parameters": ["weight"], "use_bdlora": {"a": 1}, "arrow_config": {"a": 1},
+    "kasa_config": {"a": 1}, "megatron_config": {"a": 1}, "an_option_of_tomorrow": 0.5,
+}  # fmt: skip
+
+
+def saved(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
+    """An adapter of peft, with changes of its file."""
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(build_reference("llama_gqa", torch.float64), config).save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+def adapted(folder: pathlib.Path) -> nn.Module:
+    return smp.lora(build_reference("llama_gqa", torch.float64), adapter_path=folder)
+
+
+def check_like_peft(model: nn.Module, folder: pathlib.Path) -> set[str]:
+    """Compare with peft's own, and return the layers that it adapts."""
+    theirs = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float64), folder)
+    inputs, _ = global_batch(0)
+    wanted = theirs(input_ids=inputs).logits
+    assert relative(model(input_ids=inputs).logits - wanted, wanted) <= 1e-9
+    return {
+        name.removeprefix("base_model.model.") for name, module in theirs.named_modules() if hasattr(module, "lora_A")
+    }
+
+
+def test_every_field_of_peft_is_known():
+    """One that a new peft has is named here, where it belongs: what changes the computation is refused."""
+    unknown = {field.name for field in dataclasses.fields(peft.LoraConfig)} - OBEYED - WITHOUT_EFFECT.keys()
+    assert unknown - REFUSED.keys() == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fields_are_without_effect_or_refused_by_name(tmp_path):
+    folder = saved(tmp_path)
+    file, config = folder / "adapter_config.json", json.loads((folder / "adapter_config.json").read_text())
+    for name, value in WITHOUT_EFFECT.items():
+        file.write_text(json.dumps({**config, name: value}))
+        check_like_peft(adapted(folder), folder)
+    for name, value in REFUSED.items():
+        file.write_text(json.dumps({**config, name: value}))
+        with pytest.raises(UserError, match=rf"adapter_config.json: {name} is .*, which is not known here and would"):
+            read_settings(folder)
+        for left_out in (None, False, [], {}, ""):
+            file.write_text(json.dumps({**config, name: left_out}))
+            read_settings(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [True, False, "gaussian", "orthogonal", "eva"])
+def test_initial_values_beside_the_same_base_are_read(tmp_path, kind):
+    folder = saved(tmp_path, init_lora_weights=kind)
+    check_like_peft(adapted(folder), folder)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica", "tomorrow's"])
+def test_initial_values_that_change_the_base_are_refused(tmp_path, kind):
+    with pytest.raises(UserError, match=r"init_lora_weights is .*with peft's merge_and_unload, or convert it"):
+        adapted(saved(tmp_path, init_lora_weights=kind))
+
+
+def test_converted_and_merged_adapters_are_what_was_trained(tmp_path):
+    """What the sentence says to do works."""
+    inputs, _ = global_batch(0)
+    base = build_reference("llama_gqa", torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"))
+    config = model.peft_config["default"]
+    config.init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    config.init_lora_weights = "pissa"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(0.1 * ("lora_" in name))
+    wanted = model(input_ids=inputs).logits
+    model.save_pretrained(tmp_path / "out", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    found = smp.lora(build_reference("llama_gqa", torch.float32), adapter_path=tmp_path / "out")
+    assert relative(found(input_ids=inputs).logits - wanted, wanted) <= 1e-5
+    model.save_pretrained(tmp_path / "pissa")
+    again = peft.PeftModel.from_pretrained(build_reference("llama_gqa", torch.float32), tmp_path / "pissa")
+    assert relative(again.merge_and_unload()(input_ids=inputs).logits - wanted, wanted) <= 1e-5
+
+
+def layers(model: nn.Module) -> set[str]:
+    return {name.removesuffix(".lora_A") for name, _ in model.named_parameters() if name.endswith("lora_A")}
+
+
+@pytest.mark.parametrize(("targets", "written"), [
+    (["layers.0.self_attn.q_proj", "v_proj"], ["model.layers.0.self_attn.q_proj", "v_proj"]),
+    (["self_attn.q_proj"], ["q_proj"]),
+    (["layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj"], [f"model.layers.{n}.mlp.up_proj" for n in (1, 2)]),
+])  # fmt: skip
+def test_targets_that_are_written_match_the_layers_alone(tmp_path, targets, written):
+    model = smp.lora(build_reference("llama_gqa", torch.float64), 2, target_modules=targets)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_((parameter + 0.1).float())  # as files are read
+    export_hf(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == written
+    assert check_like_peft(model, tmp_path) == layers(model)
+    again = adapted(tmp_path)
+    assert layers(again) == layers(model)
+    check_like_peft(again, tmp_path)
+
+
+def test_a_layer_outside_the_blocks_of_the_same_name_is_not_matched():
+    model = build_reference("llama_gqa", torch.float32)
+    paths = [name for name, _ in model.named_modules() if name.endswith("_proj")]
+    assert "up_proj" in target_names(model, paths)
+    model.add_module("up_proj", nn.Linear(2, 2))
+    assert {"model.layers.2.mlp.up_proj", "q_proj"} < set(target_names(model, paths))
+
+
+def test_targets_are_spelled_as_in_peft(tmp_path):
+    def of(targets, **more):
+        return layers(smp.lora(build_reference("llama_gqa", torch.float32), 2, target_modules=targets, **more))
+
+    assert of("all-linear") == of(None) == of(["all-linear"])
+    assert of("q_proj") == of(["q_proj"]) == {f"model.layers.{number}.self_attn.q_proj" for number in range(3)}
+    for targets, sentence in (
+        ([], "--lora_target_modules is empty; there are down_proj, .* or all-linear for all"),
+        ("", "is the end of no linear layer's name"),
+        (r".*\.(q|v)_proj", "is the end of no linear layer's name .*regular expressions are not known"),
+    ):
+        model = build_reference("llama_gqa", torch.float32)
+        with pytest.raises(UserError, match=sentence):
+            smp.lora(model, 2, target_modules=targets)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(UserError, match="Linear has no config: give a causal language model of Hugging Face"):
+        smp.lora(nn.Linear(2, 2), 2)
+    assert parse(["--lora_rank", 2, "--lora_target_modules", "all-linear"]).lora.lora_target_modules == ("all-linear",)
+
+
+@pytest.mark.parametrize(
+    "targets", [r".*\.0\..*(q|v)_proj", "q_proj", None, ["q_proj", "lm_head"], ["embed_tokens"], []]
+)
+def test_targets_of_a_file_are_refused_in_its_name(tmp_path, targets):
+    with pytest.raises(
+        UserError, match=r"adapter_config.json: target_modules .*is (.* no regular|the end of|empty)"
+    ) as found:
+        adapted(saved(tmp_path, target_modules=targets))
+    assert "--lora_target_modules" not in str(found.value)
