@@ -44,6 +44,26 @@ def first_ranks_seed(groups: Iterable[dist.ProcessGroup | None], device: torch.d
     return int(seed)
 
 
+def refuse_other_numbers(number: int, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Refuse ranks that would broadcast unequal numbers of parameters and buffers; collective.
+
+    Args:
+        number: this rank's.
+        groups: as :func:`first_ranks_seed`'s.
+        device: that the backend serves.
+    """
+    most_and_least = torch.tensor([number, -number], device=device)
+    for group in groups:
+        dist.all_reduce(most_and_least, dist.ReduceOp.MAX, group=group)
+    most, least = most_and_least.tolist()
+    if most != -least:
+        raise UserError(
+            f"a model's values are taken from the first rank, and ranks have from {-least} to {most} parameters and "
+            f"buffers of it: build the same one on all; where embedding and head are tied on some alone, set "
+            f"config.tie_word_embeddings to False before it is built, or call model.tie_weights() on the first rank"
+        )
+
+
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Call ``build`` so that parameters are on the meta device and buffers are real.
 

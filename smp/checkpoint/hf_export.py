@@ -312,6 +312,10 @@ def export_hf(
     partial, family = _beside(directory, "partial"), family_of(hf_config)
     family.file_names.check(directory, "have transformers' save_pretrained write it")
     stored = dtype or next(iter(parameters.values())).dtype
+    untied = {f"{family.embedding}.weight", f"{family.head}.weight"} <= parameters.keys()
+    if untied and getattr(hf_config, "tie_word_embeddings", False):
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.tie_word_embeddings = False  # as the weights are: from_pretrained would tie what differs
 
     with contextlib.ExitStack() as held:
 

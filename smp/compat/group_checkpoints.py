@@ -7,6 +7,8 @@ where torch now takes its rank in the group.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map, tree_map_only
+
+from smp.errors import UserError
+
+_OF_RANK = re.compile(r"tp(\d+)-\d+")  # the folder of a tensor-parallel rank, as SMP v2's scripts name it
 
 
 def in_group(tensor: DTensor, group: dist.ProcessGroup | None) -> DTensor:
@@ -63,6 +69,18 @@ def save_state_dict(
     return _save(own, storage_writer, process_group, _coordinator(process_group, coordinator_rank), no_dist, planner)
 
 
+def _refuse_other_degree(path: Path) -> None:
+    own = _OF_RANK.fullmatch(path.name)
+    folder, degree = (path.parent, own[1]) if own else (path, "1")
+    found = ["1"] if (folder / ".metadata").exists() else []
+    found += [match[1] for each in folder.glob("tp*-*") if (match := _OF_RANK.fullmatch(each.name))]
+    if found and degree not in found:
+        raise UserError(
+            f"{folder} is a checkpoint of tensor-parallel degree {found[0]}, and this job's is {degree}: resume it "
+            f"with tensor_parallel_degree {found[0]}; one that is saved without process_group resumes at any degree"
+        )
+
+
 def load_state_dict(
     state_dict: dict[str, Any],
     storage_reader: checkpoint.StorageReader,
@@ -71,7 +89,13 @@ def load_state_dict(
     no_dist: bool = False,
     planner: checkpoint.LoadPlanner | None = None,
 ) -> None:
-    """Load what :func:`save_state_dict` has saved by a group of as many ranks, in place; collective."""
+    """Load what :func:`save_state_dict` has saved by a group of as many ranks, in place; collective.
+
+    Raises:
+        UserError: the folders are those of another tensor-parallel degree.
+    """
+    if (path := getattr(storage_reader, "path", None)) is not None:
+        _refuse_other_degree(Path(path))
     whole: dict[int, DTensor] = {}
 
     def part(tensor: DTensor) -> DTensor:

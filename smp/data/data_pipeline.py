@@ -325,8 +325,8 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
     """Open the rows of one split; returns them, and the id that ends a document where the source knows it."""
     length, vocab = batch.sequence_length, batch.vocab_size
     directory = config.tokenizer_name_or_dir or batch.tokenizer_dir
-    flag = "training_dir" if split == "train" else "test_dir"
-    path = config.training_dir if split == "train" or config.validation_split else config.test_dir
+    flag = "training_dir" if split == "train" or config.validation_split else "test_dir"
+    path: str | None = getattr(config, flag)
     named = config.dataset_name if path is None else None
 
     @functools.cache
@@ -347,7 +347,11 @@ def _open_source(config: DataConfig, split: Split, batch: BatchShape) -> tuple[R
     if named is not None:
         found = find_named(named, config.dataset_config_name, config.dataset_split if split == "train" else None, split)
     elif path is not None:
-        found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
+        try:
+            found = find_data([path], split, dataset_type=config.dataset_type, zipped=config.zipped_data)
+        except UserError as error:
+            kind = "" if config.dataset_type == "auto" else f" with --dataset_type {config.dataset_type}"
+            raise UserError(f"--{flag}{kind}: {error}") from None
     else:
         raise UserError(f"no {split} data: set --{flag}")
     if config.is_chat:

@@ -21,6 +21,7 @@ from smp.fsdp.meshes import random_seed
 from smp.log import get_logger
 from smp.mesh import served_device_type
 from smp.models.init_rules import InitRule, init_rules
+from smp.models.registry import tie_on_meta
 
 _logger = get_logger("smp.fsdp")
 
@@ -68,6 +69,7 @@ class DelayedParamIniter:
         *,
         seed: int | None = None,
     ):
+        tie_on_meta(model)  # which FSDP would do later: what is tied is drawn once, by its first name
         self._model, self._method, self._verbose = model, init_method_using_config, verbose
         self._given = random_seed() if seed is None else seed
         self._seed = torch.initial_seed() if self._given is None else self._given

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from smp.delayed_init import refuse_other_numbers
 from smp.errors import UserError
 from smp.fsdp.options import Options
 
@@ -102,10 +103,17 @@ def take_from_first_rank(
         mesh: what it will be sharded and replicated over.
         device: to move the values to first; a backend may send nothing else.
         ignored: parameters that are left alone.
+
+    Raises:
+        UserError: ranks have unequal numbers of them.
     """
     parameters = [p for module in modules for p in module.parameters(recurse=False) if p not in ignored]
     buffers = [b for module in modules for b in module.buffers(recurse=False)]
-    for tensor in dict.fromkeys((*parameters, *buffers)):  # tied ones once
+    tensors = dict.fromkeys((*parameters, *buffers))  # tied ones once
+    refuse_other_numbers(
+        len(tensors), [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1], device
+    )
+    for tensor in tensors:
         if not isinstance(tensor, DTensor) and (tensor.device != device or not tensor.is_contiguous()):
             # Row-major: memory is sent as it lies, and another rank's may have another order.
             tensor.data = tensor.detach().to(device).contiguous()

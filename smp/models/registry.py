@@ -125,12 +125,26 @@ def build_model(hf_config: Any, *, attn_implementation: str | None) -> nn.Module
     attn_implementation = attn_implementation or default_attention(hf_config)
     check_attention(hf_config, attn_implementation)
     model = _build(hf_config, attn_implementation)
-    # Tied once more, past __setattr__: a context that builds on the meta device replaces every parameter that is
-    # assigned by a new one, and so takes ties apart.
-    for tied, source in model.all_tied_weights_keys.items():
-        owner, _, name = tied.rpartition(".")
-        model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
+    tie_on_meta(model)
     return model
+
+
+def tie_on_meta(model: nn.Module) -> None:
+    """Tie again what models of Hugging Face in ``model`` tie by their config, where it is on the meta device.
+
+    Accelerate's ``init_empty_weights`` replaces every parameter that is assigned by a new one, and so takes ties apart.
+    Real values are left as they are: two may differ.
+    """
+    for module in model.modules():
+        for tied, source in getattr(module, "all_tied_weights_keys", {}).items():
+            owner, _, name = tied.rpartition(".")
+            try:
+                parameters = module.get_parameter(source), module.get_parameter(tied)
+            except AttributeError:  # another module has taken its place, such as an adapter
+                continue
+            if all(parameter.is_meta for parameter in parameters):
+                # Past __setattr__, which such a context has replaced.
+                module.get_submodule(owner)._parameters[name] = parameters[0]
 
 
 def count_parameters(hf_config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Optimizers that exist when a model's parameters are replaced: they continue with the parameters that it has then."""
+"""What surrounds each replacement of a model's parameters: ties before it, and optimizers, which continue with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from smp.models.registry import tie_on_meta
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
@@ -26,7 +28,12 @@ def local_part(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 @contextlib.contextmanager
 def following_optimizers(*models: nn.Module) -> Iterator[None]:
-    """Give optimizers the parameters by which those of ``models`` are replaced inside, and their state the shards."""
+    """Give optimizers the parameters by which those of ``models`` are replaced inside, and their state the shards.
+
+    Before, parameters on the meta device are tied as the models' configs say: all that shards a model comes by here.
+    """
+    for model in models:
+        tie_on_meta(model)
     before = [
         (module, name, weakref.ref(parameter))  # nothing outlives its replacement for this
         for model in models

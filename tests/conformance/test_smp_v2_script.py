@@ -20,6 +20,7 @@ from torch.distributed.fsdp.api import FullStateDictConfig, ShardedOptimStateDic
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from smp.compat.group_checkpoints import load_state_dict
 from smp.delayed_init import initialize_
 from smp.errors import UserError
 from smp.models.init_rules import init_rules
@@ -275,6 +276,17 @@ def _uncut(model) -> None:
 def test_a_script_of_smp_v2_trains_saves_and_resumes_as_a_plain_loop_trains(tmp_path, world, degrees):
     wanted, values = plain(degrees.get("context_parallel_degree", 1))
     run_distributed(_script, str(tmp_path), degrees, wanted, values, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "degrees"), [("tp2-0", ".", (2, 1)), ("tp2-0", "tp4-1", (2, 4)), (".", "tp2-0", (1, 2))]
+)
+def test_folders_of_another_tensor_parallel_degree_are_refused(tmp_path, saved, asked, degrees):
+    (tmp_path / saved).mkdir(exist_ok=True)
+    (tmp_path / saved / ".metadata").touch()
+    reader = checkpoint.FileSystemReader(tmp_path / asked)
+    with pytest.raises(UserError, match="of tensor-parallel degree {}, and this job's is {}: resume".format(*degrees)):
+        load_state_dict({}, reader)
 
 
 def _fp8(uses: bool) -> None:

@@ -376,6 +376,15 @@ def test_data(name, content, pattern, refused, tmp_path):
     expect(refused(*LLAMA, "--max_steps", 1, "--training_dir", folder), pattern)
 
 
+def test_each_flag_of_one_folder_is_named(refused, tmp_path):
+    (tmp_path / "a.jsonl").write_text(ROW)
+    words = ["--validation_freq", 1, "--training_dir", tmp_path, "--test_dir", tmp_path]
+    zipped = ".*none is .gz and --zipped_data is 1"
+    expect(refused(*LLAMA, *words, "--zipped_data", 1), f"--training_dir: {zipped}", f"--test_dir: {zipped}")
+    hf = "with --dataset_type hf: no data files in .*looked for \\*.parquet"
+    expect(refused(*LLAMA, *words, "--dataset_type", "hf"), f"--training_dir {hf}", f"--test_dir {hf}")
+
+
 def test_no_data_and_no_validation_data(refused):
     lines = refused(*LLAMA, "--validation_freq", 5)
     expect(lines, "no training data: set --training_dir or --data", "--validation_freq 5 needs .*set --test_dir")

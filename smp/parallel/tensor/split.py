@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from smp.delayed_init import refuse_other_numbers
 from smp.errors import ConfigError, UserError, a_type
 from smp.models.attention_support import attention_dropout
 from smp.models.family import Family, tensor_parallel_problems
@@ -60,7 +61,11 @@ def take_from_rank0(model: nn.Module, device: torch.device, *, parameters: bool 
     """Give buffers, and parameters, rank 0's values on ``device``; collective.
 
     Other ranks' tensors may have any values, or be on the meta device.
+
+    Raises:
+        UserError: ranks have unequal numbers of them.
     """
+    refuse_other_numbers(len([*model.parameters(), *model.buffers()]), [None], device)
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
