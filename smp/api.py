@@ -23,6 +23,7 @@ from smp.config import ActivationConfig, LossConfig, ParallelConfig, Settings
 from smp.delayed_init import build_on_meta, first_ranks_seed
 from smp.environment import malloc
 from smp.errors import ConfigError, UserError
+from smp.faults.agreement import require_same_weights
 from smp.mesh import Mesh, resolve_mesh, served_device_type
 from smp.models.added import leave_out_frozen
 from smp.models.registry import build_model, family_of
@@ -178,12 +179,15 @@ def transform(
         cp_comm_type: communication of context parallelism, as :class:`smp.ParallelConfig`'s; None: that of ``init``.
 
     Raises:
-        UserError: ``init`` was not called, the architecture is not supported, or a degree does not fit it.
+        UserError: ``init`` was not called, the architecture is not supported, a degree does not fit it, or ranks that
+            would split them have different weights.
     """
     current = _require_init("smp.transform")
     if config is not None:
         raise UserError("smp.transform: config is for mixture-of-experts models, which are out of scope for now")
     _check_exchange("smp.transform", cp_comm_type)
+    if current.tp is not None and not is_split(model) and not load_state_dict_from_rank0:
+        require_same_weights(model, "smp.transform")
     with following_optimizers(model):
         _split(model, current, from_rank0=load_state_dict_from_rank0, exchange=cp_comm_type)
     return model.to(device=device, dtype=dtype) if device is not None or dtype is not None else model
@@ -234,7 +238,8 @@ def parallelize(
             the rank's, of its own tokens.
 
     Raises:
-        UserError: ``init`` was not called, the architecture is not supported, or some ranks alone have a meta model.
+        UserError: ``init`` was not called, the architecture is not supported, some ranks alone have a meta model, or
+            ranks have different weights.
     """
     current, family = _require_init("smp.parallelize"), family_of(model.config)
     if gradient_reduction not in ("sum", "mean"):
@@ -242,6 +247,8 @@ def parallelize(
     on_meta = _is_on_meta(model, current.mesh)
     if activation is None:
         activation = ActivationConfig(activation_checkpointing=activation_checkpointing)
+    if not is_split(model):
+        require_same_weights(model, "smp.parallelize")
     with following_optimizers(model):
         _split(model, current)
         _parallelize(
